@@ -1,0 +1,8 @@
+"""GRPO on Megatron-Core and vLLM; the algorithm is in ``pretrain_grpo.py``."""
+
+import warnings
+
+# What is absent is said once, in the banner, not by ten modules of megatron-core on every rank.
+warnings.filterwarnings("ignore", message="(?i).*(apex|transformer ?engine).*not installed.*")
+warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")  # about kernels' order on a GPU
+warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op. is deprecated.*")  # vLLM's import

@@ -1,0 +1,155 @@
+"""The CPU/gloo layer: what megatron-core 0.16.1 needs in order to run without a GPU.
+
+megatron-core names CUDA in places where a device would do. Each patch below is one function with its reason; ``install``
+applies them, before ``megatron.core`` is imported, only on a machine without a GPU. On a GPU this module does nothing.
+Gloo itself needs no help: reduce-scatter, all-gather, all-to-all, bf16 and coalescing all work there.
+"""
+
+import contextlib
+import logging
+
+import torch
+
+CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange as_tensor empty empty_like empty_strided full full_like linspace ones ones_like rand randint randn tensor "
+    "zeros zeros_like"
+).split()
+
+
+def device() -> torch.device:
+    """The device that this process trains on: its current GPU, or the CPU."""
+    return CPU if not _has_gpu() else torch.device("cuda", torch.cuda.current_device())
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _names_cuda(value: object) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and value.startswith("cuda")
+    )
+
+
+def patch_current_device() -> None:
+    """megatron-core places buffers on ``torch.cuda.current_device()``: that is the CPU here."""
+    torch.cuda.current_device = lambda: CPU
+
+
+def patch_factories() -> None:
+    """``torch.zeros(..., device="cuda")`` and its kin: the CPU, without pinned memory (pinning needs a GPU driver)."""
+
+    def on_cpu(factory):
+        def create(*args, **kwargs):
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return create
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def patch_tensor_cuda() -> None:
+    """``x.cuda()`` leaves tensors and modules where they are (optimizer checkpoints call it)."""
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def patch_tensor_type() -> None:
+    """The optimizer compares ``x.type()`` with the strings ``torch.cuda.*Tensor``: report those."""
+    original = torch.Tensor.type
+
+    def cuda_name(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = cuda_name
+
+
+def patch_synchronize() -> None:
+    """The pipeline schedules synchronise the device after communication: nothing runs asynchronously on the CPU."""
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.empty_cache = lambda: None
+
+
+def patch_streams() -> None:
+    """Side streams become no-ops; classes, not functions, because vLLM names them in type annotations."""
+
+    class Stream:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def _nothing(self, *args, **kwargs):
+            return self
+
+        wait_stream = wait_event = synchronize = record_event = record = wait = _nothing
+
+        def __eq__(self, other):
+            return isinstance(other, Stream)
+
+        def __hash__(self):
+            return 0
+
+    torch.cuda.Stream = type("Stream", (Stream,), {})
+    torch.cuda.Event = type("Event", (Stream,), {})
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def patch_random_state() -> None:
+    """The "device" generator is the CPU's own."""
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def patch_compile() -> None:
+    """megatron-core's ``jit_fuser`` is ``torch.compile``, which would call a C++ compiler for a few small functions."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+def patch_core_random() -> None:
+    """megatron-core's RNG tracker sets states through a CUDA-only path that, on the CPU, does not fork the generator; and
+    it warns at every fork that the "CPU RNG state changed within GPU RNG context", because here the two are one."""
+    import megatron.core.tensor_parallel.random as core_random
+
+    core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    silent = logging.getLogger(core_random.__name__)
+    silent.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+EARLY = (
+    patch_current_device,
+    patch_factories,
+    patch_tensor_cuda,
+    patch_tensor_type,
+    patch_synchronize,
+    patch_streams,
+    patch_random_state,
+    patch_compile,
+)
+LATE = (patch_core_random,)  # these change megatron-core itself, after its import
+_installed = False
+
+
+def install() -> None:
+    """Apply every patch once, if this machine has no GPU. Call it before anything imports ``megatron.core``."""
+    global _installed
+    if _installed or _has_gpu():
+        return
+    _installed = True
+    for patch in EARLY:
+        patch()
+    import megatron.core  # noqa: F401
+
+    for patch in LATE:
+        patch()

