@@ -1,0 +1,72 @@
+"""How the losses of single tokens become one loss: a weight for each token, over the whole batch of an update.
+
+"Average over the tokens of a completion, then over completions" and "average over all tokens" are different
+algorithms, and both go wrong when each micro-batch averages over what it happens to hold. So no average is ever taken:
+its denominators are known as soon as the lengths are, and become a weight w[i,t] computed once over the *global* batch
+of an update, with
+
+    loss = sum over completions i, tokens t of  w[i,t] * L[i,t]
+
+exactly, whatever the micro-batches, the packing or the parallel layout. The weights are constant within a completion,
+so only one number for each is kept.
+"""
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+
+
+def token_weights(
+    loss_type: LossType,
+    lengths: npt.NDArray[np.int64],
+    micro_batch_size: int,
+    max_completion_length: int,
+) -> npt.NDArray[np.float64]:
+    """Weight of every token of each completion of an update.
+
+    With n completions and T_i tokens that count in completion i:
+
+        grpo     1 / (n T_i)                    mean over each completion, then over completions
+        dapo     1 / sum of T                   mean over all tokens of the update
+        dr_grpo  1 / (n max_completion_length)  a constant: no length is favoured
+        bnpo     1 / (B sum of T in its block)  mean over all tokens of a block, then over the B blocks
+
+    A block is `micro_batch_size` consecutive completions in the order given, however they are packed and wherever
+    they are computed (the last may be shorter). n and B count every completion and block, also those without a token
+    that counts; such completions have weight 0.
+
+    Args:
+        loss_type: one of the four.
+        lengths: [n], T_i: the number of tokens in the loss of each completion of the *whole* update, in global order.
+        micro_batch_size: completions in a block; read by bnpo only.
+        max_completion_length: tokens; read by dr_grpo only.
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: unknown `loss_type`.
+
+    Source: grpo: Shao et al. 2024, arXiv:2402.03300, eq. 3. dapo: Yu et al. 2025, arXiv:2503.14476, section 3.3.
+    dr_grpo: Liu et al. 2025, arXiv:2503.20783. bnpo: TRL's loss_type of that name, which averages over the tokens of
+    one micro-batch.
+    """
+    n = len(lengths)
+    if loss_type == "grpo":
+        denominators = n * lengths
+    elif loss_type == "dapo":
+        denominators = np.full(n, lengths.sum())
+    elif loss_type == "dr_grpo":
+        denominators = np.full(n, n * max_completion_length)
+    elif loss_type == "bnpo":
+        block = np.arange(n) // micro_batch_size
+        tokens_in_block = np.bincount(block, weights=lengths)
+        denominators = len(tokens_in_block) * tokens_in_block[block]
+    else:
+        raise ValueError(f"loss_type must be grpo, bnpo, dapo or dr_grpo, not {loss_type!r}")
+    weights = np.zeros(n)
+    np.divide(1.0, denominators, out=weights, where=lengths > 0)
+    return weights
