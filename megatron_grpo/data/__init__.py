@@ -1,0 +1,1 @@
+"""Prompts in, flat rollout batches out: tokenizers, prompt files, the sampler, batches and their packing."""

@@ -1,0 +1,346 @@
+"""One record for a rollout: everything that passes between the engine, the rewards and the update.
+
+`RolloutBatch` holds n completions, each with its prompt in front, as flat arrays: no padding, no pickles, no order that
+carries a meaning (groups have explicit ids). It can be exchanged between ranks, saved, inspected and replayed. Arrays
+are [total], one entry per token of all sequences laid end to end, or [n], one entry per completion.
+
+**The convention for labels, stated once.** In the flat arrays every per-token value lies at the token that it is about:
+`rollout_log_probs[k]` is the log-probability of `tokens[k]` given the tokens before it. The model, however, predicts
+token k at position k - 1. `RolloutBatch.pack` makes this shift, and is the only place that does: in a `Pack` the
+label of token k stands at position k - 1. The model's head computes log-probabilities at the label positions only, so
+all that follows it (losses, advantages, weights) has length L, the number of labels in the pack; `Pack.token_index`
+leads from there back to the flat arrays.
+"""
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.npyio import NpzFile
+
+from megatron_grpo.errors import GrpoError
+
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+UInt8 = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
+
+IGNORED_LABEL = -100  # torch's ignore_index: no token of the loss is predicted here
+
+# Which arrays a batch has, in the order in which they travel. The optional ones are None until they have been computed.
+PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_version": np.int32}
+PER_COMPLETION = {
+    "prompt_lengths": np.int32,
+    "group_ids": np.int64,
+    "row_ids": np.int64,
+    "sample_ids": np.int64,
+    "rewards": np.float32,
+    "finish_reasons": np.uint8,
+    "turns": np.int32,
+}
+PER_TOKEN_OPTIONAL = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
+PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
+OPTIONAL = PER_TOKEN_OPTIONAL | PER_COMPLETION_OPTIONAL
+OF_TOKENS = PER_TOKEN | PER_TOKEN_OPTIONAL
+DTYPES = {"cu_seqlens": np.int64} | PER_TOKEN | PER_COMPLETION | OPTIONAL
+
+
+class FinishReason(IntEnum):
+    """Why a completion ended."""
+
+    STOP = 0  # end-of-sequence token or stop word
+    LENGTH = 1  # cut at the length limit
+    ABORT = 2  # given up by the engine or by us
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """One micro-batch: m completions laid end to end in T tokens, with L labels (convention: see the module)."""
+
+    indices: Int64  # [m], which completions of the batch
+    tokens: Int64  # [T], padding is 0
+    position_ids: Int64  # [T], from 0 in each sequence
+    labels: Int64  # [T], the next token of the same sequence where it is in the loss, else IGNORED_LABEL
+    cu_seqlens: Int32  # [m + 1], or [m + 2]: padding is a last sequence of its own, attended by no other
+    max_seqlen: int
+    token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
+    rollout_log_probs: Float32  # [L], NaN where the engine gave none
+    old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
+    ref_log_probs: Float32 | None  # [L]
+    advantages: Float32 | None  # [L]
+    weights: Float32 | None  # [L]
+
+    @property
+    def num_labels(self) -> int:
+        """L, the number of tokens in the loss."""
+        return len(self.token_index)
+
+
+@dataclass(eq=False)
+class RolloutBatch:
+    """n completions with their prompts, as flat numpy arrays of fixed types (see the module)."""
+
+    cu_seqlens: Int64  # [n + 1], where each sequence (prompt + completion) begins; the last is the total
+    tokens: Int32  # [total]
+    loss_mask: UInt8  # [total], 1 on the tokens in the loss: those that the policy sampled
+    rollout_log_probs: Float32  # [total], as the engine sampled; NaN where unknown or not asked for
+    weight_version: Int32  # [total], which weights the engine held when it made the token
+    prompt_lengths: Int32  # [n], at least 1
+    group_ids: Int64  # [n], equal for the completions of one draw of a prompt
+    row_ids: Int64  # [n], row of the data set
+    sample_ids: Int64  # [n], index of the completion in the whole rollout, unique: its global order
+    rewards: Float32  # [n, f], one column per reward function; NaN = not scored; f = 0 before scoring
+    finish_reasons: UInt8  # [n], FinishReason
+    turns: Int32  # [n], how many times the policy spoke
+    old_log_probs: Float32 | None = None  # [total], under the weights before the first update; NaN elsewhere
+    ref_log_probs: Float32 | None = None  # [total], under the reference; NaN elsewhere
+    advantages: Float32 | None = None  # [n]
+    weights: Float32 | None = None  # [n], w of every token of the completion within its update
+
+    @classmethod
+    def from_completions(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float] | None],
+        weight_version: int,
+        group_ids: Sequence[int],
+        row_ids: Sequence[int],
+        sample_ids: Sequence[int],
+        finish_reasons: Sequence[FinishReason],
+    ) -> "RolloutBatch":
+        """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
+
+        Every sequence has n entries; `prompts[i]` are the token ids in front of `completions[i]`, and `log_probs[i]`
+        the engine's log-probabilities of the latter, or None. Raises GrpoError as `validate` does.
+        """
+        prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+        lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
+        cu_seqlens = _offsets(lengths)
+        total = int(cu_seqlens[-1])
+        batch = cls(
+            cu_seqlens=cu_seqlens,
+            tokens=np.zeros(total, np.int32),
+            loss_mask=np.zeros(total, np.uint8),
+            rollout_log_probs=np.full(total, np.nan, np.float32),
+            weight_version=np.full(total, weight_version, np.int32),
+            prompt_lengths=prompt_lengths,
+            group_ids=np.array(group_ids, np.int64),
+            row_ids=np.array(row_ids, np.int64),
+            sample_ids=np.array(sample_ids, np.int64),
+            rewards=np.zeros((len(lengths), 0), np.float32),
+            finish_reasons=np.array(finish_reasons, np.uint8),
+            turns=np.ones(len(lengths), np.int32),
+        )
+        for i, (prompt, completion, values) in enumerate(zip(prompts, completions, log_probs, strict=True)):
+            begin, middle, end = cu_seqlens[i], cu_seqlens[i] + len(prompt), cu_seqlens[i + 1]
+            batch.tokens[begin:middle] = prompt
+            batch.tokens[middle:end] = completion
+            batch.loss_mask[middle:end] = 1
+            if values is not None:
+                batch.rollout_log_probs[middle:end] = values
+        batch.validate()
+        return batch
+
+    # ---- sizes
+
+    @property
+    def num_completions(self) -> int:
+        """n."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Int64:
+        """[n], tokens of prompt and completion."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def completion_lengths(self) -> Int64:
+        """[n], tokens after the prompt, in the loss or not."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def loss_lengths(self) -> Int64:
+        """[n], tokens in the loss: T_i of the formulas."""
+        return np.diff(_offsets(self.loss_mask)[self.cu_seqlens])
+
+    # ---- choosing and joining
+
+    def select(self, indices: npt.ArrayLike) -> "RolloutBatch":
+        """The completions with these positions in the batch, in this order, as a new batch."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        flat = self._token_positions(chosen)
+        arrays = {name: array[flat if name in OF_TOKENS else chosen] for name, array in self._arrays().items()}
+        return RolloutBatch(**arrays | {"cu_seqlens": _offsets(self.lengths[chosen])})
+
+    def sorted_by_sample(self) -> "RolloutBatch":
+        """The batch in its global order, whatever rank or engine each completion came from."""
+        return self.select(np.argsort(self.sample_ids, kind="stable"))
+
+    @staticmethod
+    def concatenate(batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """Join batches end to end; raises ValueError unless all have the same optional arrays and reward columns."""
+        parts = [batch._arrays() for batch in batches]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise ValueError(f"batches with different arrays: {[sorted(part) for part in parts]}")
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return RolloutBatch(**arrays | {"cu_seqlens": _offsets(np.concatenate([batch.lengths for batch in batches]))})
+
+    # ---- one micro-batch
+
+    def pack(self, indices: npt.ArrayLike, pad_multiple: int = 1) -> Pack:
+        """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
+
+        Args:
+            indices: [m], positions in the batch.
+            pad_multiple: T is rounded up to a multiple of it, by one more sequence of zeros without a label.
+
+        Raises:
+            GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
+                pass that should have computed them did not reach it, or gave NaN.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        flat = self._token_positions(chosen)
+        lengths = self.lengths[chosen]
+        padding = -len(flat) % pad_multiple
+        if padding:
+            lengths = np.append(lengths, padding)
+        cu_seqlens = _offsets(lengths)
+
+        tokens = np.zeros(len(flat) + padding, np.int64)
+        tokens[: len(flat)] = self.tokens[flat]
+        mask = self.loss_mask[flat]
+        targets = np.flatnonzero(mask)  # never a sequence's first token: prompts are not empty
+        labels = np.full(len(tokens), IGNORED_LABEL, np.int64)
+        labels[targets - 1] = tokens[targets]
+
+        token_index = flat[targets]
+        loss_lengths = np.diff(_offsets(mask)[cu_seqlens[: len(chosen) + 1]])
+        pack = Pack(
+            indices=chosen,
+            tokens=tokens,
+            position_ids=np.arange(len(tokens)) - np.repeat(cu_seqlens[:-1], lengths),
+            labels=labels,
+            cu_seqlens=cu_seqlens.astype(np.int32),
+            max_seqlen=int(lengths.max(initial=0)),
+            token_index=token_index,
+            rollout_log_probs=self.rollout_log_probs[token_index],
+            old_log_probs=None if self.old_log_probs is None else self.old_log_probs[token_index],
+            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[token_index],
+            advantages=None if self.advantages is None else np.repeat(self.advantages[chosen], loss_lengths),
+            weights=None if self.weights is None else np.repeat(self.weights[chosen], loss_lengths),
+        )
+        for name in PER_TOKEN_OPTIONAL:
+            values = getattr(pack, name)
+            if values is not None and np.isnan(values).any():
+                samples = self.sample_ids[chosen].tolist()
+                raise GrpoError(
+                    f"{name} is NaN for {np.isnan(values).sum()} of {pack.num_labels} tokens in the loss of samples "
+                    f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
+                )
+        return pack
+
+    # ---- travelling and storing
+
+    def to_buffers(self) -> list[Array]:
+        """The batch as 1-D arrays for exchange by ranks: always as many, in the same order and of the same types.
+
+        The first, int64, says how to read the rest: the number of reward columns, then 0 or 1 for each optional
+        array. An array that is None travels empty.
+        """
+        arrays = self._arrays()
+        header = np.array([self.rewards.shape[1], *(name in arrays for name in OPTIONAL)], np.int64)
+        return [header, *(np.ravel(arrays.get(name, np.empty(0, dtype))) for name, dtype in DTYPES.items())]
+
+    @classmethod
+    def from_buffers(cls, buffers: Sequence[Array]) -> "RolloutBatch":
+        """Undo `to_buffers`; the arrays are taken as they are, without a copy."""
+        header, *rest = buffers
+        num_rewards, *present = header.tolist()
+        arrays = dict(zip(DTYPES, rest, strict=True))
+        arrays["rewards"] = arrays["rewards"].reshape(len(arrays["cu_seqlens"]) - 1, num_rewards)
+        for name, here in zip(OPTIONAL, present, strict=True):
+            if not here:
+                del arrays[name]
+        return cls(**arrays)
+
+    def save(self, path: str | Path) -> None:
+        """Write a .npz file, one plain array for each field that is not None."""
+        with open(path, "wb") as file:
+            np.savez(file, **self._arrays())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RolloutBatch":
+        """Read what `save` wrote and validate it; raises GrpoError when it is missing, damaged or something else."""
+        try:
+            with open(path, "rb") as file:
+                content = np.load(file, allow_pickle=False)
+                if not isinstance(content, NpzFile):
+                    raise GrpoError(f"{path} is not a saved rollout: it holds one array, not a .npz archive")
+                arrays = {name: content[name] for name in content.files}
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise GrpoError(f"cannot read the rollout {path}: {error}") from error
+        wrong = (DTYPES.keys() - OPTIONAL.keys() - arrays.keys()) | (arrays.keys() - DTYPES.keys())
+        if wrong:
+            raise GrpoError(f"{path} is not a saved rollout: missing or unknown arrays {sorted(wrong)}")
+        batch = cls(**arrays)
+        batch.validate()
+        return batch
+
+    def validate(self) -> None:
+        """Check shapes, types and values; raises GrpoError that names the first rule broken, else does nothing."""
+        for name, array in self._arrays().items():
+            if array.dtype != DTYPES[name]:
+                raise GrpoError(f"rollout batch: {name} is {array.dtype}, expected {np.dtype(DTYPES[name])}")
+        n, total = self.num_completions, len(self.tokens)
+        cu = self.cu_seqlens
+        if cu.ndim != 1 or n < 0 or cu[0] != 0 or cu[-1] != total or (np.diff(cu) < 0).any():
+            raise GrpoError(f"rollout batch: cu_seqlens must rise from 0 to the {total} tokens that there are")
+        for name, array in self._arrays().items():
+            columns = array.shape[1:2] or (0,) if name == "rewards" else ()
+            shape = (n + 1,) if name == "cu_seqlens" else (total if name in OF_TOKENS else n, *columns)
+            if array.shape != shape:
+                raise GrpoError(f"rollout batch: {name} has shape {array.shape}, expected {shape}")
+
+        in_prompt = np.arange(total) - np.repeat(cu[:-1], self.lengths) < np.repeat(self.prompt_lengths, self.lengths)
+        rules = {
+            "a prompt has at least one token": self.prompt_lengths >= 1,
+            "a prompt is no longer than its sequence": self.completion_lengths >= 0,
+            "token ids are not negative": self.tokens >= 0,
+            "loss_mask is 0 or 1": self.loss_mask <= 1,
+            "loss_mask is 0 on prompts": (self.loss_mask == 0) | ~in_prompt,
+            "log-probabilities are not above 0": ~(self.rollout_log_probs > 1e-3),  # engines round; NaN passes
+            "sample_ids are unique": np.array([len(np.unique(self.sample_ids)) == n]),
+            "rewards are not infinite": ~np.isinf(self.rewards),
+            "finish_reasons are known": np.isin(self.finish_reasons, list(FinishReason)),
+            "turns is at least 1": self.turns >= 1,
+            "advantages are finite": np.isfinite(self.advantages if self.advantages is not None else 0),
+            "weights are finite": np.isfinite(self.weights if self.weights is not None else 0),
+        }
+        for rule, holds in rules.items():
+            if not np.all(holds):
+                raise GrpoError(f"rollout batch: {rule}, but not at index {np.argmin(holds)} of {holds.size}")
+
+    # ---- helpers
+
+    def _arrays(self) -> dict[str, Any]:
+        """Every array that is not None, by name, in the order of DTYPES."""
+        return {name: array for name in DTYPES if (array := getattr(self, name)) is not None}
+
+    def _token_positions(self, indices: Int64) -> Int64:
+        """Positions in the flat arrays of all tokens of these completions, one completion after the other."""
+        lengths = self.lengths[indices]
+        starts = _offsets(lengths)[:-1]
+        return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
+
+
+def _offsets(lengths: Array) -> Int64:
+    """[0, l_0, l_0 + l_1, ...], one longer than `lengths`."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

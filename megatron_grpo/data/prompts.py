@@ -1,0 +1,220 @@
+"""Prompt files (JSON lines, Parquet) as tokenised prompts, and the sampler whose position a checkpoint keeps."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from tqdm import tqdm
+
+from megatron_grpo.data.tokenizer import Tokenizer
+from megatron_grpo.errors import GrpoError
+
+_PROGRESS_FROM = 10_000  # rows
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenised prompt: its number in the data set, the tokens, their text, the file's row, and where that stands."""
+
+    id: int
+    ids: list[int]
+    text: str  # special tokens left out
+    row: dict[str, Any]
+    source: str
+
+
+class PromptDataset:
+    """The prompts of several files one after the other, all checked and tokenised at the start.
+
+    Reads --prompt-key, --system-prompt, --max-prompt-length and --truncation-strategy from args. Raises GrpoError that
+    names the file and line of the first row that cannot be used.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, args: argparse.Namespace):
+        rows = [item for path in paths for item in read_rows(Path(path))]
+        if not rows:
+            raise GrpoError(f"no prompts: {', '.join(map(str, paths))} has no rows")
+        rank = int(os.environ.get("RANK", "0"))
+        limit, strategy = args.max_prompt_length, args.truncation_strategy
+        self._tokenizer = tokenizer
+        self._ids: list[np.ndarray] = []  # a tenth of the memory of lists
+        self._rows: list[tuple[str, dict[str, Any]]] = []
+        for where, row in tqdm(rows, "tokenising prompts", disable=rank != 0 or len(rows) < _PROGRESS_FROM):
+            ids = _tokenise(where, row, tokenizer, args.prompt_key, args.system_prompt)
+            if limit is not None and len(ids) > limit:
+                if strategy == "delete":
+                    continue
+                if strategy != "left":
+                    raise GrpoError(
+                        f"{where}: the prompt has {len(ids)} tokens, more than --max-prompt-length {limit}; raise it, "
+                        "or choose --truncation-strategy left (keep the last tokens) or delete (leave such rows out)"
+                    )
+                ids = ids[-limit:]
+            self._ids.append(np.asarray(ids, dtype=np.int32))
+            self._rows.append((where, row))
+        deleted = len(rows) - len(self._rows)
+        if not self._rows:
+            raise GrpoError(f"no prompts left: all {deleted} are longer than --max-prompt-length {limit}")
+        if deleted and rank == 0:
+            print(f"left out {deleted} of {len(rows)} prompts that are longer than --max-prompt-length {limit}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        source, row = self._rows[index]
+        ids = self._ids[index].tolist()
+        return Prompt(id=index, ids=ids, text=self._tokenizer.decode(ids), row=row, source=source)
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (where, row) for every row of a .jsonl, .json (one object per line) or .parquet file."""
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise GrpoError(f"{path}: prompts are read from .jsonl or .parquet files, not from {path.suffix or 'this'}")
+    if not path.is_file():
+        raise GrpoError(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        try:
+            # ParquetFile and not read_table, which takes directories named like "split=train" for columns.
+            table = pyarrow.parquet.ParquetFile(path).read()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise GrpoError(f"{path}: not a readable Parquet file: {error}") from error
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1))
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise GrpoError(f"{path}:{number}: not valid JSON ({error}); expected one object per line") from error
+            if not isinstance(row, dict):
+                raise GrpoError(f"{path}:{number}: expected a JSON object, found {_kind(row)}")
+            yield f"{path}:{number}", row
+
+
+def _tokenise(where: str, row: dict[str, Any], tokenizer: Tokenizer, key: str, system: str | None) -> list[int]:
+    try:
+        prompt = parse_prompt(row, key, system)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
+    except GrpoError as error:
+        raise GrpoError(f"{where}: {error}") from error
+    if not ids:
+        raise GrpoError(f"{where}: the prompt has no tokens")
+    return ids
+
+
+def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> str | list[dict[str, Any]]:
+    """The row's prompt, from column ``key`` or else ``messages``: a string as it stands, or chat messages.
+
+    With a system prompt, a string becomes the user's message after it. Raises GrpoError saying what was expected.
+    """
+    column = key if row.get(key) is not None else "messages"
+    prompt = row.get(column)
+    if prompt is None:
+        raise GrpoError(
+            f'no prompt: expected a column "{key}" (--prompt-key) or "messages", found {", ".join(row) or "no column"}'
+        )
+    if isinstance(prompt, str):
+        _check_text(f'"{column}"', prompt)
+        return (
+            prompt if system is None else [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+        )
+    if not isinstance(prompt, list):
+        raise GrpoError(f'"{column}" must be a string or a list of messages, found {_kind(prompt)}')
+    if not prompt:
+        raise GrpoError(f'"{column}" is an empty list of messages')
+    messages = [_check_message(f'message {number} of "{column}"', message) for number, message in enumerate(prompt, 1)]
+    if messages[-1]["role"] == "assistant":
+        raise GrpoError(f'"{column}" ends with an assistant message; that one is to be generated, so leave it out')
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise GrpoError(f'"{column}" has a system message of its own; leave out either that or --system-prompt')
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _check_message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise GrpoError(f'{name} must be an object with "role" and "content", found {_kind(message)}')
+    # Parquet gives every message the columns of all of them, and templates ask whether a key is there.
+    message = {key: value for key, value in message.items() if value is not None}
+    for key in ("role", "content"):
+        if key not in message:
+            raise GrpoError(f'{name} has no "{key}"')
+        _check_text(f'"{key}" of {name}', message[key])
+    return message
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise GrpoError(f"{name} must be a string, found {_kind(text)}")
+    if not text.strip():
+        raise GrpoError(f"{name} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise GrpoError(f"{name} is not valid Unicode: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+class PromptSampler:
+    """Numbers of prompts without end: every epoch a fresh permutation, the same on every rank.
+
+    The order is a function of (seed, epoch) alone, so the position, counted in prompts, is all that a checkpoint keeps.
+    """
+
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True):
+        self.num_prompts, self.seed, self.shuffle = num_prompts, seed, shuffle
+        self.epoch = 0
+        self.position = 0  # prompts of this epoch already handed out, below num_prompts
+        self._order = self._permutation()
+
+    def _permutation(self) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_prompts)
+        return np.random.default_rng((self.seed, self.epoch)).permutation(self.num_prompts)
+
+    def next(self, n: int) -> list[int]:
+        """The next n prompt numbers; runs into the following epochs when this one ends."""
+        numbers: list[int] = []
+        while len(numbers) < n:
+            part = self._order[self.position : self.position + n - len(numbers)].tolist()
+            numbers += part
+            self.position += len(part)
+            if self.position == self.num_prompts:
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._permutation()
+        return numbers
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Where the sampler stands and what its order depends on."""
+        return {name: getattr(self, name) for name in ("num_prompts", "seed", "shuffle", "epoch", "position")}
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Continues at a saved position; GrpoError when that belongs to another order."""
+        flags = {
+            "num_prompts": "--train-data-path (number of prompts)",
+            "seed": "--seed",
+            "shuffle": "shuffling (--no-shuffle)",
+        }
+        for name, flag in flags.items():
+            if state[name] != getattr(self, name):
+                raise GrpoError(
+                    f"the checkpoint's data position belongs to other data: {flag} was {state[name]} and is now "
+                    f"{getattr(self, name)}; restore it, or start the data anew with --finetune"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._order = self._permutation()

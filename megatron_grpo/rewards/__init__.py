@@ -1,0 +1,1 @@
+"""Reward functions, their registry, and the pool of processes that runs them."""

@@ -1,0 +1,254 @@
+"""Reward functions in processes of their own, so that one that hangs, crashes or talks nonsense costs one sample."""
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_readable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rewards.registry import Sample
+
+_CHUNK = 64  # samples sent at once: enough to make the cost of sending small
+_START_LIMIT = 120.0  # s, for imports on a slow disk
+_GIVE_UP = 4  # samples on which a function timed out, before any value, after which the rest is not waited for
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reward that could not be had: which function, the sample's key and row, why, and how the completion begins."""
+
+    reward: str
+    key: Hashable
+    source: str
+    reason: str
+    completion: str
+    traceback: str = ""
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    ready: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    unread: bytes = b""
+    # Calls handed to it and not reported yet, in its order: (sample number, function number).
+    calls: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.tasks, self.reports = self.process.stdin, self.process.stdout.fileno()
+
+
+class RewardPool:
+    """Scores samples by the functions of ``names`` in ``workers`` processes, each call within ``timeout`` seconds.
+
+    Processes are started anew (not forked: the trainer has threads) and import only the rewards and the plugins. A call
+    that raises, times out, returns anything but a finite number or None, or kills its process is tried again ``retries``
+    times; then the reward is NaN, as for None, and a ``Failure`` says why. A GrpoError ends the run: one that the
+    function raises (wrong data), or a function that failed on every sample.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        plugins: Sequence[str | Path] = (),
+        workers: int = 1,
+        timeout: float = 10.0,
+        retries: int = 1,
+    ):
+        self.names, self.timeout, self.retries = list(names), timeout, retries
+        self.failures: list[Failure] = []  # of the samples that the last finish() returned
+        self._setup = pickle.dumps(
+            (self.names, [Path(p).resolve() for p in plugins], [p or os.getcwd() for p in sys.path])
+        )
+        self._failed_starts = 0
+        self._polled = 0.0
+        self._clear()
+        self._workers: list[_Worker] = []
+        self.close = weakref.finalize(self, _end, self._workers, os.getpid())  # called at exit at the latest
+        self._workers += [self._start() for _ in range(workers)]
+        while not all(worker.ready for worker in self._workers):
+            self.poll(0.1)
+
+    def _clear(self) -> None:
+        self._samples: dict[Hashable, int] = {}  # key -> number
+        self._rows: list[tuple[Hashable, Sample, list[float]]] = []
+        self._queue: deque[tuple[int, tuple[int, ...]]] = deque()  # (sample number, function numbers)
+        self._open = 0  # calls without a result
+        self._tries: dict[tuple[int, int], int] = {}
+        self._failed: list[list[Failure]] = [[] for _ in self.names]
+        self._succeeded = [0] * len(self.names)
+
+    def score(self, samples: Sequence[Sample]) -> tuple[np.ndarray, list[Failure]]:
+        """Rewards float32 ``[len(samples), len(names)]`` (NaN: None or failed) and the failures among them."""
+        for key, sample in enumerate(samples):
+            self.submit(key, sample)
+        return self.finish(), self.failures
+
+    def submit(self, key: Hashable, sample: Sample) -> None:
+        """Hands over one sample without waiting for its rewards; the key names it to finish()."""
+        assert key not in self._samples, f"two samples with the key {key!r}"
+        number = self._samples[key] = len(self._rows)
+        self._rows.append((key, sample, [math.nan] * len(self.names)))
+        self._queue.append((number, tuple(range(len(self.names)))))
+        self._open += len(self.names)
+        if time.monotonic() - self._polled > 0.01:
+            self.poll()
+
+    def finish(self, keys: Sequence[Hashable] | None = None) -> np.ndarray:
+        """Waits for every sample submitted since the last call: rewards float32 ``[n, len(names)]``.
+
+        Rows are in the order of ``keys``, or that of submission. ``failures`` then lists what went wrong.
+        """
+        while self._open:
+            self.poll(0.2)
+        for function, failed in enumerate(self._failed):
+            if failed and len(failed) == len(self._rows):
+                self._stop(function, f"failed on all {len(failed)} samples")
+        values = np.array([row for _, _, row in self._rows], np.float32).reshape(-1, len(self.names))
+        order = range(len(values)) if keys is None else [self._samples[key] for key in keys]
+        self.failures = [failure for failed in self._failed for failure in failed]
+        self._clear()
+        return values[np.asarray(order, dtype=np.int64)]
+
+    def poll(self, wait: float = 0.0) -> int:
+        """Takes reports (waiting up to ``wait`` seconds for one), ends what is past its time, hands out work.
+
+        Returns the number of calls without a result. Raises GrpoError as the class says.
+        """
+        self._dispatch()
+        readable = wait_readable([worker.reports for worker in self._workers], wait)
+        self._polled = time.monotonic()
+        for worker in list(self._workers):
+            if worker.reports in readable:
+                self._read(worker)
+            elif not worker.ready and self._polled - worker.heard > _START_LIMIT:
+                self._replace(worker, "timeout", f"took longer than {_START_LIMIT:g} s")
+            elif worker.calls and self._polled - worker.heard > self.timeout:
+                self._replace(worker, "timeout", f"took longer than {self.timeout:g} s (--reward-timeout)")
+        self._dispatch()
+        return self._open
+
+    def _start(self) -> _Worker:
+        root = str(Path(__file__).resolve().parents[2])
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-P", "-m", "megatron_grpo.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+            start_new_session=True,  # to end what it starts with it, and to keep Ctrl-C to ourselves
+        )
+        worker = _Worker(process)
+        with contextlib.suppress(BrokenPipeError):  # it died: _read sees that
+            worker.tasks.write(self._setup)
+            worker.tasks.flush()
+        return worker
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if not self._queue:
+                return
+            if worker.calls or not worker.ready:
+                continue
+            # Ever smaller towards the end, so that the workers finish together.
+            size = min(_CHUNK, max(1, len(self._queue) // (2 * len(self._workers))))
+            chunk = [self._queue.popleft() for _ in range(size)]
+            worker.heard = time.monotonic()
+            try:
+                worker.tasks.write(pickle.dumps([(self._rows[number][1], todo) for number, todo in chunk]))
+                worker.tasks.flush()
+            except BrokenPipeError:  # it died while it had nothing to do: no sample's fault
+                self._queue.extendleft(reversed(chunk))
+            else:
+                worker.calls.extend((number, function) for number, functions in chunk for function in functions)
+
+    def _read(self, worker: _Worker) -> None:
+        data = os.read(worker.reports, 1 << 20)
+        if not data:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(1.0)
+            self._replace(worker, "died", f"ended its process (exit status {worker.process.returncode})")
+            return
+        worker.heard = time.monotonic()
+        *lines, worker.unread = (worker.unread + data).split(b"\n")
+        for kind, *content in map(json.loads, lines):
+            if kind == "ready":
+                worker.ready, self._failed_starts = True, 0
+            elif not worker.ready:
+                self.close()
+                raise GrpoError(content[0])
+            else:
+                self._report(worker.calls.popleft(), kind, content)
+
+    def _report(self, call: tuple[int, int], kind: str, content: list[Any]) -> None:
+        number, function = call
+        key, sample, values = self._rows[number]
+        if kind == "value":
+            values[function] = math.nan if content[0] is None else content[0]
+            self._succeeded[function] += 1
+            self._open -= 1
+        elif kind == "fatal":
+            self.close()
+            raise GrpoError(f'reward "{self.names[function]}" on {sample.source or f"sample {key}"}: {content[0]}')
+        elif self._tries.get(call, 0) < self.retries:
+            self._tries[call] = self._tries.get(call, 0) + 1
+            self._queue.append((number, (function,)))
+        else:
+            reason, *tail = content
+            failed = self._failed[function]
+            failed.append(Failure(self.names[function], key, sample.source, reason, sample.completion[:80], *tail))
+            self._open -= 1
+            if kind == "timeout" and len(failed) >= _GIVE_UP and not self._succeeded[function]:
+                self._stop(function, f"gave no value and timed out on {len(failed)} samples")
+
+    def _stop(self, function: int, what: str) -> NoReturn:
+        first = self._failed[function][0]
+        self.close()
+        raise GrpoError(
+            f'reward "{first.reward}" {what}; the first, {first.source or f"sample {first.key}"}: {first.reason}; '
+            f"completion {first.completion!r}" + (f"\n{first.traceback}" if first.traceback else "")
+        )
+
+    def _replace(self, worker: _Worker, kind: str, reason: str) -> None:
+        """A new process in place of one that is dead or stuck; the call it was at is to blame, the others wait again."""
+        slot = self._workers.index(worker)
+        _kill(worker.process)
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts == 3:
+                self.close()
+                raise GrpoError(f"a reward worker does not start: it {reason}; what it printed is above")
+        self._workers[slot] = self._start()
+        if worker.calls:
+            blamed, *others = worker.calls
+            self._queue.extendleft((number, (function,)) for number, function in reversed(others))
+            self._report(blamed, kind, [reason])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()  # type: ignore[union-attr]
+
+
+def _end(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child has a copy of the pool, not its processes
+        for worker in workers:
+            _kill(worker.process)

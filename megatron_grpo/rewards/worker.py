@@ -1,0 +1,88 @@
+"""A scoring process of ``pool.RewardPool``: samples come in on stdin as pickles, reports leave on stdout as JSON lines.
+
+First comes (names, plugins, sys.path), answered by ["ready"]; then lists of (sample, numbers of functions), with a
+report for each call as soon as it is done: ["value", x], ["failed", reason, traceback] or ["fatal", message]. The
+process ends when stdin does.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, load_plugins
+
+_FLOAT32_MAX = 3.4028234e38
+
+
+def main() -> None:
+    tasks, reports = _take_streams()
+
+    def report(line: list[Any]) -> None:
+        reports.write(json.dumps(line).encode() + b"\n")
+        reports.flush()
+
+    if sys.platform == "linux":
+        # A function that hangs never comes back to see stdin end: PR_SET_PDEATHSIG ends it when the parent is killed.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    names, plugins, sys.path[:] = pickle.load(tasks)
+    try:
+        load_plugins(plugins)
+        functions = get_rewards(names)
+    except GrpoError as error:
+        report(["fatal", str(error)])
+        return
+    report(["ready"])
+    while True:
+        try:
+            chunk = pickle.load(tasks)
+        except EOFError:
+            return
+        for sample, numbers in chunk:
+            for number in numbers:
+                report(_call(functions[number], sample))
+
+
+def _take_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout for ourselves: what reward functions print goes to stderr, and they find nothing to read."""
+    tasks, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return tasks, reports
+
+
+def _call(function: RewardFunction, sample: Sample) -> list[Any]:
+    try:
+        value = function(sample)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        return ["value", None if value is None else _number(value)]
+    except GrpoError as error:
+        return ["fatal", str(error)[:2000]]
+    # Also what is no Exception: SystemExit, and time-outs that some libraries raise.
+    except BaseException as error:
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        tail = "".join(traceback.format_exception(type(error), error, frames))[-1500:]
+        return ["failed", f"raised {type(error).__name__}: {error}"[:300], tail]
+
+
+def _number(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _FLOAT32_MAX:
+        raise ValueError(f"the function returned {value!r:.80}, expected a finite number or None")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""RolloutBatch: a pack laid out by hand, round trips, and that no packing changes what is learnt."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.algorithm.weighting import token_weights
+from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch
+from megatron_grpo.data.schedule import schedule
+from megatron_grpo.errors import GrpoError
+
+NAN = np.float32("nan")
+
+
+def hand_batch():
+    """Three completions: prompt 10 11 -> 12 13; prompt 20 -> nothing; prompt 30 31 32 -> 33, the engine not asked."""
+    return RolloutBatch.from_completions(
+        prompts=[[10, 11], [20], [30, 31, 32]],
+        completions=[[12, 13], [], [33]],
+        log_probs=[[-0.5, -0.25], [], None],
+        weight_version=4,
+        group_ids=[7, 7, 9],
+        row_ids=[100, 100, 101],
+        sample_ids=[0, 1, 2],
+        finish_reasons=[FinishReason.STOP, FinishReason.ABORT, FinishReason.LENGTH],
+    )
+
+
+def filled(batch):
+    """The same batch with every optional array, values telling their place."""
+    total, n = len(batch.tokens), batch.num_completions
+    batch.rewards = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
+    batch.old_log_probs = -np.arange(total, dtype=np.float32)
+    batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
+    batch.advantages = np.arange(n, dtype=np.float32) - 1
+    batch.weights = np.arange(n, dtype=np.float32) + 0.5
+    return batch
+
+
+def assert_same(a, b):
+    for name in DTYPES:
+        left, right = getattr(a, name), getattr(b, name)
+        assert (left is None) == (right is None), name
+        if left is not None:
+            assert left.dtype == right.dtype == DTYPES[name]
+            np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+@st.composite
+def batches(draw, min_size=0, max_size=8):
+    """Batches of any shape, tokens all different, several turns (holes in the loss mask) included."""
+    n = draw(st.integers(min_size, max_size))
+    prompt_lengths = draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
+    completion_lengths = draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))
+    first = np.cumsum([0, *prompt_lengths, *completion_lengths])
+    runs = [list(range(a, b)) for a, b in pairwise(first)]
+    batch = RolloutBatch.from_completions(
+        prompts=runs[:n],
+        completions=runs[n:],
+        log_probs=[[-0.001 * token for token in run] for run in runs[n:]],
+        weight_version=1,
+        group_ids=draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)),
+        row_ids=list(range(n)),
+        sample_ids=draw(st.permutations(range(n))),
+        finish_reasons=[FinishReason.STOP] * n,
+    )
+    holes = draw(st.lists(st.booleans(), min_size=len(batch.tokens), max_size=len(batch.tokens)))
+    batch.loss_mask[np.array(holes, dtype=bool)] = 0
+    batch.validate()
+    return filled(batch) if draw(st.booleans()) else batch
+
+
+# ---- one micro-batch
+
+
+def test_flat_arrays_by_hand():
+    batch = hand_batch()
+    assert batch.num_completions == 3
+    assert batch.cu_seqlens.tolist() == [0, 4, 5, 9]
+    assert batch.tokens.tolist() == [10, 11, 12, 13, 20, 30, 31, 32, 33]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
+    np.testing.assert_array_equal(batch.rollout_log_probs, np.float32([NAN, NAN, -0.5, -0.25, *[NAN] * 5]))
+    assert batch.lengths.tolist() == [4, 1, 4]
+    assert batch.completion_lengths.tolist() == batch.loss_lengths.tolist() == [2, 0, 1]
+    assert set(batch.weight_version.tolist()) == {4}
+    assert batch.rewards.shape == (3, 0)
+
+
+def test_pack_by_hand():
+    pack = filled(hand_batch()).pack([2, 1, 0], pad_multiple=4)
+    #                                 |--- 2 ---|  1  |--- 0 ---|  padding
+    assert pack.tokens.tolist() == [30, 31, 32, 33, 20, 10, 11, 12, 13, 0, 0, 0]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 2]
+    assert pack.labels.tolist() == [-100, -100, 33, -100, -100, -100, 12, 13, -100, -100, -100, -100]
+    assert pack.cu_seqlens.tolist() == [0, 4, 5, 9, 12]
+    assert pack.cu_seqlens.dtype == np.int32
+    assert pack.tokens.dtype == pack.labels.dtype == pack.position_ids.dtype == np.int64
+    assert pack.max_seqlen == 4
+    # the label tokens 33, 12, 13 lie at 8, 2, 3 of the batch
+    assert pack.num_labels == 3
+    assert pack.token_index.tolist() == [8, 2, 3]
+    np.testing.assert_array_equal(pack.rollout_log_probs, np.float32([NAN, -0.5, -0.25]))
+    assert pack.old_log_probs.tolist() == [-8, -2, -3]
+    assert pack.ref_log_probs.tolist() == [-1008, -1002, -1003]
+    assert pack.advantages.tolist() == [1, -1, -1]
+    assert pack.weights.tolist() == [2.5, 0.5, 0.5]
+
+
+def test_pack_without_padding_and_before_anything_is_computed():
+    pack = hand_batch().pack([0, 1], pad_multiple=5)
+    assert pack.cu_seqlens.tolist() == [0, 4, 5]
+    assert pack.old_log_probs is pack.ref_log_probs is pack.advantages is pack.weights is None
+
+
+def test_pack_of_an_empty_completion_has_no_label():
+    pack = filled(hand_batch()).pack([1])
+    assert pack.num_labels == 0
+    assert pack.labels.tolist() == [-100]
+    assert pack.advantages.shape == pack.weights.shape == pack.old_log_probs.shape == (0,)
+
+
+def test_pack_refuses_log_probs_that_were_never_computed():
+    batch = hand_batch()
+    batch.old_log_probs = np.float32([NAN, NAN, -1, NAN, NAN, NAN, NAN, NAN, -1])
+    batch.pack([2])
+    with pytest.raises(GrpoError, match=r"old_log_probs is NaN for 1 of 2 tokens in the loss of samples \[0\]"):
+        batch.pack([0])
+
+
+@settings(deadline=None)
+@given(batch=batches(min_size=1), dp_size=st.integers(1, 2), pad_multiple=st.integers(1, 8), data=st.data())
+def test_no_packing_changes_what_is_learnt(batch, dp_size, pad_multiple, data):
+    """Each token in the loss comes in one pack, once, predicted by its predecessor, with its own values."""
+    batch = filled(batch.select(np.arange(batch.num_completions // dp_size * dp_size)))
+    if not batch.num_completions:
+        return
+    batch.weights = token_weights("grpo", batch.loss_lengths, 1, 10).astype(np.float32)
+    budget = int(batch.lengths.max()) + data.draw(st.integers(0, 20))
+    owner = np.repeat(np.arange(batch.num_completions), batch.lengths)
+    seen, total = [], 0.0
+    for rank in schedule(batch.lengths, dp_size, max_tokens=budget):
+        for indices in rank:
+            pack = batch.pack(indices, pad_multiple)
+            assert len(pack.tokens) % pad_multiple == 0
+            assert pack.cu_seqlens[-1] == len(pack.tokens) < pack.cu_seqlens[len(indices)] + pad_multiple
+            assert pack.max_seqlen == np.diff(pack.cu_seqlens).max()
+            at = np.flatnonzero(pack.labels != -100)
+            np.testing.assert_array_equal(pack.labels[at], batch.tokens[pack.token_index])
+            np.testing.assert_array_equal(pack.tokens[at], batch.tokens[pack.token_index - 1])
+            np.testing.assert_array_equal(pack.advantages, batch.advantages[owner[pack.token_index]])
+            np.testing.assert_array_equal(pack.old_log_probs, batch.old_log_probs[pack.token_index])
+            np.testing.assert_array_equal(pack.rollout_log_probs, batch.rollout_log_probs[pack.token_index])
+            seen += pack.token_index.tolist()
+            total += float((pack.weights * pack.old_log_probs).sum(dtype=np.float64))
+    assert sorted(seen) == np.flatnonzero(batch.loss_mask).tolist()
+    expected = [
+        batch.old_log_probs[a:b][batch.loss_mask[a:b] == 1].mean() if batch.loss_mask[a:b].any() else 0.0
+        for a, b in pairwise(batch.cu_seqlens)
+    ]
+    assert total == pytest.approx(float(np.mean(expected)), rel=1e-5, abs=1e-6)
+
+
+# ---- choosing, joining, travelling, storing
+
+
+@settings(deadline=None)
+@given(batches(), st.data())
+def test_split_shuffle_and_join_is_the_identity(batch, data):
+    in_order = batch.sorted_by_sample()
+    assert in_order.sample_ids.tolist() == sorted(batch.sample_ids.tolist())
+    order = data.draw(st.permutations(range(batch.num_completions)))
+    cut = data.draw(st.integers(0, batch.num_completions))
+    parts = [batch.select(order[:cut]), batch.select(order[cut:])]
+    joined = RolloutBatch.concatenate(parts)
+    joined.validate()
+    assert_same(joined.sorted_by_sample(), in_order)
+
+
+@settings(deadline=None)
+@given(batches())
+def test_buffers_round_trip(batch):
+    buffers = batch.to_buffers()
+    assert [buffer.dtype for buffer in buffers] == [np.int64, *DTYPES.values()]
+    assert all(buffer.ndim == 1 for buffer in buffers)
+    assert_same(RolloutBatch.from_buffers([buffer.copy() for buffer in buffers]), batch)
+
+
+def test_a_rank_without_completions_can_join_in():
+    empty = filled(hand_batch()).select([])
+    empty.validate()
+    both = [RolloutBatch.from_buffers(part.to_buffers()) for part in (empty, filled(hand_batch()))]
+    assert_same(RolloutBatch.concatenate(both), filled(hand_batch()))
+
+
+def test_batches_with_different_arrays_do_not_join():
+    with pytest.raises(ValueError, match="different arrays"):
+        RolloutBatch.concatenate([hand_batch(), filled(hand_batch())])
+
+
+@pytest.mark.parametrize("batch", [hand_batch(), filled(hand_batch())])
+def test_save_and_load(tmp_path, batch):
+    batch.save(tmp_path / "rollout")  # no suffix is added
+    assert_same(RolloutBatch.load(tmp_path / "rollout"), batch)
+
+
+def test_load_refuses_what_is_not_a_rollout(tmp_path):
+    path = tmp_path / "rollout.npz"
+    with pytest.raises(GrpoError, match=r"cannot read the rollout .*rollout\.npz"):
+        RolloutBatch.load(path)
+    hand_batch().save(path)
+    whole = path.read_bytes()
+    for damaged in (
+        b"",
+        whole[:-30],
+        whole[: len(whole) // 2],
+        b"text, not an archive",
+        whole.replace(b"\x0a\0\0\0", b"\x0b\0\0\0"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(GrpoError, match="cannot read the rollout"):
+            RolloutBatch.load(path)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(GrpoError, match="one array"):
+        RolloutBatch.load(tmp_path / "one.npy")
+    np.savez(path, tokens=np.zeros(3, np.int32), extra=np.zeros(1))
+    with pytest.raises(GrpoError, match=r"missing or unknown arrays \['cu_seqlens', 'extra'"):
+        RolloutBatch.load(path)
+    np.savez(path, tokens=np.array([{"a": "pickle"}], dtype=object))
+    with pytest.raises(GrpoError, match="cannot read the rollout"):
+        RolloutBatch.load(path)
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tokens", np.zeros(9, np.int64), "tokens is int64, expected int32"),
+        ("cu_seqlens", np.array([0, 4, 5, 8]), "cu_seqlens must rise from 0 to the 9 tokens"),
+        ("cu_seqlens", np.array([0, 5, 4, 9]), "cu_seqlens must rise"),
+        ("cu_seqlens", np.array([], np.int64), "cu_seqlens must rise"),
+        ("loss_mask", np.zeros(8, np.uint8), r"loss_mask has shape \(8,\), expected \(9,\)"),
+        ("group_ids", np.zeros(2, np.int64), r"group_ids has shape \(2,\), expected \(3,\)"),
+        ("rewards", np.zeros(3, np.float32), r"rewards has shape \(3,\), expected \(3, 0\)"),
+        ("rewards", np.zeros((2, 4), np.float32), r"rewards has shape \(2, 4\), expected \(3, 4\)"),
+        ("rewards", np.float32([[1], [np.inf], [NAN]]), "rewards are not infinite, but not at index 1 of 3"),
+        ("prompt_lengths", np.array([2, 0, 3], np.int32), "a prompt has at least one token, but not at index 1"),
+        ("prompt_lengths", np.array([2, 2, 3], np.int32), "a prompt is no longer than its sequence"),
+        ("prompt_lengths", np.array([3, 1, 3], np.int32), "loss_mask is 0 on prompts, but not at index 2"),
+        ("tokens", np.full(9, -1, np.int32), "token ids are not negative"),
+        ("loss_mask", np.full(9, 2, np.uint8), "loss_mask is 0 or 1"),
+        ("rollout_log_probs", np.full(9, 0.5, np.float32), "log-probabilities are not above 0"),
+        ("sample_ids", np.array([1, 0, 1]), "sample_ids are unique"),
+        ("finish_reasons", np.array([0, 1, 3], np.uint8), "finish_reasons are known, but not at index 2"),
+        ("turns", np.array([1, 0, 1], np.int32), "turns is at least 1"),
+        ("advantages", np.float32([0, NAN, 0]), "advantages are finite, but not at index 1"),
+        ("weights", np.float32([np.inf, 0, 0]), "weights are finite, but not at index 0"),
+        ("old_log_probs", np.zeros(3, np.float32), r"old_log_probs has shape \(3,\), expected \(9,\)"),
+    ],
+)
+def test_validate_names_what_is_wrong(name, value, message):
+    batch = hand_batch()
+    batch.validate()
+    setattr(batch, name, value)
+    with pytest.raises(GrpoError, match=message):
+        batch.validate()
+
+
+def test_every_optional_array_is_absent_at_first():
+    assert all(getattr(hand_batch(), name) is None for name in OPTIONAL)
