@@ -1,0 +1,27 @@
+"""The model families that are supported. A new one is a module like qwen3.py and a name in FAMILIES."""
+
+from argparse import Namespace
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families import llama, qwen2, qwen3
+from megatron_grpo.weights.families.common import Config, Family
+
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3)}
+
+
+def for_hf_config(config: Config) -> Family:
+    """The family of a config.json: by `architectures`, by `model_type` where there are none; GrpoError if unknown."""
+    names = config.get("architectures") or []
+    for family in FAMILIES.values():
+        if family.architecture in names or (not names and config.get("model_type") == family.name):
+            return family
+    found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    raise GrpoError(f"config.json names the architecture {found}, which is not supported; supported are: {supported}")
+
+
+def for_args(args: Namespace) -> Family:
+    """The family that --model-family (or the checkpoint it was filled from) names; GrpoError if unknown."""
+    if args.model_family not in FAMILIES:
+        raise GrpoError(f"--model-family is {args.model_family!r}: give one of {', '.join(FAMILIES)}, or --load-hf DIR")
+    return FAMILIES[args.model_family]

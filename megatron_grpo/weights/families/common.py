@@ -1,0 +1,170 @@
+"""What every family shares: the Family record and the part of config.json that dense models have in common."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.layout import Row
+
+Config = dict[str, Any]
+
+# What mcore's RotaryEmbedding hard-codes for Llama 3.1's frequency scaling; only the factor is free.
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+# Rotary embedding, RMSNorm and SwiGLU without biases: true of every family here.
+DENSE = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: names, the table of its weights, and its configuration in both directions.
+
+    `fixed`: arguments that every member has. `read(config)`: the family's own arguments from a config.json, GrpoError
+    for what cannot be represented. `write(args)`: the config.json keys that `read` reads.
+    """
+
+    name: str
+    architecture: str
+    rows: tuple[Row, ...]
+    fixed: Mapping[str, Any]
+    read: Callable[[Config], dict[str, Any]]
+    write: Callable[[Namespace], Config]
+
+    def args_from_hf(self, config: Config) -> dict[str, Any]:
+        """Argument values (by Megatron-LM's attribute names) of the model that a config.json describes.
+
+        Raises GrpoError for a missing key, or for a setting that the model built from these arguments would not have.
+        """
+        return {"model_family": self.name, **self.fixed, **_read_common(config), **self.read(config)}
+
+    def hf_from_args(self, args: Namespace) -> Config:
+        """The config.json of the model that `args` describe; the inverse of args_from_hf.
+
+        Raises GrpoError when an argument has a value that no member of the family has.
+        """
+        for dest, value in self.fixed.items():
+            if getattr(args, dest) != value:
+                raise GrpoError(
+                    f"model family {self.name} has {dest} = {value}, but the arguments say {getattr(args, dest)}: "
+                    f"correct the flag or choose another --model-family"
+                )
+        names = {"architectures": [self.architecture], "model_type": self.name}
+        return {**names, **_write_common(args), **self.write(args)}
+
+
+def need(config: Config, key: str) -> Any:
+    """config[key]; GrpoError when it is missing or null."""
+    if config.get(key) is None:
+        raise GrpoError(f"config.json lacks {key!r}: it does not describe a model of type {config.get('model_type')!r}")
+    return config[key]
+
+
+def refuse_sliding_window(config: Config) -> None:
+    """Raise GrpoError when any layer attends through a window (Qwen's rule: from layer max_window_layers on)."""
+    layers = range(need(config, "num_hidden_layers"))
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer >= config.get("max_window_layers", 0) else "full_attention" for layer in layers
+    ]
+    if config.get("use_sliding_window") and config.get("sliding_window") and "sliding_attention" in kinds:
+        raise GrpoError(
+            f"config.json has sliding-window attention (use_sliding_window true, sliding_window "
+            f"{config['sliding_window']}), which is not supported; set use_sliding_window to false to train with full "
+            f"attention"
+        )
+
+
+def refuse_bias(config: Config, *keys: str) -> None:
+    """Raise GrpoError when one of these bias switches is on."""
+    for key in keys:
+        if config.get(key):
+            raise GrpoError(f"config.json has {key} true: this family is supported without these biases only")
+
+
+def _read_common(config: Config) -> dict[str, Any]:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise GrpoError(f"config.json has a quantization_config ({method}): use the checkpoint in bf16, fp16 or fp32")
+    if need(config, "hidden_act") != "silu":
+        raise GrpoError(f"config.json has hidden_act {config['hidden_act']!r}: only 'silu' is supported (SwiGLU)")
+    heads = need(config, "num_attention_heads")
+    return {
+        "num_layers": need(config, "num_hidden_layers"),
+        "hidden_size": need(config, "hidden_size"),
+        "ffn_hidden_size": need(config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "norm_epsilon": need(config, "rms_norm_eps"),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "vocab_size": need(config, "vocab_size"),
+        "max_position_embeddings": need(config, "max_position_embeddings"),
+        **_read_rope(config),
+    }
+
+
+def _write_common(args: Namespace) -> Config:
+    return {
+        "num_hidden_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": query_groups(args),
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_epsilon,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.max_position_embeddings,
+        **_write_rope(args),
+    }
+
+
+def head_dim(config: Config) -> int:
+    """Size of an attention head: config["head_dim"], or the hidden size shared out among the heads."""
+    return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+
+
+def query_groups(args: Namespace) -> int:
+    """Number of key/value heads; without grouped queries, one for each query head."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def _read_rope(config: Config) -> dict[str, Any]:
+    """Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise GrpoError("config.json has rope parameters for each kind of layer: only one kind of layer is supported")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise GrpoError(f"config.json has rope scaling of type {kind!r}: only 'default' and 'llama3' are supported")
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise GrpoError(f"config.json has partial_rotary_factor {partial}: only 1.0 is supported")
+    found = {"rotary_base": int(theta) if theta == int(theta) else theta, "use_rope_scaling": kind == "llama3"}
+    if kind == "llama3":
+        for key, value in LLAMA3_SCALING.items():
+            if rope.get(key) != value:
+                raise GrpoError(
+                    f"config.json has llama3 rope scaling with {key} {rope.get(key)}: Megatron-Core fixes it at {value}"
+                )
+        found["rope_scaling_factor"] = need(rope, "factor")
+    return found
+
+
+def _write_rope(args: Namespace) -> Config:
+    """Both spellings, because readers of either kind take a default theta in silence when theirs is missing."""
+    scaling = None
+    if args.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **LLAMA3_SCALING}
+    parameters = {"rope_theta": args.rotary_base, **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": args.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters}

@@ -1,0 +1,298 @@
+"""Hugging Face checkpoint directories: read by slices into a model, written from one, compared with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_grpo.arguments import params_dtype
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights import families, mapping
+from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.stream import stream_hf
+
+_INDEX = "model.safetensors.index.json"
+# Buffers that older checkpoints hold and that the configuration gives anyway.
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+# What a model directory holds beside weights; everything else in it is left alone.
+_ASSETS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read_config(hf_dir: str | Path) -> dict[str, Any]:
+    """The content of {hf_dir}/config.json; GrpoError when it is missing or no JSON object."""
+    path = Path(hf_dir) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise GrpoError(f"{path} does not exist: {hf_dir} is not a Hugging Face model directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GrpoError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise GrpoError(f"{path} is not a JSON object")
+    return config
+
+
+def copy_assets(source: str | Path, target_dir: str | Path) -> None:
+    """Copy tokenizer files, chat template, config.json and generation_config.json from a directory into another.
+
+    `source` may also be a single file, such as a SentencePiece model.
+    """
+    source, target_dir = Path(source), Path(target_dir)
+    target_dir.mkdir(parents=True, exist_ok=True)
+    paths = [source] if source.is_file() else [path for pattern in _ASSETS for path in source.glob(pattern)]
+    for path in paths:
+        if path.is_file():
+            shutil.copyfile(path, target_dir / path.name)
+
+
+class Safetensors:
+    """The tensors of a directory with model.safetensors, or shards and their index: names, shapes, and slices.
+
+    Only headers are read at first. Every error names the file, and the tensor when there is one.
+    """
+
+    def __init__(self, hf_dir: str | Path):
+        self.dir = Path(hf_dir)
+        self._files: dict[Path, Any] = {}
+        index = self.dir / _INDEX
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+                raise GrpoError(f"{index} is not a safetensors index: {error!r}") from None
+            self._where = {name: self.dir / file for name, file in weight_map.items()}
+        elif (single := self.dir / "model.safetensors").exists():
+            self._where = dict.fromkeys(self._open(single).keys(), single)
+        elif found := sorted(self.dir.glob("pytorch_model*.bin")):
+            raise GrpoError(
+                f"{found[0]} is a pickle, which can run code when read: save the model as safetensors "
+                f"(model.save_pretrained(DIR) in transformers) and give that directory"
+            )
+        else:
+            raise GrpoError(f"{self.dir} holds neither model.safetensors nor {_INDEX}")
+
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """Lines [start, stop) along `axis` of one tensor, on the CPU; no other bytes are read."""
+        index = (slice(None),) * axis + (slice(start, stop),)
+        try:
+            return self._slice(name)[index]
+        except SafetensorError as error:
+            raise GrpoError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
+
+    def _slice(self, name: str) -> Any:
+        path = self._where[name]
+        try:
+            return self._open(path, name).get_slice(name)
+        except SafetensorError:
+            raise GrpoError(f"{path} does not hold the tensor {name}, which {_INDEX} places there") from None
+
+    def _open(self, path: Path, wanted: str | None = None) -> Any:
+        if path not in self._files:
+            asked = f" (needed for tensor {wanted})" if wanted else ""
+            try:
+                self._files[path] = safe_open(path, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise GrpoError(f"{path} does not exist{asked}: a shard of the checkpoint is missing") from None
+            except (SafetensorError, OSError) as error:
+                raise GrpoError(f"{path} is truncated or no safetensors file{asked}: {error}") from None
+        return self._files[path]
+
+
+def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> None:
+    """Copy a Hugging Face checkpoint's weights into the model in place; every rank reads its own slices. Collective.
+
+    Dtypes are converted to the parameters'. Everything is checked before anything is copied: GrpoError for a tensor
+    that the table does not claim or does not find, a wrong shape, an unreadable file, a model that differs from the
+    table. An optimizer that holds float32 copies of the parameters must be told afterwards
+    (`optimizer.reload_model_params()`).
+    """
+    weights = mapping.table(args)
+    local = mapping.local_weights(model_chunks, weights)
+    mapping.owning_stages(weights, local)
+    source = Safetensors(hf_dir)
+    check_tensors(source, weights)
+    tied = not args.untie_embeddings_and_output_weights
+    if tied and "lm_head.weight" in source.names():
+        _check_tied(source)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        for weight in weights:
+            if weight.name in local:
+                weight.fill(local[weight.name], tp_rank, tp_size, source.read)
+
+
+def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
+    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, in the table's shapes."""
+    expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
+    found = {name for name in source.names() if not _IGNORED.search(name)}
+    if "lm_head.weight" not in expected:
+        found.discard("lm_head.weight")  # tied: compared with the embedding by load_hf
+    for name, (shape, weight) in expected.items():
+        if name not in found:
+            raise GrpoError(f"{source.dir} lacks the tensor {name}, of which {weight.name} is made")
+        if source.shape(name) != shape:
+            raise GrpoError(
+                f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
+            )
+    if unclaimed := sorted(found - expected.keys()):
+        more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
+        raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, for which the family has no place")
+
+
+def _check_tied(source: Safetensors) -> None:
+    name = "model.embed_tokens.weight"
+    if source.shape("lm_head.weight") != source.shape(name) or not torch.equal(
+        source.read("lm_head.weight"), source.read(name)
+    ):
+        raise GrpoError(
+            f"{source.dir}: config.json ties lm_head.weight to {name}, but the files hold two different tensors; set "
+            f"tie_word_embeddings to false to keep both"
+        )
+
+
+def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> int:
+    """Compare the model bit by bit with the checkpoint's tensors in the model's dtype; returns how many. Collective.
+
+    Raises GrpoError naming the first tensor that differs.
+    """
+    source, dtype, count = Safetensors(hf_dir), params_dtype(args), 0
+    check_tensors(source, mapping.table(args))
+    for name, tensor in stream_hf(model_chunks, args):
+        stored = source.read(name).to(dtype)
+        if not torch.equal(_bits(stored), _bits(tensor.cpu())):
+            raise GrpoError(f"{source.dir}: tensor {name} differs from the model's")
+        count += 1
+    return count
+
+
+def save_hf(
+    model_chunks: Sequence[nn.Module],
+    args: Namespace,
+    out_dir: str | Path,
+    tokenizer_dir: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Write the model as a Hugging Face directory: safetensors shards, index, config.json, tokenizer. Collective.
+
+    `tokenizer_dir`: where tokenizer files, generation_config.json and the special token ids of config.json are taken
+    from. `dtype`: None for the model's. Rank 0 writes, and holds one shard of at most `max_shard_bytes` (one tensor, if
+    that is larger) in host memory. The directory is written beside `out_dir` and renamed at the end, so a directory of
+    that name is always complete. GrpoError when `out_dir` exists and is no Hugging Face model directory: it would be
+    replaced.
+    """
+    config = families.for_args(args).hf_from_args(args)
+    out_dir, dtype = Path(out_dir).resolve(), dtype or params_dtype(args)
+    if out_dir.exists() and not is_replaceable(out_dir):
+        raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
+    weights = mapping.table(args)
+    shards = _plan_shards([hf for weight in weights for hf in weight.hf.items()], dtype.itemsize, max_shard_bytes)
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    writes = dist.get_rank() == 0
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    stream = stream_hf(model_chunks, args)
+    for file, names in shards.items():
+        tensors = {}
+        for _ in names:
+            name, tensor = next(stream)
+            if writes:
+                tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+        if writes:
+            save_file(tensors, partial / file, metadata={"format": "pt"})
+    next(stream, None)  # every rank ends the collective generator
+    if writes:
+        _write_index(partial, shards, sum(prod(shape) for w in weights for shape in w.hf.values()) * dtype.itemsize)
+        _write_config(partial, config, dtype, tokenizer_dir)
+        _replace(partial, out_dir)
+    dist.barrier()
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether an export may take this directory's place: it is empty, or holds config.json and safetensors."""
+    return path.is_dir() and (
+        not any(path.iterdir()) or ((path / "config.json").exists() and any(path.glob("*.safetensors")))
+    )
+
+
+def _plan_shards(tensors: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, max_bytes: int) -> dict[str, list[str]]:
+    """File name -> its tensors, in the stream's order; the names follow Hugging Face's pattern."""
+    shards: list[list[str]] = [[]]
+    total = 0
+    for name, shape in tensors:
+        size = prod(shape) * itemsize
+        if shards[-1] and total + size > max_bytes:
+            shards.append([])
+            total = 0
+        shards[-1].append(name)
+        total += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _write_index(out_dir: Path, shards: dict[str, list[str]], total_bytes: int) -> None:
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (out_dir / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(out_dir: Path, config: dict, dtype: torch.dtype, tokenizer_dir: str | Path | None) -> None:
+    if tokenizer_dir is not None:
+        copy_assets(tokenizer_dir, out_dir)
+        if (out_dir / "config.json").exists():
+            # The model's arguments know no special tokens; everything else in config.json follows from them.
+            source = read_config(out_dir)
+            config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
+    # transformers 5 writes "dtype", older versions know "torch_dtype" only; every version reads the latter.
+    config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _replace(partial: Path, out_dir: Path) -> None:
+    """Rename `partial` to `out_dir`. An old one steps aside first: no call replaces a directory that is not empty."""
+    old = out_dir.with_name(f".{out_dir.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out_dir.exists():
+        os.replace(out_dir, old)
+    os.replace(partial, out_dir)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

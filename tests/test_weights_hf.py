@@ -1,0 +1,339 @@
+"""Import against transformers' logits, export and stream bit by bit, and every refusal, in one process."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toy_checkpoints import FAMILIES, PADDED_VOCAB, VOCAB, build, logits, make, toy_args
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo import initialize
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights import hf, mapping
+from megatron_grpo.weights.stream import stream_hf
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A process group of this process alone."""
+    initialize.initialize_distributed(Namespace(**vars(_plain_args())))
+    initialize.set_random_seed(1)
+    yield
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _plain_args():
+    from megatron_grpo.arguments import parse_args
+
+    return parse_args([])
+
+
+def tensors_of(directory):
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(world, tmp_path, family, tied):
+    theirs = make(tmp_path, family, tied)
+    args = toy_args(tmp_path)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    found = logits(model, ids)
+    assert expected.std() > 0.5
+    assert (found[:, :VOCAB] - expected).abs().max() < 1e-4
+    assert (found[:, VOCAB:] == 0).all() and found.shape[1] == PADDED_VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_is_bit_exact(world, tmp_path, family, tied, dtype):
+    source, target = tmp_path / "source", tmp_path / "target"
+    make(source, family, tied, dtype)
+    (source / "tokenizer.json").write_text("{}")
+    args = toy_args(source, bf16=dtype is torch.bfloat16)
+    chunks = build(args)
+    hf.load_hf(chunks, args, source)
+    hf.save_hf(chunks, args, target, tokenizer_dir=source, max_shard_bytes=50_000)
+    before, after = tensors_of(source), tensors_of(target)
+    assert before.keys() == after.keys()
+    assert all(same_bits(before[name], after[name]) for name in before)
+    assert hf.verify_hf(chunks, args, target) == len(before)
+    assert (target / "tokenizer.json").exists() and (target / "generation_config.json").exists()
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 1
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in before.values())
+    loaded, reference = (AutoModelForCausalLM.from_pretrained(path) for path in (target, source))
+    assert loaded.dtype is dtype
+    assert loaded.config.eos_token_id == 2 and type(loaded) is type(reference)
+    ids = torch.arange(30)[None]
+    assert torch.equal(loaded(ids).logits, reference(ids).logits)
+
+
+def test_export_replaces_only_a_model_directory(world, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    make(source, "qwen3", tied=True)
+    args = toy_args(source)
+    chunks = build(args)
+    hf.load_hf(chunks, args, source)
+    target.mkdir()
+    hf.save_hf(chunks, args, target)  # an empty one will do
+    assert [path.name for path in sorted(target.iterdir())] == ["config.json", "model.safetensors"]
+    hf.save_hf(chunks, args, target, max_shard_bytes=50_000, dtype=torch.bfloat16)
+    assert not (target / "model.safetensors").exists()
+    assert {tensor.dtype for tensor in tensors_of(target).values()} == {torch.bfloat16}
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("precious")
+    with pytest.raises(GrpoError, match="home exists and is no Hugging Face model directory"):
+        hf.save_hf(chunks, args, home)
+    assert [path.name for path in home.iterdir()] == ["thesis.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "source", "target"]  # nothing left beside
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 30_000, 2**28])
+def test_stream_gives_the_files_tensors_whatever_the_buckets(world, tmp_path, bucket_bytes):
+    make(tmp_path, "qwen2", tied=True)
+    args = toy_args(tmp_path)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    streamed = dict(stream_hf(chunks, args, bucket_bytes))
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.zero_()  # what was yielded must not alias the model
+    stored = tensors_of(tmp_path)
+    assert streamed.keys() == stored.keys()
+    assert all(same_bits(stored[name], streamed[name]) for name in stored)
+
+
+def test_names_of_wrapped_and_fused_models(world, tmp_path):
+    make(tmp_path, "qwen3", tied=False)
+    args = toy_args(tmp_path)
+    (model,) = build(args)
+    expected = {weight.name for weight in mapping.table(args)}
+    assert {name for name, _ in mapping.named_weights([model])} == expected
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.nn.Module()
+    wrapped.module.module = model
+    assert {name for name, _ in mapping.named_weights([wrapped])} == expected
+
+    class Stage(torch.nn.Module):
+        """The second stage of a model with Transformer Engine's names: layers 2 and 3, counted from 0."""
+
+        share_embeddings_and_output_weights = True
+
+        def __init__(self):
+            super().__init__()
+            self.decoder = torch.nn.Module()
+            self.decoder.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+            for number, layer in enumerate(self.decoder.layers):
+                layer.layer_number = number + 3  # megatron-core counts layers from 1
+                layer.self_attention, layer.mlp = torch.nn.Module(), torch.nn.Module()
+                for part, linear in ((layer.self_attention, "linear_qkv"), (layer.mlp, "linear_fc1")):
+                    setattr(part, linear, torch.nn.Linear(2, 2, bias=False))
+                    getattr(part, linear).layer_norm_weight = torch.nn.Parameter(torch.ones(2))
+            self.output_layer = torch.nn.Linear(2, 2, bias=False)
+
+    assert sorted(name for name, _ in mapping.named_weights([Stage()])) == [
+        "decoder.layers.2.input_layernorm.weight",
+        "decoder.layers.2.mlp.linear_fc1.weight",
+        "decoder.layers.2.pre_mlp_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_qkv.weight",
+        "decoder.layers.3.input_layernorm.weight",
+        "decoder.layers.3.mlp.linear_fc1.weight",
+        "decoder.layers.3.pre_mlp_layernorm.weight",
+        "decoder.layers.3.self_attention.linear_qkv.weight",
+        "embedding.word_embeddings.weight",
+    ]
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def untied(world, tmp_path):
+    """(directory, function that tries to load it): an untied Qwen3 checkpoint for a test to spoil."""
+    make(tmp_path, "qwen3", tied=False)
+    args = toy_args(tmp_path)
+    chunks = build(args)
+
+    def load():
+        try:
+            hf.load_hf(chunks, args, tmp_path)
+        finally:  # nothing is copied before everything is checked
+            assert all(parameter.isnan().all() for parameter in chunks[0].parameters())
+
+    return tmp_path, load
+
+
+def edit_index(directory, change):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+    return index["weight_map"]
+
+
+def edit_file(directory, change, name="model.norm.weight"):
+    path = directory / edit_index(directory, lambda names: None)[name]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    return path
+
+
+def test_missing_shard(untied):
+    directory, load = untied
+    lost = edit_index(directory, lambda names: None)["model.layers.1.mlp.up_proj.weight"]
+    (directory / lost).unlink()
+    with pytest.raises(GrpoError, match=rf"{lost} does not exist \(needed for tensor .*a shard .* is missing"):
+        load()
+
+
+def test_truncated_shard(untied):
+    directory, load = untied
+    path = directory / edit_index(directory, lambda names: None)["model.norm.weight"]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(GrpoError, match=rf"{path.name} is truncated or no safetensors file \(needed for tensor"):
+        load()
+
+
+def test_empty_shard(untied):
+    directory, load = untied
+    path = directory / edit_index(directory, lambda names: None)["model.norm.weight"]
+    path.write_bytes(b"")
+    with pytest.raises(GrpoError, match=f"{path.name} is truncated"):
+        load()
+
+
+def test_tensor_absent_from_the_shard_that_the_index_names(untied):
+    directory, load = untied
+    path = edit_file(directory, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(GrpoError, match=rf"{path.name} does not hold the tensor model\.norm\.weight"):
+        load()
+
+
+def test_tensor_absent_from_the_index(untied):
+    directory, load = untied
+    edit_index(directory, lambda names: names.pop("model.layers.1.self_attn.k_norm.weight"))
+    with pytest.raises(
+        GrpoError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_norm\.weight, of which de"
+    ):
+        load()
+
+
+def test_tensor_that_no_row_claims(untied):
+    directory, load = untied
+    path = edit_file(directory, lambda tensors: tensors.update(strange=torch.zeros(3)))
+    edit_index(directory, lambda names: names.update(strange=path.name))
+    with pytest.raises(GrpoError, match="holds the tensor strange, for which the family has no place"):
+        load()
+
+
+def test_wrong_shape(untied):
+    directory, load = untied
+    edit_file(directory, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}))
+    with pytest.raises(GrpoError, match=r"tensor model\.norm\.weight has shape \(65,\), but the conf.* says \(64,\)"):
+        load()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])
+def test_index_that_is_none(untied, text):
+    directory, load = untied
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not a safetensors index"):
+        load()
+
+
+def test_pickles_and_empty_directories(untied):
+    directory, load = untied
+    for path in directory.glob("model*"):
+        path.unlink()
+    with pytest.raises(GrpoError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load()
+    (directory / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
+    with pytest.raises(GrpoError, match=r"pytorch_model-00001-of-00002\.bin is a pickle"):
+        load()
+
+
+def test_single_file_with_rotary_buffers(world, tmp_path):
+    model = make(tmp_path, "llama", tied=False)
+    tensors = tensors_of(tmp_path)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    args = toy_args(tmp_path)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    assert torch.equal(dict(stream_hf(chunks, args))["model.norm.weight"], model.model.norm.weight)
+
+
+def test_head_stored_although_tied(world, tmp_path):
+    model = make(tmp_path, "qwen3", tied=True)
+    embedding = model.model.embed_tokens.weight.detach()
+    args = toy_args(tmp_path)
+    chunks = build(args)
+    edit_index(tmp_path, lambda names: names.update({"lm_head.weight": "head.safetensors"}))
+    save_file({"lm_head.weight": embedding.clone()}, tmp_path / "head.safetensors")
+    hf.load_hf(chunks, args, tmp_path)
+    assert "lm_head.weight" not in dict(stream_hf(chunks, args))
+    save_file({"lm_head.weight": embedding + 1}, tmp_path / "head.safetensors")
+    with pytest.raises(GrpoError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but .* two different"):
+        hf.load_hf(chunks, args, tmp_path)
+
+
+def test_model_and_table_that_disagree(world, tmp_path):
+    make(tmp_path, "qwen3", tied=False)
+    args = toy_args(tmp_path)
+    without, other = toy_args(tmp_path), toy_args(tmp_path)
+    without.qk_layernorm = False
+    other.ffn_hidden_size = 128
+    with pytest.raises(GrpoError, match=r"no parameter decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
+        hf.load_hf(build(without), args, tmp_path)
+    with pytest.raises(GrpoError, match=r"fc1\.weight has shape \(256, 64\), its family's table says \(192, 64\)"):
+        hf.load_hf(build(other), args, tmp_path)
+    biased = toy_args(tmp_path)
+    biased.add_qkv_bias = True
+    with pytest.raises(GrpoError, match=r"parameter decoder\.layers\.0\.self_attention\.linear_qkv\.bias is not in"):
+        list(stream_hf(build(biased), args))
+
+
+def test_verify_finds_one_changed_bit(world, tmp_path):
+    make(tmp_path, "qwen2", tied=False)
+    args = toy_args(tmp_path)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    name = "model.layers.1.self_attn.v_proj.bias"
+
+    def flip(tensors):
+        tensors[name].view(torch.int32)[-1] ^= 1
+
+    edit_file(tmp_path, flip, name)
+    with pytest.raises(GrpoError, match=rf"tensor {name} differs"):
+        hf.verify_hf(chunks, args, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is not a Hugging Face model directory"), ("{", "not valid JSON"), ("[1]", "not a JSON object")],
+)
+def test_config_that_is_none(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(GrpoError, match=rf"config\.json .*{message}"):
+        hf.read_config(tmp_path)

@@ -1,0 +1,173 @@
+"""The algebra of weights: against formulas written with torch's own operations, and its properties."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.layout import Row, grouped_qkv, same, stacked, vocabulary
+
+QKV = Row("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)
+QKV_BIAS = Row("qkv_bias", {"q": "q", "k": "kv", "v": "kv"}, grouped_qkv, axis=0)
+GATE_UP = Row("fc1", {"gate": "ffn hidden", "up": "ffn hidden"}, stacked, axis=0)
+DOWN = Row("fc2", {"down": "hidden ffn"}, same, axis=1)
+NORM = Row("norm", {"norm": "hidden"})
+EMBEDDING = Row("embedding", {"embed": "vocab hidden"}, vocabulary, axis=0)
+ROWS = (QKV, QKV_BIAS, GATE_UP, DOWN, NORM, EMBEDDING)
+
+
+def dims(hidden=6, ffn=8, head=4, heads=8, groups=4, vocab=13, padded_vocab=16):
+    return {
+        "hidden": hidden,
+        "ffn": ffn,
+        "q": heads * head,
+        "kv": groups * head,
+        "groups": groups,
+        "vocab": vocab,
+        "padded_vocab": padded_vocab,
+    }
+
+
+@st.composite
+def cases(draw):
+    """A weight of random shape and a tensor-parallel size that divides it."""
+    tp = draw(st.sampled_from([1, 2, 4]))
+    groups = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = groups * draw(st.integers(1, 3))
+    vocab = draw(st.integers(1, 40))
+    padded = -(-vocab // (4 * tp)) * 4 * tp + draw(st.integers(0, 2)) * 4 * tp
+    sizes = dims(
+        hidden=draw(st.integers(1, 5)),
+        ffn=tp * draw(st.integers(1, 5)),
+        head=4 * draw(st.integers(1, 2)),
+        heads=heads,
+        groups=groups,
+        vocab=vocab,
+        padded_vocab=padded,
+    )
+    return draw(st.sampled_from(ROWS)).weight(sizes), tp
+
+
+def numbered(weight):
+    """Hugging Face tensors whose elements are all different, over all tensors of the weight."""
+    tensors, start = [], 1
+    for shape in weight.hf.values():
+        count = torch.Size(shape).numel()
+        tensors.append(torch.arange(start, start + count, dtype=torch.float64).reshape(shape))
+        start += count
+    return tensors
+
+
+def shards_of(weight, tensors, tp):
+    by_name = dict(zip(weight.hf, tensors, strict=True))
+    shards = []
+    for rank in range(tp):
+        shard = torch.full(weight.shard_shape(tp), torch.nan, dtype=torch.float64)
+        weight.fill(shard, rank, tp, lambda name, axis, a, b: by_name[name].narrow(axis, a, b - a))
+        shards.append(shard)
+    return shards
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_split_inverts_fill_and_merge(case):
+    weight, tp = case
+    tensors = numbered(weight)
+    for back in (weight.split(shards_of(weight, tensors, tp)), weight.split([weight.merge(tensors)])):
+        for original, tensor in zip(tensors, back, strict=True):
+            assert torch.equal(original, tensor)
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_every_line_is_in_exactly_one_shard(case):
+    weight, tp = case
+    tensors = numbered(weight)
+    shards = shards_of(weight, tensors, tp)
+    held = torch.cat([shard.flatten() for shard in (shards if weight.axis is not None else shards[:1])])
+    elements = torch.cat([tensor.flatten() for tensor in tensors])
+    assert not held.isnan().any()
+    assert torch.equal(held[held > 0].sort().values, elements.sort().values)
+    assert all(shard.shape == shards[0].shape for shard in shards)
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_a_rank_reads_no_more_lines_than_it_holds(case):
+    weight, tp = case
+    by_name = dict(zip(weight.hf, numbered(weight), strict=True))
+    read = []
+
+    def count(name, axis, start, stop):
+        read.append(stop - start)
+        return by_name[name].narrow(axis, start, stop - start)
+
+    for rank in range(tp):
+        read.clear()
+        weight.fill(torch.empty(weight.shard_shape(tp), dtype=torch.float64), rank, tp, count)
+        assert sum(read) == sum(p.stop - p.start for p in weight.pieces(rank, tp) if p.source is not None)
+        assert len(read) <= len(weight.hf)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_query_groups_are_interleaved_as_megatron_reads_them(tp, bias):
+    """Attention views linear_qkv's output as [groups, (heads per group + 2) * head size] and splits the last axis."""
+    weight = (QKV_BIAS if bias else QKV).weight(dims())
+    q, k, v = numbered(weight)
+    by_group = [t.reshape(4, -1, *t.shape[1:]) for t in (q, k, v)]
+    full = torch.cat(by_group, dim=1).flatten(0, 1)
+    assert torch.equal(weight.merge([q, k, v]), full)
+    for shard, expected in zip(shards_of(weight, [q, k, v], tp), full.chunk(tp), strict=True):
+        assert torch.equal(shard, expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_stacks_its_gate_on_its_up(tp):
+    weight = GATE_UP.weight(dims())
+    gate, up = numbered(weight)
+    expected = [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
+    for shard, one in zip(shards_of(weight, [gate, up], tp), expected, strict=True):
+        assert torch.equal(shard, one)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_row_parallel_weights_are_cut_by_columns_and_norms_are_whole(tp):
+    down, norm = DOWN.weight(dims()), NORM.weight(dims())
+    for weight, expected in (
+        (down, numbered(down)[0].chunk(tp, dim=1)),
+        (norm, numbered(norm) * tp),
+    ):
+        for shard, one in zip(shards_of(weight, numbered(weight), tp), expected, strict=True):
+            assert torch.equal(shard, one)
+
+
+def test_vocabulary_is_padded_with_zeros_on_the_last_ranks():
+    weight = EMBEDDING.weight(dims(vocab=7, padded_vocab=16))
+    (embed,) = numbered(weight)
+    full = torch.nn.functional.pad(embed, (0, 0, 0, 9))
+    assert torch.equal(weight.merge([embed]), full)
+    for shard, one in zip(shards_of(weight, [embed], 4), full.chunk(4), strict=True):
+        assert torch.equal(shard, one)
+
+
+def test_fill_converts_the_dtype_in_place():
+    weight = DOWN.weight(dims())
+    (down,) = numbered(weight)
+    shard = torch.empty(weight.shard_shape(2), dtype=torch.bfloat16)
+    weight.fill(shard, 1, 2, lambda name, axis, a, b: down.narrow(axis, a, b - a))
+    assert torch.equal(shard, down[:, 4:].to(torch.bfloat16))
+
+
+def test_names_carry_the_layer():
+    row = Row("decoder.layers.{layer}.x", {"model.layers.{layer}.y": "hidden"})
+    weight = row.weight(dims(), layer=11)
+    assert (weight.name, weight.hf) == ("decoder.layers.11.x", {"model.layers.11.y": (6,)})
+
+
+def test_sizes_that_do_not_divide_are_refused_by_name():
+    with pytest.raises(GrpoError, match=r"fc1 cannot be laid out for tensor-parallel size 3: 8 lines"):
+        GATE_UP.weight(dims()).pieces(0, 3)
+    with pytest.raises(GrpoError, match=r"embedding .* padded_vocab_size \(12\) is smaller than vocab_size \(13\)"):
+        EMBEDDING.weight(dims(padded_vocab=12)).shard_shape(1)
