@@ -1,0 +1,77 @@
+"""Adam for megatron-core where neither Transformer Engine nor apex is installed.
+
+torch's Adam keeps a ``step`` tensor for each parameter. megatron-core 0.16.1's DistributedOptimizer was written for the
+FusedAdam of Transformer Engine and apex, whose step count lives in the parameter group. With torch's it refuses to save
+a fresh optimizer, raises ``KeyError: 'step'`` on a resharding load, and lets all parameters share one step tensor after
+a load, which then advances once for each parameter. This class has their layout and torch's fused kernels.
+"""
+
+import torch
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam (arXiv:1412.6980), with decoupled weight decay (arXiv:1711.05101) unless ``adam_w_mode`` is False.
+
+    The step count is ``group["step"]``, an int; the state of a parameter is ``exp_avg`` and ``exp_avg_sq``.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+        self.kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update every parameter that has a gradient; the count of every group advances, also of an empty one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            # The kernels take tensors of one device and one type at a time.
+            buckets: dict[tuple, list] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    buckets.setdefault((param.device, param.dtype), []).append(param)
+            for (device, _), params in buckets.items():
+                self._update(group, params, device)
+        return loss
+
+    def _update(self, group, params, device):
+        for param in params:
+            if not self.state[param]:
+                self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        step = torch.tensor(
+            float(group["step"]), device=device
+        )  # read by the kernel only, so one serves all parameters
+        self.kernel(
+            params,
+            [param.grad for param in params],
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
+            [],  # the maxima of the amsgrad variant
+            [step] * len(params),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def install() -> None:
+    """Make megatron-core build FusedAdam when it found neither Transformer Engine nor apex; otherwise do nothing.
+
+    megatron-core takes the class from a module attribute and knows its layout from flags set when it was imported. Both
+    modules that do so are told that it is apex's: the step count in the group, ``adam_w_mode`` as an argument.
+    """
+    import megatron.core.optimizer as factory
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not factory.USING_PYTORCH_OPTIMIZER:
+        return
+    factory.Adam = distrib_optimizer.Adam = FusedAdam
+    factory.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

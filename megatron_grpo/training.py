@@ -1,0 +1,235 @@
+"""Model, optimizer and schedule set-up, and the two things done with them: one update, and a pass for log-probabilities."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+
+from megatron_grpo import fused_adam
+from megatron_grpo.arguments import ddp_config_from_args, optimizer_config_from_args
+from megatron_grpo.cpu_backend import device
+from megatron_grpo.data.batch import Pack, RolloutBatch
+from megatron_grpo.data.schedule import schedule
+from megatron_grpo.initialize import host_group
+
+Model = list[torch.nn.Module]
+
+
+def build_model(args, model_provider: Callable) -> Model:
+    """This rank's pipeline stage (a list of one chunk), on its device, in its dtype, not yet wrapped for training."""
+    chunk = model_provider(
+        args,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    chunk.model_type = ModelType.encoder_or_decoder
+    chunk.to(device())
+    return [Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk]
+
+
+def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamScheduler]:
+    """Wrap the chunks in megatron-core's DDP, and build the optimizer and the learning-rate schedule.
+
+    The weights must be in place already: the optimizer's float32 copies are taken from them here.
+    """
+    ddp_config = ddp_config_from_args(args)
+    model = [
+        DistributedDataParallel(get_model_config(chunk), ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(model)
+    ]
+    fused_adam.install()
+    optimizer = get_megatron_optimizer(optimizer_config_from_args(args), model)
+    config = get_model_config(model[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model[0].no_sync
+    return model, optimizer, _learning_rate_schedule(args, optimizer)
+
+
+def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
+    """megatron-core's schedule, counted in updates."""
+    decay = args.lr_decay_iters or args.train_iters
+    warmup = int(args.lr_warmup_fraction * decay) if args.lr_warmup_fraction is not None else args.lr_warmup_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr or 0.0,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+@dataclass
+class UpdateReport:
+    """What one optimizer update did: sums and maxima over the whole global batch, the gradient norm, the learning rate."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+    def metrics(self) -> dict[str, float]:
+        """The report under the names of ``metrics.METRICS``: sums over tokens become means."""
+        tokens, compared = self.sums["tokens"], self.sums["mismatch_tokens"]
+        row = {
+            "loss": self.sums["loss"],
+            "entropy": self.sums["entropy"] / tokens,
+            "kl": self.sums["kl"] / tokens,
+            "clip/low": self.sums["clip_low"] / tokens,
+            "clip/high": self.sums["clip_high"] / tokens,
+            "ratio/max": self.maxima["ratio/max"],
+            "grad_norm": self.grad_norm,
+            "lr": self.learning_rate,
+        }
+        if compared:  # the engine's log-probabilities are not asked for in every rollout
+            row |= {"mismatch/mean_abs": self.sums["mismatch"] / compared, "mismatch/max_abs": self.maxima["mismatch/max"]}
+        return row
+
+
+def micro_batches(args, batch: RolloutBatch, completions: np.ndarray) -> list[Pack]:
+    """This rank's micro-batches of the given completions (numbers in the batch): as many packs on every rank."""
+    packs = schedule(
+        batch.lengths[completions],
+        parallel_state.get_data_parallel_world_size(),
+        micro_batch_size=None if args.max_tokens_per_microbatch else args.micro_batch_size,
+        max_tokens=args.max_tokens_per_microbatch,
+    )[parallel_state.get_data_parallel_rank()]
+    # Under sequence parallelism each tensor-parallel rank holds an equal part of the tokens.
+    pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return [batch.pack(completions[pack], pad_multiple) for pack in packs]
+
+
+def train_step(
+    forward_step: Callable,
+    packs: Sequence[Pack],
+    model: Model,
+    optimizer,
+    scheduler: OptimizerParamScheduler,
+    report_names: Sequence[str],
+) -> UpdateReport:
+    """One optimizer update over this rank's ``packs``, through megatron-core's pipeline schedule.
+
+    ``report_names`` are the keys of what ``loss_func`` reports, known to the stages that do not run it as well.
+    """
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = _run_schedule(forward_step, packs, model, forward_only=False)
+    updated, grad_norm, _ = optimizer.step()
+    learning_rate = max(group["lr"] for group in optimizer.param_groups)
+    if updated:
+        scheduler.step(increment=1)
+    sums, maxima = _reduce_reports(reports, report_names)
+    return UpdateReport(sums, maxima, float(grad_norm or 0.0), learning_rate)
+
+
+@torch.no_grad()
+def forward_log_probs(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
+    """Log-probability of every label token of all ranks' ``packs``: float32 ``[total]``, on every rank, nan elsewhere."""
+    results = _run_schedule(forward_step, packs, model, forward_only=True)
+    # The two rows are the values and whether there is one. Each position has one writer, so a sum over ranks gathers.
+    flat = np.zeros((2, total), dtype=np.float32)
+    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+        for pack, log_probs in zip(packs, results, strict=True):
+            flat[0, pack.token_index] = log_probs.float().cpu().numpy()
+            flat[1, pack.token_index] = 1.0
+    dist.all_reduce(torch.from_numpy(flat), group=host_group())
+    return np.where(flat[1] == 1.0, flat[0], np.float32(np.nan))
+
+
+def _run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:
+    """What ``loss_func`` returned for each micro-batch (on the last pipeline stage; an empty list elsewhere)."""
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(packs),
+        model=model[0] if len(model) == 1 else model,
+        num_microbatches=len(packs),
+        seq_length=1,  # packs differ in length: stages tell each other the shapes (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _reduce_reports(
+    reports: list[dict[str, torch.Tensor]], names: Sequence[str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Add up the micro-batches' reports over data-parallel ranks; names that end in ``/max`` take the maximum instead.
+
+    Every rank returns the same numbers: the last pipeline stage has them and sends them to the others.
+    """
+    values = torch.zeros(2, len(names), dtype=torch.float64, device=device())
+    if parallel_state.is_pipeline_last_stage():
+        table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
+        values = torch.stack([table.sum(0), table.amax(0)])
+        data_parallel = parallel_state.get_data_parallel_group()
+        dist.all_reduce(values[0], dist.ReduceOp.SUM, group=data_parallel)
+        dist.all_reduce(values[1], dist.ReduceOp.MAX, group=data_parallel)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            values,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    sums, maxima = (dict(zip(names, row, strict=True)) for row in values.tolist())
+    maxima = {name: value for name, value in maxima.items() if name.endswith("/max")}
+    return {name: value for name, value in sums.items() if name not in maxima}, maxima
+
+
+@contextlib.contextmanager
+def parameters_complete(args, model: Model) -> Iterator[None]:
+    """Inside, every parameter holds its newest value, though ``--overlap-param-gather`` would fetch it in the next forward."""
+    if args.overlap_param_gather:
+        for chunk in model:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    yield
+    if args.overlap_param_gather:
+        for chunk in model:
+            chunk.enable_forward_pre_hook()
+
+
+class ReferencePolicy:
+    """Frozen weights, the reference of the KL term: they lie in host memory and take the model's place for one pass."""
+
+    def __init__(self, model: Model):
+        """Copy the model's present weights."""
+        self.weights = [[p.detach().to("cpu", copy=True) for p in chunk.parameters()] for chunk in model]
+        if torch.cuda.is_available():
+            self.weights = [[w.pin_memory() for w in weights] for weights in self.weights]
+
+    @torch.no_grad()
+    def copy_to(self, model: Model) -> None:
+        """Overwrite the model's weights."""
+        for chunk, weights in zip(model, self.weights, strict=True):
+            for parameter, weight in zip(chunk.parameters(), weights, strict=True):
+                parameter.copy_(weight, non_blocking=True)
+
+    @contextlib.contextmanager
+    def in_place_of(self, model: Model) -> Iterator[None]:
+        """Within, the model is the reference; afterwards it is the policy again, bit for bit."""
+        policy = ReferencePolicy(model)
+        self.copy_to(model)
+        try:
+            yield
+        finally:
+            policy.copy_to(model)

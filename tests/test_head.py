@@ -1,0 +1,84 @@
+"""The head against torch.log_softmax on gathered logits: values and gradients, at TP 1, 2 and 4."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.models.head import vocab_parallel_log_probs
+
+TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 50, 64
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    upstream = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, labels, upstream
+
+
+def expected(temperature: float):
+    """log_softmax of the whole float64 logits, and the gradients that autograd finds through it."""
+    hidden, weight, labels, upstream = problem()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = torch.log_softmax((hidden @ weight[:VOCAB].T) / temperature, -1)
+    chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
+    return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def check(group, rank: int, world: int, temperature: float, chunk: int) -> None:
+    hidden, weight, labels, upstream = problem()
+    shard = weight.chunk(world)[rank].clone().requires_grad_()
+    hidden.requires_grad_()
+    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk)
+    (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
+    grad_hidden = hidden.grad
+    if group is not None:
+        dist.all_reduce(grad_hidden, group=group)  # partial sums, as copy_to_tensor_model_parallel_region adds them up
+    want = expected(temperature)
+    got = chosen, entropy, grad_hidden, shard.grad
+    want = *want[:3], want[3].chunk(world)[rank]
+    for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [8, 1000])
+def test_one_rank(temperature, chunk):
+    check(None, 0, 1, temperature, chunk)
+
+
+def test_without_entropy_gradient():
+    hidden, weight, labels, upstream = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    chosen, _ = vocab_parallel_log_probs(hidden, weight, labels, 1.0, VOCAB, None, 8)
+    (chosen * upstream[0]).sum().backward()
+    got = hidden.grad, weight.grad
+    hidden, weight, labels, upstream = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight[:VOCAB].T, -1)
+    (log_p.gather(1, labels[:, None])[:, 0] * upstream[0]).sum().backward()
+    torch.testing.assert_close(got, (hidden.grad, weight.grad), atol=2e-5, rtol=2e-5)
+
+
+def test_no_tokens():
+    _, weight, _, _ = problem()
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    chosen, entropy = vocab_parallel_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), 1.0, VOCAB)
+    (chosen.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, HIDDEN)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_vocabulary(torchrun, world):
+    torchrun(world, __file__)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for temperature in (1.0, 0.7):
+        check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8)
+    dist.destroy_process_group()
