@@ -1,0 +1,98 @@
+"""One rollout over all engine replicas: hand out the prompts, score what finishes, and give every rank the whole batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.initialize import host_group
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rollout.engine import Completion, Engine, Request, Sampling, generate
+
+
+def collect_rollout(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: Sampling,
+    scorer: RewardPool | None,
+    tokenizer,
+    seed: int,
+    timers,
+) -> RolloutBatch:
+    """``num_generations`` completions of every prompt, with their rewards, in one order on every rank.
+
+    Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p. A
+    prompt's completions stay on one replica, which so computes the prompt once. Scoring runs while others are generated.
+    ``scorer`` belongs to the lead rank of each replica (None elsewhere).
+    """
+    own = range(engine.replica, len(prompts), engine.num_replicas)
+    requests = [
+        Request(p * num_generations + g, prompts[p].ids, sampling) for p in own for g in range(num_generations)
+    ]
+    completions: list[Completion] = []
+    texts = {p: tokenizer.decode(prompts[p].ids) for p in own} if scorer is not None else {}
+    with timers("rollout"), engine.rollout(seed):
+        for completion in generate(engine, requests):
+            completions.append(completion)
+            if scorer is not None:
+                p = completion.id // num_generations
+                scorer.submit(completion.id, _sample(prompts[p], texts[p], completion, tokenizer))
+    with timers("scoring"):
+        spoken = completions if engine.is_lead else []  # every rank of a replica has the same ones
+        mine = _to_batch(prompts, spoken, num_generations)
+        if scorer is not None:
+            mine.rewards = scorer.finish(mine.sample_ids.tolist())
+        parts = _exchange(mine)
+    return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
+
+
+def _sample(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:
+    return Sample(
+        prompt=text,
+        completion=tokenizer.decode(completion.token_ids),
+        row=prompt.row,
+        finish_reason=completion.finish_reason,
+        token_ids=completion.token_ids,
+        source=prompt.source,
+    )
+
+
+def _to_batch(prompts: Sequence[Prompt], completions: list[Completion], num_generations: int) -> RolloutBatch:
+    groups = [completion.id // num_generations for completion in completions]
+    return RolloutBatch.from_completions(
+        prompts=[prompts[group].ids for group in groups],
+        completions=[completion.token_ids for completion in completions],
+        log_probs=[completion.log_probs for completion in completions],
+        weight_version=completions[0].weight_version if completions else 0,
+        group_ids=groups,
+        row_ids=[prompts[group].id for group in groups],
+        sample_ids=[completion.id for completion in completions],
+        finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
+    )
+
+
+def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
+    """Every rank's batch on every rank, as bytes of flat arrays (never pickles)."""
+    buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
+    sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
+    all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_sizes, sizes, group=host_group())
+    room = max(int(s.sum()) for s in all_sizes)
+    payload = torch.zeros(room, dtype=torch.uint8)
+    raw = np.concatenate([b.reshape(-1).view(np.uint8) for b in buffers])
+    payload[: len(raw)] = torch.from_numpy(raw)
+    payloads = [torch.empty_like(payload) for _ in all_sizes]
+    dist.all_gather(payloads, payload, group=host_group())
+    batches = []
+    for data, lengths in zip(payloads, all_sizes, strict=True):
+        ends = np.cumsum(lengths.numpy())
+        pieces = np.split(data.numpy()[: ends[-1]], ends[:-1])
+        batches.append(
+            RolloutBatch.from_buffers([p.view(b.dtype) for p, b in zip(pieces, buffers, strict=True)])
+        )
+    return batches

@@ -1,0 +1,161 @@
+"""vLLM inside the training processes: one engine core a rank, tensor-parallel over consecutive ranks, no server, no Ray."""
+
+import os
+
+# Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import contextlib
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.initialize import host_group
+from megatron_grpo.rollout.engine import Completion, Request, Sampling
+
+
+class VllmColocate:
+    """The policy in vLLM beside the trainer, in the same process (``--rollout-engine vllm --vllm-mode colocate``).
+
+    ``hf_config`` is the model's ``config.json``; weights do not come from a file but through ``update_weights``.
+    """
+
+    def __init__(self, args, hf_config: dict, eos_id: int):
+        world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
+        self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
+        self._version = 0
+        self._eos_id = eos_id
+        with _random_state_kept(), _one_model_directory(hf_config) as directory:
+            self._llm = _build(args, directory)
+        self._engine = self._llm.llm_engine
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+
+    def poll(self) -> list[Completion]:
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                sample = output.outputs[0]
+                ids = list(sample.token_ids)
+                log_probs = None
+                if sample.logprobs is not None:
+                    log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
+                reason = sample.finish_reason or "length"
+                finished.append(Completion(int(output.request_id), ids, log_probs, reason, self._version))
+        return finished
+
+    def abort(self, ids: Iterable[int]) -> None:
+        self._engine.abort_request([str(i) for i in ids])
+
+    @contextlib.contextmanager
+    def rollout(self, seed: int) -> Iterator[None]:
+        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it was."""
+        with _random_state_kept():
+            # One seed for the whole rollout: per-request seeds make vLLM's sampler loop over requests one by one.
+            torch.manual_seed(seed + self.replica)
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed(seed + self.replica)
+            self._engine.reset_prefix_cache()
+            yield
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        self._llm.collective_rpc(_load_weights, args=(weights,))
+        self._engine.reset_prefix_cache()
+        self._version = version
+
+    def health(self) -> str | None:
+        return None  # it lives and dies with this process
+
+
+def _load_weights(worker, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    # reload_weights, not model.load_weights: it also redoes what vLLM made of the weights after loading (packing on CPU).
+    worker.model_runner.reload_weights(weights_iterator=weights)
+
+
+def _build(args, directory: str):
+    from vllm import LLM
+
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    if args.bf16:
+        dtype = "bfloat16"
+    else:
+        dtype = "float16" if args.fp16 else "float32"
+    try:
+        return LLM(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=not args.stop_words,
+            tokenizer=args.tokenizer_model if args.stop_words else None,
+            dtype=dtype,
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_len=args.vllm_max_model_len,
+            max_num_seqs=args.vllm_max_num_seqs,
+            enforce_eager=args.vllm_enforce_eager,
+            enable_prefix_caching=args.vllm_enable_prefix_caching,
+            # After the temperature; equal to the trainer's because truncation refuses log-probabilities (validation.py).
+            logprobs_mode="processed_logprobs",
+            seed=args.seed,
+            disable_log_stats=True,
+        )
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise GrpoError(f"vLLM could not be started: {error}. The --vllm-* flags and config.json decide.") from error
+
+
+def _sampling_params(sampling: Sampling, eos_id: int):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=None if sampling.ignore_eos else [eos_id],
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0 if sampling.log_probs else None,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds and draws from the process's global generators: give the trainer its own back."""
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def _one_model_directory(hf_config: dict) -> Iterator[str]:
+    """A directory with nothing but ``config.json``, from which vLLM takes the architecture."""
+    with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
+        Path(directory, "config.json").write_text(json.dumps(hf_config))
+        yield directory
+        dist.barrier(group=host_group())
