@@ -1,0 +1,309 @@
+"""Flags: ours in the tables below, megatron-core's generated in ``core_flags``; how they are read, printed, handed on.
+
+Names are Megatron-LM's where it has one. An attribute of the parsed arguments is its flag's name with underscores.
+Which values go together is the business of ``validation``.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
+
+# One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
+# or more values; a tuple of strings for a choice. Brackets in a help text: what it is when it is not given.
+Row = tuple[str, Any, Any, str]
+
+TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
+
+FLAGS: dict[str, tuple[Row, ...]] = {
+    "batch and duration": (
+        ("--micro-batch-size", int, 1, "completions in a micro-batch of one data-parallel rank"),
+        ("--max-tokens-per-microbatch", int, None, "pack micro-batches up to so many tokens, whatever their number"),
+        ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
+        ("--num-generations", int, 8, "completions sampled for each prompt: GRPO's group"),
+        ("--steps-per-generation", int, 1, "updates made from one rollout, each on its own share of the completions"),
+        ("--generation-batch-size", int, None, "completions in a rollout [global batch x --steps-per-generation]"),
+        ("--num-iterations", int, 1, "how often the completions of a rollout are gone through"),
+        ("--train-iters", int, None, "updates to make; give this or --num-epochs"),
+        ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
+        ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
+        ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
+    ),
+    "model": (
+        ("--model-family", ("qwen3", "qwen2", "llama"), None, "names and layout of the weights [--load-hf's]"),
+        ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
+        ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
+        ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),
+        ("--seq-length", int, None, "bound of prompt + completion, tokens [--max-position-embeddings]"),
+        ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
+        ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
+        ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
+        ("--use-rope-scaling", bool, False, "Llama 3.1's scaling of the rotary frequencies"),
+        ("--rope-scaling-factor", float, 8.0, "factor of --use-rope-scaling"),
+        ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
+        ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
+    ),
+    "data": (
+        ("--train-data-path", [str], None, "JSON-lines or Parquet files of training prompts"),
+        ("--valid-data-path", [str], None, "JSON-lines or Parquet files of held-out prompts"),
+        ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
+        ("--system-prompt", str, None, "system message put before every prompt"),
+        ("--max-prompt-length", int, 512, "most tokens of a prompt"),
+        ("--truncation-strategy", ("left", "delete"), "left", "longer prompts: cut on the left, or leave out"),
+        ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
+        ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
+        ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
+    ),
+    "rollout": (
+        ("--rollout-engine", ("vllm",), "vllm", "what generates completions"),
+        ("--vllm-mode", ("colocate",), "colocate", "colocate: the engine lives in the training processes"),
+        ("--vllm-tensor-parallel-size", int, 1, "ranks of one engine replica"),
+        ("--vllm-gpu-memory-utilization", float, 0.3, "share of the GPU's memory for the engine's weights and cache"),
+        ("--vllm-max-model-len", int, None, "longest sequence of the engine [longest prompt + completion]"),
+        ("--vllm-max-num-seqs", int, 256, "completions that a replica generates at a time"),
+        ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine"),
+        ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
+        ("--max-completion-length", int, 512, "most tokens of a completion"),
+        ("--temperature", float, 1.0, "sampling temperature; training uses the same"),
+        ("--top-p", float, 1.0, "sample from the most likely tokens with this probability together"),
+        ("--top-k", int, -1, "sample from this many most likely tokens; -1: from all"),
+        ("--min-p", float, 0.0, "sample from tokens at least this likely relative to the likeliest"),
+        ("--stop-words", [str], None, "strings that end a completion"),
+        ("--ignore-eos", bool, False, "go on after the end-of-sequence token (for benchmarks)"),
+        ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
+    ),
+    "rewards": (
+        ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
+        ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
+        ("--external-plugins", [str], None, "Python files that register reward functions"),
+        ("--reward-timeout", float, 10.0, "seconds that one reward function may take for one completion"),
+        ("--reward-workers", int, 1, "processes that score, on each rank that scores"),
+    ),
+    "algorithm": (
+        ("--loss-type", ("grpo", "bnpo", "dapo", "dr_grpo"), "grpo", "how tokens are weighted in the loss"),
+        ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
+        ("--epsilon", float, 0.2, "clip range of the probability ratio, downwards"),
+        ("--epsilon-high", float, None, "clip range upwards [--epsilon]"),
+        ("--scale-rewards", ("group", "batch", "none"), "group", "divide advantages by whose standard deviation"),
+    ),
+    "learning rate": (
+        ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
+        ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
+        ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
+        ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
+    ),
+    "checkpoints": (
+        ("--save", str, None, "directory for checkpoints, metrics and completions"),
+        ("--load", str, None, "directory to resume from, when it holds a checkpoint"),
+        ("--save-interval", int, None, "save when the number of updates is a multiple of this; always at the end"),
+        ("--max-checkpoints-to-keep", int, None, "delete the oldest beyond this many [keep all]"),
+        ("--pretrained-checkpoint", str, None, "Megatron checkpoint to take the first weights from"),
+        ("--load-hf", str, None, "Hugging Face model directory to take the first weights, shape and tokenizer from"),
+        ("--ref-load", str, None, "Megatron checkpoint of the reference policy [the first weights]"),
+        ("--save-hf", str, None, "directory of the Hugging Face export at the end [{save}/hf_model]"),
+        ("--no-save-hf", bool, False, "no Hugging Face export at the end"),
+        ("--finetune", bool, False, "take only the weights of --load, and start from update 0"),
+        ("--use-checkpoint-args", bool, False, "take the model's shape from the checkpoint"),
+        ("--no-load-optim", bool, False, "do not restore the optimizer from --load"),
+        ("--no-load-rng", bool, False, "do not restore the random state from --load"),
+    ),
+    "evaluation": (
+        ("--eval-interval", int, None, "evaluate when the number of updates is a multiple of this"),
+        ("--val-before-train", bool, False, "evaluate before the first update"),
+        ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, besides the greedy one"),
+        ("--eval-max-prompts", int, None, "use only the first held-out prompts [all]"),
+    ),
+    "logging": (
+        ("--log-interval", int, 1, "updates between two lines"),
+        ("--tensorboard-dir", str, None, "directory for TensorBoard"),
+        ("--wandb-project", str, None, "Weights & Biases project"),
+        ("--wandb-exp-name", str, None, "Weights & Biases run name"),
+        ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
+    ),
+    "running": (
+        ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end"),
+        ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run"),
+    ),
+}
+
+# Flags of Megatron-LM scripts that have nothing to change here: (takes a value, why they may stay in a script).
+ACCEPTED: dict[str, tuple[bool, str]] = {
+    "--use-mcore-models": (False, "megatron-core's models are the only ones"),
+    "--use-flash-attn": (False, "packed batches always take a flash kernel on a GPU"),
+    "--use-rotary-position-embeddings": (False, "rotary embeddings are the only ones"),
+    "--no-position-embedding": (False, "rotary embeddings are the only ones"),
+    "--attention-softmax-in-fp32": (False, "the attention kernels always compute it in float32"),
+    "--no-masked-softmax-fusion": (False, "the attention kernels compute the softmax themselves"),
+    "--no-persist-layer-norm": (False, "the persistent kernel of apex is not used"),
+    "--no-async-tensor-model-parallel-allreduce": (False, "megatron-core ignores it"),
+    "--cross-entropy-loss-fusion": (False, "the head computes log-probabilities in chunks, with its own backward"),
+    "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
+}
+
+NOT_GIVEN = object()
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, printed by rank 0 alone, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+class Accept(argparse.Action):
+    """Note that a flag of ``ACCEPTED`` was given."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Append the flag's name to ``args.accepted``."""
+        given = namespace.accepted if isinstance(namespace.accepted, list) else []
+        namespace.accepted = [*given, option_string]
+
+
+def build_parser() -> Parser:
+    """The parser of every flag: ours group by group, then megatron-core's section by section."""
+    parser = Parser(
+        prog="pretrain_grpo.py",
+        usage="torchrun --nproc-per-node N pretrain_grpo.py [flags]",
+        description="GRPO on Megatron-Core and vLLM. docs/arguments.md says how the batch sizes hang together.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+        allow_abbrev=False,
+    )
+    for title, rows in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, kind, default, text in rows:
+            group.add_argument(name, default=default, help=help_text(text, default), **_reading(kind))
+    add_core_flags(parser)
+    synonyms = parser.add_argument_group("from Megatron-LM scripts")
+    synonyms.add_argument(
+        "--recompute-activations",
+        action="store_const",
+        const="selective",
+        dest="recompute_granularity",
+        help="the same as --recompute-granularity selective",
+    )
+    for name, (takes_value, reason) in ACCEPTED.items():
+        synonyms.add_argument(
+            name,
+            action=Accept,
+            nargs=None if takes_value else 0,
+            dest="accepted",
+            default=[],
+            metavar="S",
+            help=f"no effect: {reason}",
+        )
+    return parser
+
+
+def _reading(kind: Any) -> dict[str, Any]:
+    """What ``add_argument`` needs to read this kind of value."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if isinstance(kind, tuple):
+        return {"choices": kind}
+    if isinstance(kind, list):
+        return {"type": kind[0], "nargs": "+", "metavar": METAVARS[kind[0]]}
+    return {"type": kind, "metavar": METAVARS[kind]}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse flags (those of the command line by default); ``args.explicit`` holds the attributes that were given.
+
+    Underscores are taken for hyphens in names. An error, such as an unknown flag, ends the program with exit code 2.
+    """
+    parser = build_parser()
+    defaults = vars(parser.parse_args([]))
+    words = [_hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
+    args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
+    if unknown:
+        parser.error(_explain(unknown, parser))
+    explicit = frozenset(dest for dest in defaults if getattr(args, dest) is not NOT_GIVEN)
+    for dest in defaults.keys() - explicit:
+        setattr(args, dest, defaults[dest])
+    args.explicit = explicit
+    args.padded_vocab_size = None
+    return args
+
+
+def _hyphens(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _explain(unknown: Sequence[str], parser: Parser) -> str:
+    """One line about what was not understood: why there is no such flag, or which was meant."""
+    flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
+    if flag is None:
+        return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
+    reason = EXCLUDED.get(flag[2:].replace("-", "_")) or EXCLUDED.get(flag[2:].removeprefix("no-").replace("-", "_"))
+    if reason:
+        return f"{flag} is not a flag of this program: {reason}"
+    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.6)
+    return f"unknown flag {flag}; " + (f"did you mean {close[0]}?" if close else "--help lists all flags")
+
+
+def print_args(args: Namespace) -> None:
+    """Print every argument once, sorted, in Megatron-LM's manner; a star marks those that were given."""
+    print("------------------------ arguments (* given) ------------------------")
+    for dest, value in sorted(args_to_json(args).items()):
+        print(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
+    for flag in args.accepted:
+        print(f"note: {flag} has no effect: {ACCEPTED[flag][1]}")
+    print("---------------------------------------------------------------------", flush=True)
+
+
+def args_to_json(args: Namespace) -> dict[str, Any]:
+    """The arguments as JSON's types, to be stored with a checkpoint (all but ``explicit``)."""
+    return json.loads(json.dumps({dest: value for dest, value in vars(args).items() if dest != "explicit"}))
+
+
+def args_from_json(stored: dict[str, Any]) -> Namespace:
+    """Arguments as a checkpoint stored them; flags that are younger than the checkpoint have their defaults."""
+    args = parse_args([])
+    vars(args).update(stored)
+    return args
+
+
+def params_dtype(args: Namespace) -> torch.dtype:
+    """The dtype of parameters and activations: --bf16, --fp16, else float32."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def transformer_config_from_args(args: Namespace) -> TransformerConfig:
+    """megatron-core's ``TransformerConfig``; GrpoError with its words when it refuses the combination."""
+    dtype = params_dtype(args)
+    return core_config(
+        TransformerConfig,
+        args,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        activation_func=F.silu if args.swiglu else F.gelu,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        variable_seq_lengths=args.pipeline_model_parallel_size > 1,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=not args.overlap_p2p_comm,
+    )
+
+
+def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
+    """megatron-core's ``OptimizerConfig``; GrpoError with its words when it refuses the combination."""
+    return core_config(OptimizerConfig, args, params_dtype=params_dtype(args))
+
+
+def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
+    """megatron-core's ``DistributedDataParallelConfig``; GrpoError with its words when it refuses the combination."""
+    return core_config(DistributedDataParallelConfig, args)

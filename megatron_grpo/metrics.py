@@ -1,0 +1,300 @@
+"""What a run reports: console lines, ``metrics.jsonl``, TensorBoard, W&B, samples of completions; and the phase timers.
+
+Rank 0 writes; on the other ranks a logger checks the names it is given and does nothing else. With ``--log-interval N``
+a row, in every one of these places, stands for the last N updates: means, except for maxima (the maximum), positions
+such as ``lr`` (the last value), seconds and counts (the sum) and tokens per second (all tokens over all seconds).
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import TextIO
+
+import torch
+from tqdm import tqdm
+
+from megatron_grpo.errors import GrpoError
+
+METRICS = {
+    "reward/mean": "mean over completions of the weighted sum of the reward functions",
+    "reward/std": "mean over prompts of the standard deviation of that sum over a prompt's completions",
+    "reward/<function>/mean": "mean over completions of one reward function, unweighted",
+    "reward/zero_std_groups": "share of prompts whose completions all have the same reward (no signal)",
+    "reward/failures": "calls of reward functions that raised, hung or gave no number",
+    "completion/length_mean": "mean length of a completion, tokens",
+    "completion/length_max": "length of the longest completion, tokens",
+    "completion/truncated": "share of completions cut off at --max-completion-length",
+    "loss": "the loss that was differentiated, KL term included",
+    "kl": "mean k3 estimate of KL(policy || reference) over completion tokens, nats a token",
+    "entropy": "mean entropy of the policy's next-token distribution over completion tokens, nats",
+    "clip/low": "share of completion tokens whose ratio is clipped below (advantage < 0)",
+    "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0)",
+    "ratio/max": "largest probability ratio new/old of a completion token",
+    "grad_norm": "L2 norm of the gradient over all parameters, before clipping",
+    "lr": "learning rate of this update",
+    "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| of the sampled tokens, nats",
+    "mismatch/max_abs": "largest |log p(trainer) - log p(engine)| of a sampled token, nats",
+    "eval/greedy_reward": "mean reward of greedy completions of the held-out prompts",
+    "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
+    "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
+    "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
+    "tokens/update": "prompt and completion tokens that this update trained on",
+    "tokens/total": "the same, since the start of the run",
+    "consumed/prompts": "training prompts used since the start of the run",
+    "time/rollout": "seconds for generating completions",
+    "time/scoring": "seconds for the reward functions",
+    "time/logprobs": "seconds for forward-only passes: old policy and reference",
+    "time/update": "seconds for forward, backward and optimizer",
+    "time/sync": "seconds for sending the weights to the engine",
+    "time/save": "seconds for saving a checkpoint (a save is counted in the row that follows it)",
+    "time/eval": "seconds for evaluation",
+    "time/step": "seconds of wall clock since the row before",
+    "perf/tokens_per_second": "tokens/update over time/step",
+}
+PHASES = [name.removeprefix("time/") for name in METRICS if name.startswith("time/") and name != "time/step"]
+_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs"}
+_POSITIONS = {"lr", "tokens/total", "consumed/prompts"}
+_SUMS = {"tokens/update", "reward/failures"}
+
+
+def check_names(metrics: Iterable[str]) -> None:
+    """Raise KeyError when a name is not in METRICS: whatever a run reports is explained there."""
+    for name in metrics:
+        if name not in METRICS and not re.fullmatch(r"reward/[^/]+/mean", name):
+            raise KeyError(f"metric {name!r} is not documented in megatron_grpo.metrics.METRICS")
+
+
+class Timers:
+    """Seconds spent in each phase on this rank: ``with timers("rollout"): ...`` for METRICS' ``time/rollout``."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.row_start = _now()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to a phase of METRICS (else KeyError); a GPU is waited for at both ends."""
+        check_names([f"time/{phase}"])
+        start = _now()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
+
+    def collect(self) -> dict[str, float]:
+        """Return ``{"time/<phase>": seconds}`` since the last call, and ``time/step`` for all of it; start anew."""
+        now = _now()
+        row = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        row["time/step"] = now - self.row_start
+        self.seconds, self.row_start = {}, now
+        return row
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # kernels run asynchronously: without it their time falls to a later phase
+    return time.perf_counter()
+
+
+class MetricsLogger:
+    """Writes metrics to every place that the arguments name; without ``--save`` no files but TensorBoard's.
+
+    ``start_iteration`` is the number of updates done before (0 for a new run). On a resume the files in ``--save`` keep
+    the rows up to it and lose the later ones, which the run is about to write again; a new run starts them afresh.
+    """
+
+    def __init__(self, args, rank: int, total_iterations: int, start_iteration: int):
+        if args.wandb_project and importlib.util.find_spec("wandb") is None:
+            raise GrpoError(
+                f"--wandb-project {args.wandb_project} needs the package wandb, which is not installed: "
+                "pip install wandb, or leave the flag out"
+            )
+        self.args = args
+        self.active = rank == 0
+        self.total = total_iterations
+        self.interval: list[dict] = []  # the updates since the last row
+        self.iteration = start_iteration
+        self.files: dict[str, TextIO] = {}
+        self.tensorboard = self.wandb = self.bar = None
+        if not self.active:
+            return
+        if args.save:
+            for name in ("metrics.jsonl", "completions.jsonl"):
+                path = Path(args.save, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                truncate_after(path, start_iteration)
+                # A lone surrogate becomes \udc80, which is how JSON writes it anyway.
+                self.files[name] = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=start_iteration + 1)
+        if args.wandb_project:
+            import wandb
+
+            # Where it writes and whether it talks to a server is W&B's own business: WANDB_MODE, WANDB_DIR.
+            config = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | list)}
+            self.wandb = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=config, dir=args.save)
+        # disable=None: no bar where the output is not a terminal.
+        self.bar = tqdm(
+            total=total_iterations, initial=start_iteration, desc="training", unit="update", disable=None, leave=False
+        )
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of one update (a subset of METRICS); every ``--log-interval`` updates a row goes out.
+
+        Call it with ``iteration`` 0 for an evaluation before training.
+        """
+        check_names(metrics)
+        if not self.active:
+            return
+        self.bar.update(iteration - self.iteration)
+        self.iteration = iteration
+        self.interval.append(metrics)
+        if iteration % self.args.log_interval == 0 or iteration == self.total:
+            self._write_row()
+
+    def log_completions(self, iteration: int, samples: list[dict]) -> None:
+        """Append samples (prompt, completion, rewards, advantage, finish_reason, length ...) to ``completions.jsonl``.
+
+        ``iteration`` is the first update that trains on them. The first ``--num-completions-to-log`` are kept.
+        """
+        if "completions.jsonl" in self.files:
+            for sample in samples[: self.args.num_completions_to_log]:
+                self._append("completions.jsonl", {"iteration": iteration} | sample)
+
+    def flush(self) -> None:
+        """Put everything on the disk; call it before a checkpoint is saved.
+
+        An interval cut short by a save becomes a row of its own, so that a resumed run has the rows of an unbroken one.
+        """
+        self._write_row()
+        for file in self.files.values():
+            os.fsync(file.fileno())
+        if self.tensorboard:
+            self.tensorboard.flush()
+
+    def close(self) -> None:
+        """Flush and close; further calls are errors."""
+        self.flush()
+        for file in self.files.values():
+            file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+        if self.bar is not None:
+            self.bar.close()
+
+    def print(self, text: str) -> None:
+        """Print a line on rank 0 without breaking the progress bar."""
+        if self.active:
+            tqdm.write(text)
+            sys.stdout.flush()  # a pipe would hold lines back until there are many
+
+    def _write_row(self) -> None:
+        if not self.interval:
+            return
+        row = aggregate(self.interval)
+        self.interval = []
+        if "metrics.jsonl" in self.files:
+            finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+            self._append("metrics.jsonl", {"iteration": self.iteration} | finite)
+        for line in console_lines(self.iteration, self.total, row):
+            self.print(line)
+        if self.tensorboard:
+            for name, value in row.items():
+                self.tensorboard.add_scalar(name, value, self.iteration)
+        if self.wandb:
+            self.wandb.log(row, step=self.iteration)
+        if "reward/mean" in row:
+            self.bar.set_postfix_str(f"reward {row['reward/mean']:.4f}")
+
+    def _append(self, name: str, row: dict) -> None:
+        # To the operating system at once, so that a killed process loses nothing; to the disk in flush().
+        self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.files[name].flush()
+
+
+def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Merge the metrics of several updates into one row, as the head of this module says; some may lack a name."""
+    row = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        values = [value if isinstance(value, int) else float(value) for value in values]
+        if len(values) == 1 or name in _POSITIONS:
+            row[name] = values[-1]
+        elif name in _MAXIMA:
+            row[name] = max(values)
+        elif name in _SUMS or name.startswith("time/"):
+            row[name] = sum(values)
+        else:
+            row[name] = fmean(values)
+    if row.get("time/step") and "tokens/update" in row:
+        row["perf/tokens_per_second"] = row["tokens/update"] / row["time/step"]
+    return row
+
+
+def truncate_after(path: Path, iteration: int) -> None:
+    """Keep the rows of a JSON-lines file whose ``iteration`` is at most the given one; none for iteration 0.
+
+    A line torn by a kill is dropped. The file is replaced in one step.
+    """
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
+        for line in old:
+            try:
+                row_iteration = json.loads(line)["iteration"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            if iteration > 0 and row_iteration <= iteration:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(temporary, path)
+
+
+_COLUMNS = [
+    ("reward", "reward/mean", "7.4f"),
+    ("kl", "kl", "8.5f"),
+    ("length", "completion/length_mean", "7.1f"),
+    ("entropy", "entropy", "6.3f"),
+    ("grad norm", "grad_norm", "7.3f"),
+    ("clip", "clip", "6.4f"),
+    ("logp diff", "mismatch/mean_abs", "7.1e"),
+    ("lr", "lr", "8.2e"),
+]
+_SECONDS = ("rollout", "scoring", "logprobs", "update", "sync")
+
+
+def console_lines(iteration: int, total: int, row: dict[str, float]) -> list[str]:
+    """Format a row for people: a line of fixed width for training and one for evaluation, whichever the row has."""
+
+    def cell(value, form):
+        width = int(form.split(".")[0])
+        return f"{'-':>{width}}" if value is None else f"{value:{form}}"
+
+    lines = []
+    label = f"iteration {iteration:>{len(str(total))}}/{total}"
+    if any(not name.startswith(("eval/", "time/")) for name in row):
+        values = row | ({"clip": row["clip/low"] + row["clip/high"]} if {"clip/low", "clip/high"} <= row.keys() else {})
+        parts = [f"{title} {cell(values.get(name), form)}" for title, name, form in _COLUMNS]
+        parts.append(" ".join(f"{phase} {cell(row.get(f'time/{phase}'), '6.2f')}" for phase in _SECONDS) + " s")
+        rate = row.get("perf/tokens_per_second")
+        parts.append(f"{'-' if rate is None else format(rate, ',.0f'):>7} tokens/s")
+        lines.append(" | ".join([label, *parts]))
+    evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
+    if evaluation:
+        values = " | ".join(f"{name[5:].replace('_', ' ')} {value:.4f}" for name, value in evaluation.items())
+        lines.append(f"{label} | evaluation | {values}")
+    return lines

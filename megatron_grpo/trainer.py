@@ -1,0 +1,277 @@
+"""What a run builds once and keeps: model, engine, data, rewards, logs, and where in the run it is."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_grpo import checkpointing, training
+from megatron_grpo.algorithm.advantages import GroupAdvantages
+from megatron_grpo.arguments import args_to_dict, print_args
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
+from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
+from megatron_grpo.dry_run import dry_run_report
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.metrics import MetricsLogger, Timers
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.registry import load_plugins
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.engine import Engine, Sampling
+from megatron_grpo.validation import batch_arithmetic, merge_architecture, validate_args
+from megatron_grpo.weights import families, hf
+
+
+@dataclass
+class Trainer:
+    """The parts of a run and its position in it; the algorithm that uses them is ``pretrain_grpo.train``."""
+
+    args: object
+    model: training.Model
+    optimizer: object
+    scheduler: object
+    reference: training.ReferencePolicy | None
+    engine: Engine
+    tokenizer: object
+    dataset: PromptDataset
+    sampler: PromptSampler
+    valid_prompts: list[Prompt]
+    scorer: RewardPool | None
+    logger: MetricsLogger
+    timers: Timers
+    iteration: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    # ---- rollouts
+
+    def next_prompts(self) -> list[Prompt]:
+        """The prompts of the next rollout, in an order that every rank knows."""
+        count = self.args.generation_batch_size // self.args.num_generations
+        self.rollouts += 1
+        return [self.dataset[i] for i in self.sampler.next(count)]
+
+    def rollout_seed(self) -> int:
+        """The sampling seed of the present rollout: a function of ``--seed`` and the rollout's number alone."""
+        return int(np.random.SeedSequence([self.args.seed, self.rollouts]).generate_state(1)[0] // 2)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How training completions are sampled, with engine log-probabilities in the share of rollouts asked for."""
+        rate = self.args.mismatch_sample_rate
+        asked = int(self.rollouts * rate) > int((self.rollouts - 1) * rate)
+        return replace(_sampling(self.args), log_probs=asked)
+
+    @property
+    def eval_samplings(self) -> list[tuple[str, Sampling, int]]:
+        """(name, sampling, completions per prompt) of each kind of evaluation."""
+        sampled = _sampling(self.args)
+        kinds = [("greedy", replace(sampled, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0), 1)]
+        if self.args.eval_num_generations:
+            kinds.append(("sampled", sampled, self.args.eval_num_generations))
+        return kinds
+
+    def collect(self, prompts: list[Prompt], num_generations: int, sampling: Sampling, seed: int) -> RolloutBatch:
+        """Completions of ``prompts`` with their rewards, on every rank."""
+        return collect_rollout(
+            self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
+        )
+
+    # ---- what is seen
+
+    def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray, groups: GroupAdvantages) -> dict[str, float]:
+        """What a rollout says of rewards and lengths, under the names of ``metrics.METRICS``."""
+        by_prompt = rewards.reshape(-1, self.args.num_generations)  # the batch is in global order: p * G + g
+        row = {
+            "reward/mean": float(np.nanmean(rewards)),
+            "reward/std": float(np.nanmean(np.nanstd(by_prompt, axis=1, ddof=1))),
+            "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
+            "completion/length_mean": float(batch.completion_lengths.mean()),
+            "completion/length_max": int(batch.completion_lengths.max()),
+            "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
+        }
+        for name, column in zip(self.args.reward_funcs, batch.rewards.T, strict=True):
+            row[f"reward/{name}/mean"] = float(np.nanmean(column))
+        return row
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Hand one update's metrics (or an evaluation's, before the first) to the logger, with the seconds spent."""
+        if "tokens/update" in metrics:
+            self.tokens += metrics["tokens/update"]
+            metrics = metrics | {"tokens/total": self.tokens, "consumed/prompts": self.sampler.consumed_prompts}
+        self.logger.log(self.iteration, metrics | self.timers.collect())
+
+    def log_completions(self, batch: RolloutBatch) -> None:
+        """Write the first completions of a rollout, with what became of them, to ``completions.jsonl``."""
+        rows = []
+        for i in range(min(self.args.num_completions_to_log, batch.num_completions)):
+            start, middle, end = batch.cu_seqlens[i], batch.cu_seqlens[i] + batch.prompt_lengths[i], batch.cu_seqlens[i + 1]
+            rows.append(
+                {
+                    "prompt": self.tokenizer.decode(batch.tokens[start:middle].tolist()),
+                    "completion": self.tokenizer.decode(batch.tokens[middle:end].tolist()),
+                    "rewards": dict(zip(self.args.reward_funcs, batch.rewards[i].tolist(), strict=True)),
+                    "advantage": float(batch.advantages[i]),
+                    "finish_reason": FinishReason(batch.finish_reasons[i]).name.lower(),
+                    "length": int(end - middle),
+                    "row": int(batch.row_ids[i]),
+                }
+            )
+        self.logger.log_completions(self.iteration + 1, rows)
+
+    # ---- where the run is
+
+    def due(self, interval: int | None) -> bool:
+        """Whether the present iteration is a multiple of ``interval``."""
+        return bool(interval) and self.iteration % interval == 0
+
+    def finished(self) -> bool:
+        """Whether no further rollout is to be started."""
+        return self.iteration >= self.args.train_iters or self.due(self.args.exit_interval) and self.iteration > 0
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the run needs to go on as if it had not stopped."""
+        self.logger.flush()
+        position = {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
+        with self.timers("save"), training.parameters_complete(self.args, self.model):
+            checkpointing.save_checkpoint(
+                self.args, self.iteration, self.model, self.optimizer, self.scheduler, extra_state=position
+            )
+
+    def finish(self) -> None:
+        """Save what is not saved yet, export to Hugging Face's format, and close the logs."""
+        if self.args.save and checkpointing.latest_iteration(self.args.save) != self.iteration:
+            self.save()
+        if self.args.save_hf:
+            with training.parameters_complete(self.args, self.model):
+                hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
+            print_rank_0(f"Hugging Face export: {self.args.save_hf}")
+        self.logger.close()
+        if self.scorer is not None:
+            self.scorer.close()
+        print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
+
+
+def setup(args, model_provider: Callable) -> Trainer | None:
+    """Check everything that can be checked, then build; returns None after ``--dry-run`` has printed its report."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    resume = bool(args.load) and not args.finetune and checkpointing.latest_iteration(args.load) is not None
+    _merge_architecture(args, resume)
+    validate_args(args, world_size)
+    if args.dry_run:
+        print_rank_0(dry_run_report(args, world_size))
+        return None
+    load_plugins(args.external_plugins)
+    tokenizer = build_tokenizer(args)
+    check_vocabulary(tokenizer, args.vocab_size)
+    dataset = PromptDataset(args.train_data_path, tokenizer, args)
+    valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
+    if args.train_iters is None:
+        rollouts = args.num_epochs * len(dataset) * args.num_generations // args.generation_batch_size
+        args.train_iters = rollouts * args.updates_per_rollout
+        if rollouts == 0:
+            raise GrpoError(
+                f"--num-epochs {args.num_epochs} over {len(dataset)} prompts is less than one rollout of "
+                f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
+            )
+
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    print_rank_0(banner(args))
+    print_args(args)
+    for line in batch_arithmetic(args, world_size).lines():
+        print_rank_0(line)
+
+    model, optimizer, scheduler, reference = _build_model(args, model_provider, resume)
+    iteration, position = 0, {}
+    if resume:
+        iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+        print_rank_0(f"resumed from {args.load} at iteration {iteration}")
+    sampler = PromptSampler(len(dataset), args.seed, shuffle=not args.no_shuffle)
+    if position:
+        sampler.load_state_dict(position["sampler"])
+
+    from megatron_grpo.rollout.vllm_colocate import VllmColocate  # importing vLLM takes seconds: after the checks
+
+    engine = VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
+    scorer = None
+    if engine.is_lead:
+        scorer = RewardPool(args.reward_funcs, args.external_plugins, args.reward_workers, args.reward_timeout)
+    valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
+    logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    return Trainer(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        engine=engine,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        sampler=sampler,
+        valid_prompts=valid_prompts,
+        scorer=scorer,
+        logger=logger,
+        timers=Timers(),
+        iteration=iteration,
+        rollouts=position.get("rollouts", 0),
+        tokens=position.get("tokens", 0),
+    )
+
+
+def _merge_architecture(args, resume: bool) -> None:
+    """Take the architecture from the checkpoint or the ``config.json`` that the weights come from; flags must agree."""
+    checkpoint = args.load if resume or args.finetune else args.pretrained_checkpoint
+    if checkpoint and (resume or args.use_checkpoint_args):
+        merge_architecture(args, checkpointing.read_checkpoint_args(checkpoint), f"the checkpoint {checkpoint}")
+    elif args.load_hf:
+        config = hf.read_config(args.load_hf)
+        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
+    if args.tokenizer_model is None and args.load_hf:
+        args.tokenizer_model = args.load_hf
+
+
+def _build_model(args, model_provider: Callable, resume: bool):
+    """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them later)."""
+    model = training.build_model(args, model_provider)
+    start = args.pretrained_checkpoint or (args.load if args.finetune else None)
+    reference = None
+    if resume and not args.beta:
+        pass  # the checkpoint brings the weights
+    elif start:
+        checkpointing.load_weights(start, model)
+    elif args.load_hf:
+        hf.load_hf(model, args, args.load_hf)
+    if args.beta > 0:
+        if args.ref_load:
+            policy = training.ReferencePolicy(model)
+            checkpointing.load_weights(args.ref_load, model)
+            reference = training.ReferencePolicy(model)
+            policy.copy_to(model)
+        elif resume and not start and not args.load_hf:
+            raise GrpoError(
+                "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
+                "--pretrained-checkpoint or --load-hf as before, or --ref-load"
+            )
+        else:
+            reference = training.ReferencePolicy(model)
+    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    return model, optimizer, scheduler, reference
+
+
+def _sampling(args) -> Sampling:
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        stop=tuple(args.stop_words or ()),
+        ignore_eos=args.ignore_eos,
+    )

@@ -1,0 +1,167 @@
+"""Train a language model by GRPO on Megatron-Core and vLLM: ``torchrun --nproc-per-node N pretrain_grpo.py FLAGS``.
+
+Read it from the bottom: ``main`` sets up, ``train`` is the algorithm. Per rollout:
+
+    prompts      the next rows of the data, in an order that every rank knows
+    completions  the engine samples ``--num-generations`` for each; reward functions score them as they finish
+    advantages   each completion against the others of its prompt
+    updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
+    sync         the new weights go to the engine
+
+The pieces lie in megatron_grpo/: algorithm/ (the maths), data/, models/, rollout/, rewards/, weights/, training.py (one
+update), trainer.py (what is built once), checkpointing.py, validation.py (what is refused, and why). docs/arguments.md
+lists every flag.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported; on a GPU it does nothing
+
+from megatron.core import parallel_state
+
+from megatron_grpo import training
+from megatron_grpo.algorithm.advantages import combine_rewards, group_advantages
+from megatron_grpo.algorithm.corrections import mismatch
+from megatron_grpo.algorithm.losses import kl_k3, policy_loss
+from megatron_grpo.algorithm.weighting import token_weights
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.batch import Pack, RolloutBatch
+from megatron_grpo.initialize import run
+from megatron_grpo.models.gpt import model_provider, packed_seq_params
+from megatron_grpo.trainer import Trainer, setup
+from megatron_grpo.weights.stream import stream_hf
+
+# What loss_func reports of a micro-batch: sums over tokens, or the maximum where the name says so.
+REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "ratio/max")
+REPORT += ("mismatch_tokens", "mismatch", "mismatch/max")
+
+
+def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
+    """The next micro-batch: the pack itself (on the host), and its arrays as tensors on the device."""
+    pack = next(data_iterator)
+    arrays = {name: value for name, value in vars(pack).items() if isinstance(value, np.ndarray)}
+    return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
+
+
+def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, output, non_loss_data: bool = False):
+    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL), where w averages over the global batch.
+
+    The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back in, so
+    that the gradient is exactly that of the sum over the whole global batch.
+    """
+    log_probs, entropy = output
+    if non_loss_data:  # a forward-only pass wants the log-probabilities themselves
+        return log_probs
+    old = batch.get("old_log_probs")  # absent when there is one update per rollout: the ratio is then 1
+    loss, clip = policy_loss(log_probs, old, batch["advantages"], args.epsilon, args.epsilon_high)
+    kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(loss)
+    loss = (batch["weights"] * (loss + args.beta * kl)).sum()
+
+    with torch.no_grad():
+        old = log_probs if old is None else old
+        ratio, gap = (log_probs - old).exp(), mismatch(old, batch["rollout_log_probs"])
+        report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), clip["clip_low"].sum())
+        report += (clip["clip_high"].sum(), ratio.amax(), gap.tokens, gap.abs_sum, gap.abs_max)
+    scale = num_microbatches * parallel_state.get_data_parallel_world_size()
+    return scale * loss, {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
+
+
+def forward_step(data_iterator, model, args, num_microbatches: int):
+    """Run one micro-batch through this pipeline stage; megatron-core's schedule calls the loss on the last stage."""
+    pack, batch = get_batch(data_iterator)
+    output = model(
+        batch["tokens"][None],
+        batch["position_ids"][None],
+        attention_mask=None,
+        labels=batch["labels"][None],
+        packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl),
+    )
+    return output, partial(loss_func, args, batch, num_microbatches)
+
+
+def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
+    """One optimizer step on a global batch: some completions of the rollout, cut into packs over data-parallel ranks."""
+    batch.weights = np.zeros(batch.num_completions, np.float32)
+    batch.weights[completions] = token_weights(
+        args.loss_type, batch.loss_lengths[completions], args.micro_batch_size, args.max_completion_length
+    )
+    packs = training.micro_batches(args, batch, completions)
+    step = partial(forward_step, args=args, num_microbatches=len(packs))
+    report = training.train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, REPORT)
+    return report.metrics() | {"tokens/update": int(batch.lengths[completions].sum())}
+
+
+def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
+    """Log-probabilities of a rollout's tokens under the weights that the model holds now, ``[total]``."""
+    packs = training.micro_batches(args, batch, np.arange(batch.num_completions))
+    step = partial(forward_step, args=args, num_microbatches=len(packs))
+    return training.forward_log_probs(step, packs, trainer.model, len(batch.tokens))
+
+
+def sync(args, trainer: Trainer) -> None:
+    """Give the engine the trainer's weights: what it generates from now on carries this iteration as its version."""
+    with trainer.timers("sync"), training.parameters_complete(args, trainer.model):
+        trainer.engine.update_weights(stream_hf(trainer.model, args), trainer.iteration)
+
+
+def evaluate(args, trainer: Trainer) -> dict[str, float]:
+    """Mean reward and accuracy (the first reward function gives 1) on the held-out prompts: greedy, and sampled if asked."""
+    metrics = {}
+    with trainer.timers("eval"):
+        for kind, sampling, num_generations in trainer.eval_samplings:
+            batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
+            rewards = combine_rewards(batch.rewards, args.reward_weights)
+            metrics[f"eval/{kind}_reward"] = float(np.nanmean(rewards))
+            metrics[f"eval/{kind}_accuracy"] = float(np.nanmean(batch.rewards[:, 0] >= 1.0))
+    return metrics
+
+
+def train(args, trainer: Trainer) -> None:
+    """The algorithm: roll out, score, compare, update, sync, until ``--train-iters`` updates are done."""
+    sync(args, trainer)
+    if args.val_before_train and trainer.iteration == 0:
+        trainer.log(evaluate(args, trainer))
+
+    while not trainer.finished():
+        batch = trainer.collect(trainer.next_prompts(), args.num_generations, trainer.sampling, trainer.rollout_seed())
+        rewards = combine_rewards(batch.rewards, args.reward_weights)
+        groups = group_advantages(rewards, batch.group_ids, args.scale_rewards)
+        batch.advantages = groups.advantages
+
+        with trainer.timers("logprobs"):
+            if args.updates_per_rollout > 1:
+                batch.old_log_probs = log_probs(args, trainer, batch)
+            if trainer.reference is not None:
+                with training.parameters_complete(args, trainer.model), trainer.reference.in_place_of(trainer.model):
+                    batch.ref_log_probs = log_probs(args, trainer, batch)
+
+        updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
+        trainer.log_completions(batch)
+        for number, completions in enumerate(updates, start=1):
+            with trainer.timers("update"):
+                metrics = trainer.rollout_metrics(batch, rewards, groups) | update(args, trainer, batch, completions)
+            trainer.iteration += 1
+            if number == len(updates):
+                sync(args, trainer)
+                if trainer.due(args.eval_interval):
+                    metrics |= evaluate(args, trainer)
+            trainer.log(metrics)
+        if trainer.due(args.save_interval):
+            trainer.save()
+    trainer.finish()
+
+
+def main() -> None:
+    args = parse_args()
+    trainer = setup(args, model_provider)
+    if trainer is not None:  # None after --dry-run
+        train(args, trainer)
+
+
+if __name__ == "__main__":
+    run(main)

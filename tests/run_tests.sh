@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Installs what is missing and runs every test that a CPU can run: bash tests/run_tests.sh [pytest arguments]
+# Order: format and lint, types of the pure modules, unit tests, then those that start torchrun or vLLM (tests/conftest.py).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export VENV=${VENV:-.venv} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+step() { echo "== $*"; }
+
+step environment
+bash tools/make_venv.sh --test
+step "ruff (lint and format)"
+"$VENV/bin/ruff" check --quiet .
+"$VENV/bin/ruff" format --check --quiet . || { echo "not formatted as ruff does; run: $VENV/bin/ruff format ." >&2; exit 1; }
+step "mypy (pure modules)"
+"$VENV/bin/python" -m mypy
+step pytest
+exec "$VENV/bin/python" -m pytest "$@"

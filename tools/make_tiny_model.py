@@ -1,0 +1,224 @@
+"""A tiny language model as a Hugging Face checkpoint, warmed up by a short supervised start.
+
+    python tools/make_tiny_model.py --save runs/tiny --train warmup.jsonl --valid valid.jsonl --stop-accuracy 0.3
+
+GRPO learns from the difference between right and wrong completions of one prompt, so it needs a model that is right now
+and then. This one starts from random weights and stops as soon as a sampled answer on the validation rows is right with
+the asked probability: by skill, not by steps, since skill jumps from 0.1 to 0.6 within 50 steps. `--steps 0` leaves the
+weights random and needs no data.
+
+The tokenizer has one token per character (`--tokenizer characters`: digits and + - * = only; `bytes`: any text). The
+end of a sequence is learnt like any token. Rows have `prompt` and `answer` (tools/data/arithmetic.py makes them).
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from megatron_grpo.data.prompts import read_rows
+from megatron_grpo.errors import GrpoError
+
+EOS, PAD = "<eos>", "<pad>"
+IGNORED = -100
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+
+
+def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer without merges: `characters` knows 0-9 + - * =, `bytes` knows every text."""
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        alphabet = list("0123456789+-*=")
+    vocab = {token: i for i, token in enumerate([*alphabet, EOS, PAD])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    if kind == "bytes":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.decoder = decoders.Fuse()  # joins without spaces
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE if kind == "bytes" else None,
+    )
+
+
+def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+    """A float32 model of the asked shape with random weights, drawn from `args.seed`."""
+    if args.hidden_size % 2 or args.num_attention_heads % args.num_query_groups:
+        raise GrpoError(
+            f"--num-attention-heads ({args.num_attention_heads}) must be a multiple of --num-query-groups "
+            f"({args.num_query_groups}), and --hidden-size ({args.hidden_size}) even"
+        )
+    config = AutoConfig.for_model(
+        args.shape,
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        intermediate_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_key_value_heads=args.num_query_groups,
+        head_dim=args.kv_channels,
+        max_position_embeddings=args.max_position_embeddings,
+        tie_word_embeddings=args.tie_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels [rows, longest] of all rows, padded on the right; labels for the answer and its end only.
+
+    `labels[i, t]` is the token that follows `ids[i, t]`. GrpoError names the file and line of a row that does not do.
+    """
+    sequences = []
+    for where, row in (item for path in paths for item in read_rows(path)):
+        texts = [row.get("prompt"), row.get("answer")]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise GrpoError(f"{where}: `prompt` and `answer` must be texts, found {texts}")
+        prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        if tokenizer.decode(prompt + answer) != "".join(texts):
+            raise GrpoError(f"{where}: {texts} has characters that the tokenizer lacks; --tokenizer bytes knows all")
+        sequences.append((prompt, [*answer, tokenizer.eos_token_id]))
+    if not sequences:
+        raise GrpoError(f"{', '.join(map(str, paths))}: no rows")
+    longest = max(len(prompt) + len(answer) for prompt, answer in sequences) - 1
+    ids = torch.full((len(sequences), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(sequences), longest), IGNORED)
+    for i, (prompt, answer) in enumerate(sequences):
+        whole = torch.tensor(prompt + answer)
+        ids[i, : len(whole) - 1] = whole[:-1]
+        labels[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
+    return ids, labels
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Accuracy of answers (sampled at temperature 1, greedy), both exact and without sampling anything.
+
+    A sampled completion is right with the probability of the answer's tokens, end included; a greedy one is right when
+    each of those tokens is the most probable after the ones before.
+    """
+    sampled = greedy = 0.0
+    for part_ids, part_labels in zip(ids.split(1024), labels.split(1024), strict=True):
+        log_probs = model(part_ids, use_cache=False).logits.log_softmax(-1)
+        answer = part_labels != IGNORED
+        chosen = log_probs.gather(-1, part_labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        sampled += (chosen * answer).sum(-1).exp().sum().item()
+        greedy += ((log_probs.argmax(-1) == part_labels) | ~answer).all(-1).sum().item()
+    return sampled / len(ids), greedy / len(ids)
+
+
+def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> int:
+    """Supervised steps on the answers until the sampled accuracy on `valid` reaches the goal; returns how many it took.
+
+    `train` and `valid` are (ids, labels). GrpoError when `args.steps` are not enough.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+    ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    generator = torch.Generator().manual_seed(args.seed)
+    sampled = 0.0
+    with tqdm(total=args.steps, desc="  warm-up", unit="step", disable=args.quiet) as bar:
+        for step in range(1, args.steps + 1):
+            chosen = torch.randint(len(train[0]), (args.batch_size,), generator=generator)
+            logits = model(train[0][chosen], use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), train[1][chosen].flatten(), ignore_index=IGNORED)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            ramp.step()
+            optimizer.zero_grad()
+            bar.update()
+            if step % 10 == 0:
+                sampled, greedy = accuracy(model, *valid)
+                bar.set_postfix(loss=f"{loss.item():.2f}", sampled=f"{sampled:.2f}", greedy=f"{greedy:.2f}")
+                if sampled >= args.stop_accuracy:
+                    return step
+    raise GrpoError(
+        f"after {args.steps} steps a sampled answer is right with probability {sampled:.2f}, below --stop-accuracy "
+        f"{args.stop_accuracy}: allow more --steps, or take easier problems"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; sizes have Megatron-LM's names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--save", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
+    add("--train", type=Path, nargs="+", metavar="FILE", help="rows to learn from (.jsonl or .parquet)")
+    add("--valid", type=Path, nargs="+", metavar="FILE", help="rows that say when to stop")
+    add("--test", type=Path, nargs="+", metavar="FILE", help="rows to report the accuracy on at the end")
+    add("--stop-accuracy", type=float, default=0.3, help="stop when this share of sampled answers is right (0.3)")
+    add("--steps", type=int, default=1000, help="most supervised steps; 0: random weights (1000)")
+    add("--batch-size", type=int, default=256, help="rows per step (256)")
+    add("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
+    add("--shape", choices=["qwen3", "qwen2", "llama"], default="qwen3", help="model family (qwen3)")
+    add("--tokenizer", choices=["characters", "bytes"], default="characters", help="what it knows (characters)")
+    add("--num-layers", type=int, default=4, help="(4)")
+    add("--hidden-size", type=int, default=128, help="(128)")
+    add("--ffn-hidden-size", type=int, default=384, help="(384)")
+    add("--num-attention-heads", type=int, default=4, help="(4)")
+    add("--num-query-groups", type=int, default=2, help="key-value heads (2)")
+    add("--kv-channels", type=int, default=32, help="size of a head (32)")
+    add("--max-position-embeddings", type=int, default=128, help="longest sequence (128)")
+    add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
+    add("--seed", type=int, default=1234, help="of weights and batches (1234)")
+    add("--threads", type=int, default=2, help="for torch; more do not help a model this small (2)")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def make(args: argparse.Namespace) -> None:
+    """Build, warm up and save the model that the arguments describe."""
+    tokenizer = make_tokenizer(args.tokenizer)
+    model = make_model(args, tokenizer)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"  {args.shape}, {args.num_layers} layers, {size / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
+    if args.steps:
+        if not args.train or not args.valid:
+            raise GrpoError("the warm-up needs --train and --valid; --steps 0 makes a model with random weights")
+        train, valid = (encode(paths, tokenizer) for paths in (args.train, args.valid))
+        start = time.perf_counter()
+        steps = warm_up(model, train, valid, args)
+        print(f"  stopped after {steps} steps, {time.perf_counter() - start:.0f} s")
+        for name, paths in (("validation", args.valid), ("held-out", args.test)):
+            if paths:
+                sampled, greedy = accuracy(model, *encode(paths, tokenizer))
+                print(f"  {name} accuracy: sampled {sampled:.3f}, greedy {greedy:.3f}")
+    model.save_pretrained(args.save)
+    tokenizer.save_pretrained(args.save)
+
+
+def main() -> int:
+    """Run with a plain message for what the user can mend."""
+    args = build_parser().parse_args()
+    torch.set_num_threads(args.threads)
+    try:
+        make(args)
+    except GrpoError as error:
+        print(f"make_tiny_model.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Draw the curves of one or more runs: reward, KL, length, entropy, gradient norm, and where the time goes.
+
+    python tools/plot_metrics.py RUN_DIR [RUN_DIR ...] --output curves.png [--smooth N]
+
+RUN_DIR is a run's --save directory (or a metrics.jsonl). A metric that no run has logged leaves its panel empty. Colour
+stands for the run; with several runs the last panel compares tokens per second in place of seconds by phase.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_grpo.errors import GrpoError
+
+RUN_COLOURS = ["#2a6fbb", "#d9622b", "#2f9e6e", "#8d5fb8", "#b8860b", "#5b6770"]
+PHASES = {
+    "rollout": "#2a6fbb",
+    "scoring": "#e3a72f",
+    "logprobs": "#8d5fb8",
+    "update": "#2f9e6e",
+    "sync": "#d9622b",
+}  # of every step; evaluations and saves, which come now and then, would only be spikes
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": "#444444",
+    "axes.edgecolor": "#bbbbbb",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "lines.solid_capstyle": "round",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's rows of metrics.jsonl under the name that the legend shows."""
+
+    label: str
+    rows: list[dict]
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """The iterations and values of a metric, where it was logged as a number."""
+        pairs = [(row["iteration"], row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def read_run(path: Path, label: str) -> Run:
+    """Read ``metrics.jsonl``; raises GrpoError naming the file and line when it is absent, empty or broken.
+
+    A last line without its newline is one that a running job is still writing: it is left out.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrpoError(f"{file} cannot be read ({error}): give the --save directory of a run") from error
+    rows = []
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise GrpoError(f"{file}:{number} is not JSON ({error}): not the metrics.jsonl of a run?") from error
+        if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+            raise GrpoError(f"{file}:{number} is no row of metrics (a JSON object with an 'iteration'): {line[:80]}")
+        rows.append(row)
+    if not rows:
+        raise GrpoError(f"{file} is empty: the run has not finished its first update")
+    return Run(label, rows)
+
+
+def labels(paths: list[Path]) -> list[str]:
+    """Name each run by the shortest end of its path that tells all of them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
+
+
+def smoothed(values: list[float], window: int) -> list[float]:
+    """Mean over the ``window`` values around each one (fewer at the ends), so that the curve does not lag."""
+    before, after = (window - 1) // 2, window // 2 + 1
+    return [math.fsum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - before) : i + after])]
+
+
+def draw_curves(axes: Axes, runs: list[Run], name: str, window: int) -> bool:
+    """Draw a metric of every run; what was smoothed stays visible behind the line. Returns whether there was any."""
+    drawn = False
+    for run, colour in zip(runs, RUN_COLOURS * len(runs), strict=False):
+        x, y = run.series(name)
+        if not x:
+            continue
+        if window > 1:
+            axes.plot(x, y, color=colour, alpha=0.25, linewidth=1)
+        marker = "o" if len(x) == 1 else None
+        axes.plot(x, smoothed(y, window), color=colour, linewidth=1.8, marker=marker, label=run.label)
+        drawn = True
+    return drawn
+
+
+def draw_reward(axes: Axes, runs: list[Run], window: int) -> bool:
+    """Training reward as a line, greedy accuracy on held-out prompts as points on a dashed one."""
+    drawn = draw_curves(axes, runs, "reward/mean", window)
+    for run, colour in zip(runs, RUN_COLOURS * len(runs), strict=False):
+        x, y = run.series("eval/greedy_accuracy")
+        if x:
+            axes.plot(
+                x, y, color=colour, linestyle=(0, (3, 2)), linewidth=1.2, marker="o", markersize=4.5, clip_on=False
+            )
+            drawn = True
+    if any(run.series("eval/greedy_accuracy")[0] for run in runs):
+        axes.plot([], [], color="#666666", linewidth=1.8, label="training reward")
+        axes.plot([], [], color="#666666", linestyle=(0, (3, 2)), marker="o", markersize=4.5, label="held-out accuracy")
+        handles, names = axes.get_legend_handles_labels()
+        axes.legend(handles[-2:], names[-2:], loc="lower right")
+    return drawn
+
+
+def draw_phases(axes: Axes, run: Run) -> bool:
+    """Seconds of each phase of a row, stacked."""
+    x = [row["iteration"] for row in run.rows if "time/step" in row]
+    stack = {
+        phase: [row.get(f"time/{phase}") or 0.0 for row in run.rows if "time/step" in row]
+        for phase in PHASES
+        if any(run.series(f"time/{phase}")[1])
+    }
+    if not x or not stack:
+        return False
+    axes.stackplot(x, *stack.values(), colors=[PHASES[phase] for phase in stack], labels=list(stack), linewidth=0)
+    axes.set_ylim(0, 1.5 * max(map(math.fsum, zip(*stack.values(), strict=True))))  # room for the legend
+    axes.legend(loc="upper center", ncols=3, handlelength=1, columnspacing=1)
+    return True
+
+
+def draw(runs: list[Run], window: int = 1) -> Figure:
+    """Lay out the six panels."""
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
+        panels = list(grid.flat)
+        contents = [("Reward and held-out accuracy", draw_reward(panels[0], runs, window))]
+        if any(any(run.series("kl")[1]) for run in runs):
+            contents.append(("KL to the reference (nats/token)", draw_curves(panels[1], runs, "kl", window)))
+        else:  # without a KL term (--beta 0) its place goes to how far trainer and engine differ
+            drawn = draw_curves(panels[1], runs, "mismatch/mean_abs", window)
+            contents.append(("Trainer/engine log-prob gap (nats)", drawn))
+        contents += [
+            ("Completion length (tokens)", draw_curves(panels[2], runs, "completion/length_mean", window)),
+            ("Entropy (nats/token)", draw_curves(panels[3], runs, "entropy", window)),
+            ("Gradient norm", draw_curves(panels[4], runs, "grad_norm", window)),
+        ]
+        if len(runs) == 1:
+            contents.append(("Seconds by phase", draw_phases(panels[5], runs[0])))
+        else:
+            contents.append(("Tokens per second", draw_curves(panels[5], runs, "perf/tokens_per_second", window)))
+        last = max(row["iteration"] for run in runs for row in run.rows)
+        for axes, (title, drawn) in zip(panels, contents, strict=True):
+            axes.set_title(title)
+            axes.set_xlim(0, max(last, 1))
+            if drawn:
+                if axes not in (panels[0], panels[2]):  # a change of reward or length is small beside its size
+                    axes.set_ylim(bottom=0)
+                axes.yaxis.set_major_formatter("{x:,.5g}")
+            else:
+                axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="#999999")
+                axes.set_xticks([])
+                axes.set_yticks([])
+        for axes in grid[1]:
+            axes.set_xlabel("update")
+        if len(runs) > 1:
+            handles = [plt.Line2D([], [], color=c, linewidth=3) for c in (RUN_COLOURS * len(runs))[: len(runs)]]
+            figure.legend(handles, [run.label for run in runs], loc="outside upper center", ncols=min(len(runs), 4))
+    return figure
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read, draw and write; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="a run's --save directory")
+    parser.add_argument("--output", required=True, type=Path, help="the picture; its ending chooses the format")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="mean over N rows (default: 1, none)")
+    args = parser.parse_args(argv)
+    try:
+        if args.smooth < 1:
+            raise GrpoError(f"--smooth {args.smooth} must be at least 1")
+        figure = draw([read_run(path, label) for path, label in zip(args.runs, labels(args.runs))], args.smooth)
+        try:
+            figure.savefig(args.output, dpi=150)
+        except (OSError, ValueError) as error:  # a missing directory; an unknown ending
+            raise GrpoError(f"--output {args.output} cannot be written: {error}") from error
+    except GrpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
