@@ -1,8 +1,8 @@
 """megatron-core's configuration dataclasses as command-line flags, and back.
 
-Every field of ``TransformerConfig``, ``OptimizerConfig`` and ``DistributedDataParallelConfig`` is either a flag, with the
-type, default and documentation that megatron-core gives it, or a row of ``EXCLUDED`` with the reason why not. A flag's
-attribute in the parsed arguments is its name with underscores. A field that two dataclasses share is one flag for both.
+Every field of ``TransformerConfig``, ``OptimizerConfig`` and ``DistributedDataParallelConfig`` is either a flag, with
+megatron-core's type, default and documentation, or a row of ``EXCLUDED`` with the reason why not. A flag's attribute
+in the parsed arguments is its name with underscores. A field that two dataclasses share is one flag for both.
 """
 
 import ast
@@ -187,8 +187,7 @@ def core_flags() -> dict[str, CoreFlag]:
                 continue
             option = RENAMED.get(field.name, "--" + field.name.replace("_", "-"))
             off = SWITCHED_OFF_BY.get(field.name, ("--no-" + option[2:],))
-            help_text, section = notes[field.name]
-            flag = CoreFlag(option, off, annotations[field.name], _default(field), help_text, section, [])
+            flag = CoreFlag(option, off, annotations[field.name], _default(field), *notes[field.name], [])
             flags.setdefault(flag.dest, flag).feeds.append((config, field.name))
     return flags
 
@@ -203,22 +202,15 @@ def add_core_flags(parser: ArgumentParser) -> None:
         if flag.section not in groups:
             groups[flag.section] = parser.add_argument_group(flag.section)
         group = groups[flag.section]
-        if bool in _alternatives(flag.annotation):
-            for names, value in (((flag.option,), True), (flag.off_options, False)):
-                group.add_argument(
-                    *names,
-                    dest=flag.dest,
-                    action="store_const",
-                    const=value,
-                    default=flag.default,
-                    help=SUPPRESS
-                    if value == flag.default
-                    else help_text(flag.help if value else f"Switch off: {flag.help}"),
-                )
-        else:
-            choices = CHOICES.get(flag.feeds[0][1])
-            kind = {"choices": choices} if choices else _argparse_type(flag.annotation)
-            group.add_argument(flag.option, default=flag.default, help=help_text(flag.help, flag.default), **kind)
+        if bool not in _alternatives(flag.annotation):
+            text = help_text(flag.help, flag.default)
+            group.add_argument(flag.option, default=flag.default, help=text, **_argparse_type(flag))
+            continue
+        for names, value in (((flag.option,), True), (flag.off_options, False)):
+            text = flag.help if value else f"Switch off: {flag.help}"
+            text = SUPPRESS if value == flag.default else help_text(text)
+            reading = {"action": "store_const", "const": value, "dest": flag.dest}
+            group.add_argument(*names, default=flag.default, help=text, **reading)
 
 
 def help_text(text: str, default: Any = None) -> str:
@@ -281,9 +273,11 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _argparse_type(annotation: Any) -> dict[str, Any]:
-    """What ``add_argument`` needs to read a value of this type."""
-    kinds = _alternatives(annotation)
+def _argparse_type(flag: CoreFlag) -> dict[str, Any]:
+    """What ``add_argument`` needs to read a value of this flag."""
+    if flag.dest in CHOICES:
+        return {"choices": CHOICES[flag.dest]}
+    kinds = _alternatives(flag.annotation)
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     first = kinds[0]
     if torch.dtype in kinds:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_grpo import checkpointing, training
 from megatron_grpo.algorithm.advantages import GroupAdvantages
-from megatron_grpo.arguments import args_to_dict, print_args
+from megatron_grpo.arguments import print_args
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
@@ -104,7 +104,7 @@ class Trainer:
         """Hand one update's metrics (or an evaluation's, before the first) to the logger, with the seconds spent."""
         if "tokens/update" in metrics:
             self.tokens += metrics["tokens/update"]
-            metrics = metrics | {"tokens/total": self.tokens, "consumed/prompts": self.sampler.consumed_prompts}
+            metrics = metrics | {"tokens/total": self.tokens, "consumed/prompts": self.sampler.epoch * self.sampler.num_prompts + self.sampler.position}
         self.logger.log(self.iteration, metrics | self.timers.collect())
 
     def log_completions(self, batch: RolloutBatch) -> None:
@@ -167,7 +167,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
-    load_plugins(args.external_plugins)
+    load_plugins(args.external_plugins or [])
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
@@ -202,7 +202,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     engine = VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
     scorer = None
     if engine.is_lead:
-        scorer = RewardPool(args.reward_funcs, args.external_plugins, args.reward_workers, args.reward_timeout)
+        scorer = RewardPool(args.reward_funcs, args.external_plugins or [], args.reward_workers, args.reward_timeout)
     valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     return Trainer(

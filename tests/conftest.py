@@ -50,3 +50,17 @@ def run_torchrun(nproc, script, *args, timeout=300.0, check=True, env=None) -> s
     if check and process.returncode:
         pytest.fail(f"exit status {process.returncode}: {' '.join(command)}\n{output}")
     return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory) -> dict[str, str]:
+    """Hugging Face directories of tiny random models by family, with a byte tokenizer that has a chat template."""
+    sys.path.insert(0, str(REPO / "tools"))
+    import make_tiny_model
+
+    root = tmp_path_factory.mktemp("models")
+    sizes = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 16 --max-position-embeddings 512"
+    for family in ("qwen3", "qwen2", "llama"):
+        words = f"--save {root / family} --shape {family} --tokenizer bytes --steps 0 --quiet {sizes}".split()
+        make_tiny_model.make(make_tiny_model.build_parser().parse_args(words))
+    return {family: str(root / family) for family in ("qwen3", "qwen2", "llama")}

@@ -7,6 +7,7 @@ and gradient norm of each update).
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +29,13 @@ from megatron.core import parallel_state
 
 COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
  --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf --adam-eps 1e-4
- --temperature 0.8 --tokenizer-model unused"""
+ --temperature 0.8 --tokenizer-model unused --transformer-impl local"""
 
 
 def rollout(vocab_size: int) -> RolloutBatch:
     """32 made-up completions of very different lengths, with advantages and with old and reference log-probabilities."""
     rng = np.random.default_rng(0)
+    vocab_size -= 2  # without end-of-sequence and padding: the latter's embedding is 0, and a norm makes that explode
     prompts = [rng.integers(3, vocab_size, rng.integers(2, 8)).tolist() for _ in range(8) for _ in range(4)]
     completions = [rng.integers(3, vocab_size, rng.integers(1, 24)).tolist() for _ in prompts]
     n = len(prompts)
@@ -51,11 +53,16 @@ def rollout(vocab_size: int) -> RolloutBatch:
     return batch
 
 
+def perturbations(total: int) -> np.ndarray:
+    """What makes the old policy and the reference differ from the present one, so that ratios and KL are not trivial."""
+    return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
+
+
 def run(flags: str, hf_dir: str) -> tuple[list[dict], dict]:
     args = parse_args((COMMON + " " + flags).split())
     config = hf.read_config(hf_dir)
     merge_architecture(args, families.for_hf_config(config).args_from_hf(config), hf_dir)
-    validate_args(args, dist.get_world_size() if dist.is_initialized() else int(__import__("os").environ["WORLD_SIZE"]))
+    validate_args(args, int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
     model = training.build_model(args, model_provider)
@@ -64,8 +71,7 @@ def run(flags: str, hf_dir: str) -> tuple[list[dict], dict]:
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
     batch = rollout(args.vocab_size)
     batch.old_log_probs = batch.ref_log_probs = pretrain_grpo.log_probs(args, trainer, batch)
-    # A reference and an old policy that differ from the present one, so that ratios and the KL term are not trivial.
-    noise = np.random.default_rng(1).normal(0, 0.2, (2, len(batch.tokens))).astype(np.float32)
+    noise = perturbations(len(batch.tokens))
     batch.old_log_probs, batch.ref_log_probs = batch.old_log_probs + noise[0], batch.ref_log_probs + noise[1]
     rows = []
     for completions in np.split(np.arange(32), 2):

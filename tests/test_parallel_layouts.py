@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 LAYOUTS = {
     1: {
@@ -75,3 +77,45 @@ def test_the_updates_moved_the_weights(reference, tiny_models):
     before = load_file(f"{tiny_models['qwen3']}/model.safetensors")
     after = load_file(reference / "micro batch 1.safetensors")
     assert all(torch.linalg.norm(after[k] - before[k]) / torch.linalg.norm(before[k]) > 1e-4 for k in before)
+
+
+@pytest.mark.distributed
+def test_the_update_is_autograds(reference, tiny_models):
+    """Loss and gradient norm of both updates, and the weights after them, from transformers' model, autograd and AdamW."""
+    from parallel_layouts import perturbations, rollout
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4, weight_decay=0.01)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad, name
+    batch = rollout(model.config.vocab_size)
+    noise = perturbations(len(batch.tokens))
+
+    def log_probs(i):
+        begin, end, prompt = batch.cu_seqlens[i], batch.cu_seqlens[i + 1], batch.prompt_lengths[i]
+        ids = torch.tensor(batch.tokens[begin:end].astype(np.int64))
+        log_p = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)  # --temperature 0.8
+        return log_p[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
+
+    old = [log_probs(i).detach() for i in range(32)]
+    rows = json.loads((reference / "micro batch 1.json").read_text())
+    for update, row in enumerate(rows):
+        total = 0.0
+        for i in range(16 * update, 16 * update + 16):
+            inside = slice(batch.cu_seqlens[i] + batch.prompt_lengths[i], batch.cu_seqlens[i + 1])
+            new, advantage = log_probs(i), float(batch.advantages[i])
+            ratio = torch.exp(new - (old[i] + noise[0, inside]))
+            x = new - (old[i] + noise[1, inside])
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total += (loss + 0.1 * (torch.exp(-x) - 1 + x)).mean() / 16  # mean over tokens, then over completions
+        optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert row["loss"] == pytest.approx(total.item(), rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    ours = load_file(reference / "micro batch 1.safetensors")
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:  # Megatron takes no weight decay on vectors
+            gap = torch.linalg.norm(ours[name].double() - parameter) / torch.linalg.norm(parameter)
+            assert gap < 1e-4, f"{name}: {gap:.1e}"

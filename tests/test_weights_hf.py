@@ -1,15 +1,19 @@
 """Import against transformers' logits, export and stream bit by bit, and every refusal, in one process."""
 
 import json
-from argparse import Namespace
 
 import pytest
+from toy_checkpoints import FAMILIES, PADDED_VOCAB, VOCAB, build, logits, make, same_bits, tensors_of, toy_args
+
+# toy_checkpoints installs the CPU layer, which comes before megatron.core.
+# isort: split
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
-from toy_checkpoints import FAMILIES, PADDED_VOCAB, VOCAB, build, logits, make, toy_args
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo import initialize
+from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import hf, mapping
 from megatron_grpo.weights.stream import stream_hf
@@ -18,27 +22,11 @@ from megatron_grpo.weights.stream import stream_hf
 @pytest.fixture(scope="module")
 def world():
     """A process group of this process alone."""
-    initialize.initialize_distributed(Namespace(**vars(_plain_args())))
+    initialize.initialize_distributed(parse_args([]))
     initialize.set_random_seed(1)
     yield
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-def _plain_args():
-    from megatron_grpo.arguments import parse_args
-
-    return parse_args([])
-
-
-def tensors_of(directory):
-    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -230,9 +218,7 @@ def test_tensor_absent_from_the_shard_that_the_index_names(untied):
 def test_tensor_absent_from_the_index(untied):
     directory, load = untied
     edit_index(directory, lambda names: names.pop("model.layers.1.self_attn.k_norm.weight"))
-    with pytest.raises(
-        GrpoError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_norm\.weight, of which de"
-    ):
+    with pytest.raises(GrpoError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_norm\.weight, of which de"):
         load()
 
 

@@ -7,6 +7,7 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo import training
@@ -74,8 +75,21 @@ def build(args) -> list[torch.nn.Module]:
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary of this rank] of one sequence, from a stage that has the whole model."""
+def forward(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What this stage gives for one sequence: logits [1, tokens, vocabulary of this rank] on the last, else hidden."""
     packed = packed_seq_params(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids), "local")
-    out = model(ids[None], torch.arange(len(ids))[None], attention_mask=None, packed_seq_params=packed)
-    return out[0]
+    return model(ids[None], torch.arange(len(ids))[None], attention_mask=None, packed_seq_params=packed)
+
+
+def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [tokens, vocabulary of this rank] of one sequence, on the last stage."""
+    return forward(model, ids)[0]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the directory's safetensors files."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

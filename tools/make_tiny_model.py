@@ -148,7 +148,7 @@ def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> i
             ramp.step()
             optimizer.zero_grad()
             bar.update()
-            if step % 10 == 0:
+            if step % 20 == 0:
                 sampled, greedy = accuracy(model, *valid)
                 bar.set_postfix(loss=f"{loss.item():.2f}", sampled=f"{sampled:.2f}", greedy=f"{greedy:.2f}")
                 if sampled >= args.stop_accuracy:
@@ -168,8 +168,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--valid", type=Path, nargs="+", metavar="FILE", help="rows that say when to stop")
     add("--test", type=Path, nargs="+", metavar="FILE", help="rows to report the accuracy on at the end")
     add("--stop-accuracy", type=float, default=0.3, help="stop when this share of sampled answers is right (0.3)")
-    add("--steps", type=int, default=1000, help="most supervised steps; 0: random weights (1000)")
-    add("--batch-size", type=int, default=256, help="rows per step (256)")
+    add("--steps", type=int, default=2000, help="most supervised steps; 0: random weights (2000)")
+    add("--batch-size", type=int, default=64, help="rows per step (64)")
     add("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
     add("--shape", choices=["qwen3", "qwen2", "llama"], default="qwen3", help="model family (qwen3)")
     add("--tokenizer", choices=["characters", "bytes"], default="characters", help="what it knows (characters)")

@@ -6,22 +6,24 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.errors import GrpoError
+
+if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
+    from megatron_grpo.data.tokenizer import Tokenizer
 
 _PROGRESS_FROM = 10_000  # rows
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One tokenised prompt: its number in the data set, the tokens, their text, the file's row, and where that stands."""
+    """One tokenised prompt: its number in the data set, its tokens and their text, the file's row and its place."""
 
     id: int
     ids: list[int]
@@ -37,7 +39,7 @@ class PromptDataset:
     names the file and line of the first row that cannot be used.
     """
 
-    def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, args: argparse.Namespace):
+    def __init__(self, paths: Sequence[str | Path], tokenizer: "Tokenizer", args: argparse.Namespace):
         rows = [item for path in paths for item in read_rows(Path(path))]
         if not rows:
             raise GrpoError(f"no prompts: {', '.join(map(str, paths))} has no rows")
@@ -101,7 +103,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{number}", row
 
 
-def _tokenise(where: str, row: dict[str, Any], tokenizer: Tokenizer, key: str, system: str | None) -> list[int]:
+def _tokenise(where: str, row: dict[str, Any], tokenizer: "Tokenizer", key: str, system: str | None) -> list[int]:
     try:
         prompt = parse_prompt(row, key, system)
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)

@@ -12,8 +12,8 @@ _FORMAT = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL
 def format_reward(sample: Sample) -> float:
     """1 when the completion is <think>..</think> and then <answer>..</answer>, else 0.
 
-    Every tag once, and nothing but white space before, between and after. A prompt that ends with "<think>", as some chat
-    templates make it, counts as the completion's beginning.
+    Every tag once, and nothing but white space before, between and after. A prompt that ends with "<think>", as some
+    chat templates make it, counts as the completion's beginning.
     """
     text = sample.completion
     if sample.prompt.rstrip().endswith("<think>"):

@@ -57,9 +57,9 @@ class RewardPool:
     """Scores samples by the functions of ``names`` in ``workers`` processes, each call within ``timeout`` seconds.
 
     Processes are started anew (not forked: the trainer has threads) and import only the rewards and the plugins. A call
-    that raises, times out, returns anything but a finite number or None, or kills its process is tried again ``retries``
-    times; then the reward is NaN, as for None, and a ``Failure`` says why. A GrpoError ends the run: one that the
-    function raises (wrong data), or a function that failed on every sample.
+    that raises, times out, returns anything but a finite number or None, or kills its process is tried ``retries``
+    times more; then the reward is NaN, as for None, and a ``Failure`` says why. GrpoError ends the run: when a function
+    raises one (wrong data), and when a function failed on every sample.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RewardPool:
                 self._stop(function, f"failed on all {len(failed)} samples")
         values = np.array([row for _, _, row in self._rows], np.float32).reshape(-1, len(self.names))
         order = range(len(values)) if keys is None else [self._samples[key] for key in keys]
-        self.failures = [failure for failed in self._failed for failure in failed]
+        self.failures = sorted((f for failed in self._failed for f in failed), key=lambda f: self._samples[f.key])
         self._clear()
         return values[np.asarray(order, dtype=np.int64)]
 
@@ -220,11 +220,11 @@ class RewardPool:
         self.close()
         raise GrpoError(
             f'reward "{first.reward}" {what}; the first, {first.source or f"sample {first.key}"}: {first.reason}; '
-            f"completion {first.completion!r}" + (f"\n{first.traceback}" if first.traceback else "")
+            f"completion {first.completion!r}\n{first.traceback}".rstrip()
         )
 
     def _replace(self, worker: _Worker, kind: str, reason: str) -> None:
-        """A new process in place of one that is dead or stuck; the call it was at is to blame, the others wait again."""
+        """A new process in place of one dead or stuck; the call it was at is to blame, the others wait again."""
         slot = self._workers.index(worker)
         _kill(worker.process)
         if not worker.ready:

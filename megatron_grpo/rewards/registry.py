@@ -65,7 +65,7 @@ def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
-    """Runs the files of --external-plugins, each once: their decorators fill the registry. An error in one: GrpoError."""
+    """Runs the files of --external-plugins, each once, to register their rewards; GrpoError if that fails."""
     for path in map(Path, paths):
         if not path.is_file():
             raise GrpoError(f"--external-plugins {path}: no such file")

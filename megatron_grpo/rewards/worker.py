@@ -64,7 +64,10 @@ def _call(function: RewardFunction, sample: Sample) -> list[Any]:
         value = function(sample)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        return ["value", None if value is None else _number(value)]
+        if value is None:
+            return ["value", None]
+        number = _finite(value)
+        return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, no finite number", ""]
     except GrpoError as error:
         return ["fatal", str(error)[:2000]]
     # Also what is no Exception: SystemExit, and time-outs that some libraries raise.
@@ -74,14 +77,13 @@ def _call(function: RewardFunction, sample: Sample) -> list[Any]:
         return ["failed", f"raised {type(error).__name__}: {error}"[:300], tail]
 
 
-def _number(value: Any) -> float:
+def _finite(value: Any) -> float | None:
+    """Any kind of number that float32 can hold, or None; also what numpy and torch call a scalar."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) <= _FLOAT32_MAX:
-        raise ValueError(f"the function returned {value!r:.80}, expected a finite number or None")
-    return number
+        return None
+    return number if abs(number) <= _FLOAT32_MAX else None
 
 
 if __name__ == "__main__":

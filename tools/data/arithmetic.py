@@ -6,8 +6,8 @@ Writes warmup (supervised start), train (GRPO), valid (when to stop the warm-up)
 .jsonl or .parquet. A row has `prompt`, `answer` and `data_source`.
 
 What is dealt out is the *unordered* operand pair: with `3+5=` in one file, `5+3=` is in no other. Otherwise a model
-that has learnt nothing but a+b = b+a would seem to solve problems it has never seen. Subtraction takes the larger operand
-first, so no answer is negative. The draw depends on the arguments and --seed only.
+that has learnt nothing but a+b = b+a would seem to solve problems it has never seen. Subtraction takes the larger
+operand first, so no answer is negative. The draw depends on the arguments and --seed only.
 """
 
 import argparse

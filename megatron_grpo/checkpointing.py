@@ -1,0 +1,318 @@
+"""Save, load and resume on megatron.core.dist_checkpointing: model, optimizer, schedule, random states, position.
+
+A checkpoint can be loaded into any other layout of tensor, pipeline and data parallelism. Its state dict has
+Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``, ``iteration``, ``rng_state``). What lies where on
+the disk, and why a kill does no harm, is in checkpoint_directory.py. All ranks must see the directory.
+
+**Checkpoints are trusted input.** Tensors and common.pt are read with ``weights_only=True``, but the index (.metadata)
+and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_grpo import checkpoint_directory
+from megatron_grpo.arguments import args_to_json
+from megatron_grpo.checkpoint_directory import latest_iteration, read_checkpoint_args
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.initialize import print_rank_0, set_random_seed
+
+__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "save_checkpoint"]
+
+# How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
+CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+# Arguments that decide which weights there are, and where the built model has them.
+ARCHITECTURE = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_query_groups",
+    "kv_channels": "kv_channels",
+    "swiglu": "gated_linear_unit",
+    "normalization": "normalization",
+    "qk_layernorm": "qk_layernorm",
+    "add_bias_linear": "add_bias_linear",
+    "add_qkv_bias": "add_qkv_bias",
+    "num_experts": "num_moe_experts",
+}
+
+
+def save_checkpoint(args, iteration: int, model_chunks, optimizer, opt_param_scheduler, extra_state: dict) -> None:
+    """Write a checkpoint under ``--save`` and make it the newest; collective: every rank calls it.
+
+    Optimizer and scheduler may be None (a converted model). ``extra_state``, equal on all ranks and JSON-able, is what
+    ``load_checkpoint`` gives back. Raises GrpoError when the disk refuses.
+    """
+    temporary = _on_rank_0(checkpoint_directory.start, args.save, iteration)
+    metadata = _with_group(CONTENT_METADATA)
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
+    if optimizer is not None:
+        _allocate_state(optimizer)  # a run that saves before its first update has none yet
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+    if opt_param_scheduler is not None:
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    state["rng_state"] = _rng_object(_rng_state())
+    state["extra_state"] = extra_state
+    state["layout"] = _layout()
+    state["optimizer_type"] = _optimizer_type(optimizer)
+    try:
+        dist_checkpointing.save(
+            state, str(temporary), sharded_strategy=_InProcessSave("torch_dist", 1), content_metadata=metadata
+        )
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise GrpoError(f"checkpoint {temporary} cannot be written: {_cause(error)}") from error
+    keep = args.max_checkpoints_to_keep
+    _on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
+
+
+def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple[int, dict]:
+    """Restore everything from the newest checkpoint under ``--load``; returns its iteration and ``extra_state``.
+
+    Collective. ``--no-load-optim`` leaves Adam's moments at zero (the learning-rate schedule still goes on),
+    ``--no-load-rng`` the random states as they are. Hyper-parameters are those of the present flags.
+    """
+    if args.save:
+        _on_rank_0(checkpoint_directory.clean_up, args.save)
+    iteration, directory = _on_rank_0(_find_whole, args.load)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    _check_architecture(directory, model_chunks)
+    metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
+    request: dict[str, Any] = _model_state(model_chunks, metadata)
+    if not args.no_load_optim:
+        _check_optimizer(directory, common, optimizer)
+        request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=metadata)
+    same_layout = common.get("layout") == _layout()
+    if same_layout and not args.no_load_rng:
+        request["rng_state"] = _rng_object(None)
+
+    state = _load(request, directory)
+    _set_model_state(model_chunks, state)
+    if args.no_load_optim:
+        optimizer.reload_model_params()  # the float32 copies of 16-bit weights
+    else:
+        hyper_parameters = [
+            {name: value for name, value in group.items() if name not in ("params", "step")}
+            for group in optimizer.param_groups
+        ]
+        optimizer.load_state_dict(state["optimizer"])
+        for group, values in zip(optimizer.param_groups, hyper_parameters, strict=True):
+            group.update(values)
+    if "opt_param_scheduler" in state:
+        opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
+    if not args.no_load_rng:
+        if same_layout:
+            _set_rng_state(state["rng_state"])
+        else:
+            set_random_seed(args.seed + iteration)
+            print_rank_0(
+                f"{directory} was written in the layout {common.get('layout')}, this one is {_layout()}: "
+                f"random states are seeded anew, with {args.seed} + {iteration}"
+            )
+    return iteration, state.get("extra_state", {})
+
+
+def load_weights(directory: str | Path, model_chunks) -> None:
+    """Load only the weights of the newest checkpoint under ``directory``; collective, before the optimizer is built."""
+    _, checkpoint = _on_rank_0(_find_whole, directory)
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    _check_architecture(checkpoint, model_chunks)
+    metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
+    _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), checkpoint))
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """megatron-core's torch_dist format, written by this process with torch's own writer.
+
+    Its stock strategy is made for saving in the background: it forks the trainer, which is no good idea beside CUDA,
+    gloo and vLLM threads, and starts a helper process that imports the whole program again.
+    """
+
+    def save(self, sharded_state_dict, checkpoint_dir) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+
+def _on_rank_0(function: Callable, *arguments):
+    """Call a function on rank 0 alone; all ranks return its result, or raise its GrpoError or OSError as GrpoError."""
+    outcome: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*arguments)
+        except (GrpoError, OSError) as error:
+            outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint: {error}"
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise GrpoError(outcome[1])
+    return outcome[0]
+
+
+def _find_whole(root: str | Path) -> tuple[int, Path]:
+    iteration, directory = checkpoint_directory.find(root)
+    checkpoint_directory.verify(directory)
+    return iteration, directory
+
+
+def _load(request: dict, directory: Path) -> dict:
+    """Fill the requested sharded state; GrpoError on every rank when a tensor is not there or has another shape."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # megatron-core calls torch's function by its older name
+            state, _, absent = dist_checkpointing.load(request, str(directory), strict=StrictHandling.RETURN_UNEXPECTED)
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}") from error
+    # Transformer Engine's modules ask for an extra state (FP8 scales), which a checkpoint of plain layers lacks.
+    absent = {key for key in absent if "_extra_state" not in key}
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sorted(absent))
+    absent = sorted(set().union(*everywhere))
+    if absent:
+        raise GrpoError(
+            f"checkpoint {directory} does not hold {absent[0]} (and {len(absent) - 1} more that this model has): "
+            "it is of another architecture, or holds weights only (then give it as --pretrained-checkpoint)"
+        )
+    return state
+
+
+def _check_architecture(directory: Path, model_chunks) -> None:
+    """Compare the stored arguments with the model that was built; a checkpoint of Megatron-LM's has none."""
+    file = directory / checkpoint_directory.ARGS
+    stored = checkpoint_directory.read_json(file) if file.exists() else {}
+    model = unwrap_model(model_chunks)[0]
+    built = {name: getattr(model.config, field, None) for name, field in ARCHITECTURE.items()}
+    built["vocab_size"] = getattr(model, "vocab_size_without_padding", None)
+    built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
+    different = [
+        f"{name} is {stored[name]} there and {value} here"
+        for name, value in built.items()
+        if stored.get(name) is not None and value is not None and stored[name] != value
+    ]
+    if different:
+        raise GrpoError(
+            f"checkpoint {directory} is of another architecture: {'; '.join(different)}. "
+            "Give flags that agree, or --use-checkpoint-args"
+        )
+
+
+def _check_optimizer(directory: Path, common: dict, optimizer) -> None:
+    """Refuse an optimizer state that is absent or of another kind, where the checkpoint says which kind it is."""
+    if "optimizer_type" not in common:  # written by Megatron-LM
+        return
+    stored, built = common["optimizer_type"], _optimizer_type(optimizer)
+    if stored is None:
+        raise GrpoError(
+            f"{directory} holds weights only, there is no optimizer to resume: "
+            "give it as --pretrained-checkpoint, or add --finetune"
+        )
+    if stored != built:
+        raise GrpoError(
+            f"{directory} was written with {stored}, this run has {built}: give the same --use-distributed-optimizer, "
+            "--bf16 and --fp16 as before, or --no-load-optim to start Adam anew"
+        )
+
+
+def _optimizer_type(optimizer) -> str | None:
+    """megatron-core's class of the (first) optimizer: what decides the layout of its state."""
+    return None if optimizer is None else type(_optimizers(optimizer)[0]).__name__
+
+
+def _optimizers(optimizer) -> list:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _allocate_state(optimizer) -> None:
+    for part in _optimizers(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    }
+
+
+def _with_group(metadata: dict) -> dict:
+    return metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _model_state(model_chunks, metadata: dict) -> dict:
+    """Megatron-LM's keys: ``model``, or ``model0``, ``model1`` ... for the chunks of a virtual pipeline."""
+    names = ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
+    chunks = unwrap_model(model_chunks)
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+
+
+def _set_model_state(model_chunks, state: dict) -> None:
+    for i, chunk in enumerate(unwrap_model(model_chunks)):
+        # Not strict: _load has checked the names, and the extra states may be absent.
+        chunk.load_state_dict(state["model" if len(model_chunks) == 1 else f"model{i}"], strict=False)
+
+
+def _rng_object(data) -> ShardedObject:
+    """The random states as one object for each rank, placed by its coordinates."""
+    layout = _layout()
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return ShardedObject("rng_state", data, (layout["pp"], layout["tp"], layout["dp"]), place)
+
+
+def _rng_state() -> dict:
+    """This rank's random states, under Megatron-LM's names."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong; torch's exception holds one for each rank that failed."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {error}"
+    return str(error)

@@ -1,0 +1,206 @@
+"""Prompt files with a tokenizer of one token per character, and properties of the sampler."""
+
+import argparse
+import json
+from collections import Counter
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_grpo.data.prompts import PromptDataset, PromptSampler, parse_prompt
+from megatron_grpo.errors import GrpoError
+
+
+class Characters:
+    """Token = code point; a conversation is "role:content|" for each message, then ">"."""
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, tools=None):
+        return self.encode("".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
+
+
+def flags(**changes):
+    return argparse.Namespace(
+        **{"prompt_key": "prompt", "system_prompt": None, "max_prompt_length": None, "truncation_strategy": None}
+        | changes
+    )
+
+
+def dataset(path, *rows, **changes):
+    """A data set of these rows: objects are written as JSON, strings as the lines they are."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return PromptDataset([path], Characters(), flags(**changes))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_plain_and_chat_prompts(tmp_path):
+    data = dataset(
+        tmp_path / "a.jsonl",
+        {"prompt": "1+1=", "answer": "2", "data_source": "sums"},
+        "",
+        {"prompt": [user("hi")]},
+        {"messages": [{"role": "system", "content": "be brief"}, user("hi")]},
+    )
+    assert [prompt.text for prompt in data] == ["1+1=", "user:hi|>", "system:be brief|user:hi|>"]
+    assert data[0].ids == [49, 43, 49, 61] and data[0].id == 0
+    assert data[0].row == {"prompt": "1+1=", "answer": "2", "data_source": "sums"}
+    assert [prompt.source.rpartition(":")[2] for prompt in data] == ["1", "3", "4"]  # the blank line counts
+
+
+def test_prompt_key(tmp_path):
+    assert dataset(tmp_path / "a.jsonl", {"question": "q", "prompt": "p"}, prompt_key="question")[0].text == "q"
+
+
+def test_system_prompt(tmp_path):
+    data = dataset(tmp_path / "a.jsonl", {"prompt": "hi"}, {"prompt": [user("you")]}, system_prompt="be brief")
+    assert [prompt.text for prompt in data] == ["system:be brief|user:hi|>", "system:be brief|user:you|>"]
+
+
+def test_several_files_and_parquet(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    messages = [[user("c")], [user("d"), {"role": "tool", "content": "e", "name": "f"}]]
+    table = pyarrow.table({"messages": messages, "answer": [3, 4]})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    data = PromptDataset([tmp_path / "a.jsonl", tmp_path / "b.parquet"], Characters(), flags())
+    assert [prompt.text for prompt in data] == ["a", "b", "user:c|>", "user:d|tool:e|>"]
+    assert [prompt.id for prompt in data] == [0, 1, 2, 3]
+    assert data[3].row["answer"] == 4 and data[3].source == f"{tmp_path / 'b.parquet'}, row 2"
+
+
+def test_parquet_messages_have_no_null_keys():
+    row = {"messages": [{"role": "user", "content": "c", "name": None}]}
+    assert parse_prompt(row, "prompt") == [user("c")]
+
+
+def test_truncation(tmp_path, capsys):
+    rows = [{"prompt": "abcdef"}, {"prompt": "abc"}, {"prompt": "wxyz"}]
+    data = dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4, truncation_strategy="left")
+    assert [prompt.text for prompt in data] == ["cdef", "abc", "wxyz"]
+    data = dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4, truncation_strategy="delete")
+    assert [(prompt.id, prompt.text, prompt.source[-1]) for prompt in data] == [(0, "abc", "2"), (1, "wxyz", "3")]
+    assert "left out 1 of 3 prompts" in capsys.readouterr().out
+    with pytest.raises(
+        GrpoError, match=r"a\.jsonl:1: the prompt has 6 tokens, more than --max-prompt-length 4; .*left"
+    ):
+        dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4)
+    with pytest.raises(GrpoError, match="no prompts left: all 3"):
+        dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=2, truncation_strategy="delete")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "a"', r"not valid JSON \(.*expected one object per line"),
+        ('["a"]', "expected a JSON object, found a list"),
+        ("3", "expected a JSON object, found a number"),
+        (
+            {"question": "a", "answer": "b"},
+            r'expected a column "prompt" \(--prompt-key\) or "messages", found question',
+        ),
+        ({}, "found no column"),
+        ({"prompt": None}, "no prompt"),
+        ({"prompt": 3}, '"prompt" must be a string or a list of messages, found a number'),
+        ({"prompt": {"role": "user"}}, "found an object"),
+        ({"prompt": " "}, '"prompt" is empty'),
+        ({"prompt": []}, "empty list"),
+        ({"prompt": "\ud800"}, "not valid Unicode"),
+        ({"prompt": ["a"]}, r'message 1 of "prompt" must be an object with "role" and "content", found a string'),
+        ({"messages": [user("a"), {"content": "b"}]}, 'message 2 of "messages" has no "role"'),
+        ({"messages": [{"role": "user"}]}, 'has no "content"'),
+        ({"messages": [{"role": 1, "content": "a"}]}, '"role" of message 1 of "messages" must be a string'),
+        (
+            {"messages": [user([{"type": "image"}])]},
+            '"content" of message 1 of "messages" must be a string, found a list',
+        ),
+        ({"messages": [user("")]}, "is empty"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "ends with an assistant message"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, row, message):
+    with pytest.raises(GrpoError, match=rf"a\.jsonl:2: .*{message}"):
+        dataset(tmp_path / "a.jsonl", {"prompt": "fine"}, row)
+
+
+def test_system_prompt_twice(tmp_path):
+    with pytest.raises(GrpoError, match="system message of its own"):
+        dataset(tmp_path / "a.jsonl", {"prompt": [{"role": "system", "content": "a"}, user("b")]}, system_prompt="c")
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(GrpoError, match="no such file"):
+        PromptDataset([tmp_path / "absent.jsonl"], Characters(), flags())
+    with pytest.raises(GrpoError, match=r"not from \.csv"):
+        PromptDataset([tmp_path / "a.csv"], Characters(), flags())
+    with pytest.raises(GrpoError, match="has no rows"):
+        dataset(tmp_path / "a.jsonl")
+    (tmp_path / "a.parquet").write_text("not Parquet")
+    with pytest.raises(GrpoError, match="not a readable Parquet file"):
+        PromptDataset([tmp_path / "a.parquet"], Characters(), flags())
+    (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(GrpoError, match=r"b\.jsonl:1: not valid JSON"):
+        PromptDataset([tmp_path / "b.jsonl"], Characters(), flags())
+
+
+sizes = st.integers(1, 30)
+seeds = st.integers(0, 2**32)
+
+
+@given(sizes, seeds, st.booleans(), st.lists(st.integers(0, 40), max_size=12))
+def test_every_prompt_once_per_epoch(size, seed, shuffle, requests):
+    sampler = PromptSampler(size, seed, shuffle)
+    parts = [sampler.next(n) for n in requests]
+    assert [len(part) for part in parts] == requests
+    numbers = sum(parts, [])
+    for start in range(0, len(numbers), size):
+        epoch = numbers[start : start + size]
+        assert max(Counter(epoch).values()) == 1
+        assert len(epoch) < size or sorted(epoch) == list(range(size))
+        assert shuffle or epoch == list(range(len(epoch)))
+    assert (sampler.epoch, sampler.position) == divmod(len(numbers), size)
+
+
+@given(sizes, seeds, st.integers(0, 100), st.integers(0, 100))
+def test_resumed_anywhere_it_gives_the_rest(size, seed, before, after):
+    sampler = PromptSampler(size, seed)
+    sampler.next(before)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed = PromptSampler(size, seed)
+    resumed.load_state_dict(state)
+    assert resumed.next(after) == sampler.next(after)
+    assert resumed.state_dict() == sampler.state_dict()
+
+
+@given(seeds, seeds, sizes, st.integers(1, 10))
+def test_the_order_does_not_depend_on_the_portions(seed, _, size, portion):
+    whole, parts = PromptSampler(size, seed), PromptSampler(size, seed)
+    assert whole.next(5 * portion) == sum((parts.next(portion) for _ in range(5)), [])
+
+
+def test_seeds_and_epochs_give_different_orders():
+    orders = [tuple(PromptSampler(50, seed).next(50)) for seed in range(20)]
+    sampler = PromptSampler(50, 0)
+    orders += [tuple(sampler.next(50)) for _ in range(20)][1:]
+    assert len(set(orders)) == 39
+
+
+@pytest.mark.parametrize(("changed", "message"), [((9, 1, True), "8 and is now 9"), ((8, 2, True), "1 and is now 2")])
+def test_another_order_is_refused(changed, message):
+    sampler = PromptSampler(*changed)
+    with pytest.raises(GrpoError, match=message):
+        sampler.load_state_dict(PromptSampler(8, 1).state_dict())
+
+
+def test_another_shuffle_is_refused():
+    with pytest.raises(GrpoError, match="--no-shuffle"):
+        PromptSampler(8, 1, shuffle=False).load_state_dict(PromptSampler(8, 1).state_dict())

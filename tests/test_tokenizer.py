@@ -1,0 +1,129 @@
+"""Tokenizers built by hand: ten words for Hugging Face, a few sentences for SentencePiece."""
+
+import argparse
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
+from megatron_grpo.errors import GrpoError
+
+WORDS = ["<eos>", "<pad>", "<user>", "<assistant>", "1", "2", "+", "=", "3", "?"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{% elif m.role == 'system' %}?{% else %}"
+    "{{ raise_exception('only users here') }}{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def args(path, kind="HuggingFaceTokenizer", load_hf=None):
+    return argparse.Namespace(tokenizer_type=kind, tokenizer_model=path and str(path), load_hf=load_hf)
+
+
+def make_hf(directory, template=TEMPLATE, eos="<eos>", post_processor=None):
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    if post_processor:
+        tokenizer.post_processor = post_processor
+    special = {"pad_token": "<pad>", "additional_special_tokens": ["<user>", "<assistant>"]}
+    if eos:
+        special["eos_token"] = eos
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = template
+    fast.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def sentencepiece_model(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["one and two", "two and three", "three and one"] * 5),
+        model_prefix=str(tmp_path / "tiny"),
+        vocab_size=16,
+        minloglevel=2,
+    )
+    return tmp_path / "tiny.model"
+
+
+def test_hugging_face(tmp_path):
+    tokenizer = build_tokenizer(args(make_hf(tmp_path / "t")))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (10, 0, 1)
+    assert tokenizer.encode("1+2=") == [4, 6, 5, 7]
+    assert tokenizer.decode([8, 0]) == "3"
+    assert tokenizer.decode([8, 0], skip_special_tokens=False) == "3<eos>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}]) == [2, 4, 6, 5, 3]
+
+
+def test_hugging_face_saves_the_same_files(tmp_path):
+    directory = make_hf(tmp_path / "t")
+    tokenizer = build_tokenizer(args(directory))
+    tokenizer.save(tmp_path / "copy")
+    tokenizer.save(directory)  # onto itself: nothing happens
+    for file in directory.iterdir():
+        assert (tmp_path / "copy" / file.name).read_bytes() == file.read_bytes()
+    assert build_tokenizer(args(tmp_path / "copy")).encode("1+2=") == [4, 6, 5, 7]
+
+
+def test_load_hf_is_the_default(tmp_path):
+    assert build_tokenizer(args(None, load_hf=make_hf(tmp_path / "t"))).vocab_size == 10
+    with pytest.raises(GrpoError, match="--tokenizer-model"):
+        build_tokenizer(args(None))
+
+
+def test_sentencepiece(sentencepiece_model, tmp_path):
+    tokenizer = build_tokenizer(args(sentencepiece_model, "SentencePieceTokenizer"))
+    ids = tokenizer.encode("two and one")
+    assert ids and tokenizer.decode([*ids, tokenizer.eos_id]) == "two and one"
+    # SentencePiece's own defaults: unk 0, bos 1, eos 2, no pad.
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (16, 2, 2)
+    assert 1 not in ids
+    tokenizer.save(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == sentencepiece_model.read_bytes()
+    with pytest.raises(GrpoError, match="SentencePiece model has none"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "one"}])
+
+
+def test_refusals_hugging_face(tmp_path):
+    with pytest.raises(GrpoError, match="no such directory"):
+        build_tokenizer(args(tmp_path / "absent"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(GrpoError, match=r"none of tokenizer\.json"):
+        build_tokenizer(args(tmp_path / "empty"))
+    (tmp_path / "empty" / "tokenizer.json").write_text(json.dumps({"model": "cut off"})[:9])
+    with pytest.raises(GrpoError, match="cannot read this tokenizer"):
+        build_tokenizer(args(tmp_path / "empty"))
+    with pytest.raises(GrpoError, match="no eos_token"):
+        build_tokenizer(args(make_hf(tmp_path / "no-eos", eos=None)))
+    ends = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
+    with pytest.raises(GrpoError, match="ends every text"):
+        build_tokenizer(args(make_hf(tmp_path / "ends", post_processor=ends)))
+    with pytest.raises(GrpoError, match="NullTokenizer is not supported"):
+        build_tokenizer(args(tmp_path, "NullTokenizer"))
+
+
+def test_refusals_of_chat_templates(tmp_path):
+    with pytest.raises(GrpoError, match="has none; give the prompts as plain strings"):
+        build_tokenizer(args(make_hf(tmp_path / "a", template=None))).apply_chat_template([])
+    with pytest.raises(GrpoError, match="only users here"):
+        build_tokenizer(args(make_hf(tmp_path / "b"))).apply_chat_template([{"role": "tool", "content": "1"}])
+
+
+def test_refusals_sentencepiece(tmp_path):
+    with pytest.raises(GrpoError, match="no such file"):
+        build_tokenizer(args(tmp_path, "SentencePieceTokenizer"))
+    (tmp_path / "bad.model").write_bytes(b"not a model")
+    with pytest.raises(GrpoError, match="not a SentencePiece model"):
+        build_tokenizer(args(tmp_path / "bad.model", "SentencePieceTokenizer"))
+
+
+def test_check_vocabulary(tmp_path):
+    tokenizer = build_tokenizer(args(make_hf(tmp_path / "t")))
+    check_vocabulary(tokenizer, 10)
+    with pytest.raises(GrpoError, match="10 entries but the model's vocabulary holds 9"):
+        check_vocabulary(tokenizer, 9)
