@@ -228,7 +228,8 @@ def act(sample):
     if what == "hang":  # in C, holding the interpreter's lock
         return re.match("(a+)+$", "a" * 60 + "b")
     if what == "stray":  # with a child of its own
-        subprocess.Popen(["sleep", "600"])
+        child = subprocess.Popen(["sleep", "600"])
+        Path(argument).write_text(f"{child.pid}\n")
         time.sleep(600)
     if what == "bad":
         raise GrpoError("this row is wrong")
@@ -403,16 +404,18 @@ def gone(pids):
     return not any(map(alive, pids))
 
 
-def test_close_ends_workers_and_what_they_started(make_pool):
-    pool = make_pool(timeout=1.0)
+def test_close_ends_workers_and_what_they_started(make_pool, tmp_path):
+    pool = make_pool(timeout=1000.0)
     pids = [worker.process.pid for worker in pool._workers]
-    pool.submit(0, samples("stray")[0])
+    pool.submit(0, samples(f"stray {tmp_path / 'child'}")[0])
     deadline = time.monotonic() + 10
-    while not (children := Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()):
+    while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text().endswith("\n")):
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        pool.poll(0.01)
+    pids.append(int((tmp_path / "child").read_text()))
+    assert all(map(alive, pids))
     pool.close()
-    assert gone([*pids, *map(int, children)])
+    assert gone(pids)
 
 
 @pytest.mark.parametrize("end", ["exit", "SIGKILL"])
@@ -424,7 +427,8 @@ sys.path.insert(0, {str(REPO)!r})
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 pool = RewardPool(["act"], [{str(tmp_path / "plugin.py")!r}], workers=2, timeout=1000)
-pool.submit(0, Sample("", "hang", {{}}))  # the other worker waits for work
+pool.submit(0, Sample("", "hang", {{}}))
+pool.poll()  # hands it over; the other worker waits for work
 print(*[worker.process.pid for worker in pool._workers], flush=True)
 sys.stdin.read()
 """)

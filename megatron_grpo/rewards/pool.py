@@ -206,7 +206,7 @@ class RewardPool:
             raise GrpoError(f'reward "{self.names[function]}" on {sample.source or f"sample {key}"}: {content[0]}')
         elif self._tries.get(call, 0) < self.retries:
             self._tries[call] = self._tries.get(call, 0) + 1
-            self._queue.append((number, (function,)))
+            self._queue.appendleft((number, (function,)))
         else:
             reason, *tail = content
             failed = self._failed[function]

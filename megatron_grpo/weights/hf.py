@@ -41,6 +41,8 @@ _ASSETS = (
     "*.model",
     "*.tiktoken",
 )
+# Where a Megatron checkpoint directory keeps them, beside its iterations.
+ASSETS_DIR = "hf_assets"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

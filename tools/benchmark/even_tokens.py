@@ -1,0 +1,8 @@
+"""A reward that differs between completions of random weights: the share of even token ids."""
+
+from megatron_grpo.rewards.registry import Sample, register_reward
+
+
+@register_reward("even_tokens")
+def even_tokens(sample: Sample) -> float:
+    return sum(token % 2 == 0 for token in sample.token_ids) / len(sample.token_ids)

@@ -1,0 +1,25 @@
+"""The phases of an update as a table, from the metrics.jsonl of runs: means over updates, the first two left out.
+
+python tools/benchmark/step_table.py RUN_DIR [RUN_DIR ...]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+PHASES = ("rollout", "scoring", "logprobs", "update", "sync", "step")
+
+
+def main() -> None:
+    print("| run | " + " | ".join(f"{phase} s" for phase in PHASES) + " | trained tokens/s |")
+    print("|---" * (len(PHASES) + 2) + "|")
+    for run in map(Path, sys.argv[1:]):
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if row["iteration"] > 2 and "loss" in row]
+        mean = {phase: sum(row.get(f"time/{phase}", 0.0) for row in rows) / len(rows) for phase in PHASES}
+        tokens = sum(row["tokens/update"] for row in rows) / sum(row["time/step"] for row in rows)
+        print(f"| {run.name} | " + " | ".join(f"{mean[phase]:.2f}" for phase in PHASES) + f" | {tokens:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()
