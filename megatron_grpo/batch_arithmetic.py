@@ -1,5 +1,6 @@
 """How the batch sizes follow from each other. Batches count completions; ``num_*_prompts`` count prompts."""
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -74,7 +75,8 @@ class BatchArithmetic:
             "updates_per_rollout": f"{self.steps_per_generation} x {self.num_iterations}",
         }
         formulas["updates_per_rollout"] = "steps_per_generation x num_iterations"
-        return [f"{name:<25} {getattr(self, name):<7g} = {how:<18} ({formulas[name]})" for name, how in worked.items()]
+        values = {name: round(getattr(self, name), 4) for name in worked}
+        return [f"{name:<25} {values[name]:<7} = {how:<18} ({formulas[name]})" for name, how in worked.items()]
 
 
 def flag(dest: str) -> str:
@@ -120,7 +122,10 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
         )
     for name, size in (("global_batch_size", global_batch), ("generation_batch_size", generation)):
         if size % group:
-            raise GrpoError(f"{name} ({size}) must be divisible by num_generations ({group}): it holds whole groups")
+            good = group if budget else math.lcm(group, micro * dp)
+            raise GrpoError(
+                f"{name} ({size}) must be divisible by num_generations ({group}), to hold whole groups: take a multiple of {good}"
+            )
     return BatchArithmetic(
         world_size=world_size,
         model_parallel_sizes=sizes,

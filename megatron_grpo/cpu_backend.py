@@ -9,6 +9,7 @@ import contextlib
 import logging
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -49,6 +50,9 @@ def patch_factories() -> None:
 
         return create
 
+    # torch collects the functions that `with torch.device(...)` acts on at first use: they must be its own, not these,
+    # or such contexts do nothing (transformers' from_pretrained then leaves buffers uninitialised).
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

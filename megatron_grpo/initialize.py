@@ -103,10 +103,10 @@ def run(main) -> None:
     except GrpoError as error:
         code = 1
         if _speaks():
-            print(f"\npretrain_grpo.py: {_who()}error: {error}", file=sys.stderr, flush=True)
+            print(f"\n{_program()}: {_who()}error: {error}", file=sys.stderr, flush=True)
     except Exception:
         code = 1
-        print(f"\npretrain_grpo.py: {_who()}unexpected error", file=sys.stderr)
+        print(f"\n{_program()}: {_who()}unexpected error", file=sys.stderr)
         traceback.print_exc()
     except KeyboardInterrupt:
         code = 130
@@ -117,6 +117,10 @@ def run(main) -> None:
         dist.destroy_process_group()
     # Engines leave threads and child processes that would hold the interpreter's exit up.
     os._exit(code)
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0])
 
 
 def _who() -> str:

@@ -301,7 +301,7 @@ def _check_optimizer(args: Namespace) -> None:
     decay = args.lr_decay_iters or args.train_iters or math.inf
     if not 0 <= args.lr_warmup_iters < decay:
         raise GrpoError(
-            f"--lr-warmup-iters ({args.lr_warmup_iters}) must be at least 0 and less than the updates to decay over ({decay})"
+            f"--lr-warmup-iters ({args.lr_warmup_iters}) must be at least 0 and less than the updates in all ({decay})"
         )
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
@@ -315,8 +315,10 @@ def _check_checkpoints(args: Namespace) -> None:
         _needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
         _needs(args, dest, "load", "it says what to take from there")
-    for pair in ("load_hf pretrained_checkpoint", "finetune load_hf", "finetune pretrained_checkpoint"):
-        _excludes(args, *pair.split(), "the first weights come from one place")
+    one_place = "the first weights come from one place"
+    _excludes(args, "load_hf", "pretrained_checkpoint", one_place)
+    _excludes(args, "load_hf", "finetune", one_place)
+    _excludes(args, "pretrained_checkpoint", "finetune", one_place)
     if args.use_checkpoint_args and not (args.load or args.pretrained_checkpoint):
         raise GrpoError("--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint that has them")
     _excludes(args, "save_hf", "no_save_hf", "one asks for the export, the other for none")
@@ -338,8 +340,8 @@ def _check_libraries(args: Namespace) -> None:
         if args.dry_run:
             return
         raise GrpoError(
-            "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of them is absent: install "
-            "it (requirements-gpu.txt), or give --transformer-impl local"
+            "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of them is absent: "
+            "install it (requirements-gpu.txt), or give --transformer-impl local"
         )
     if args.gradient_accumulation_fusion and not have_apex and not args.dry_run:
         raise GrpoError("--gradient-accumulation-fusion needs apex built with --cuda_ext: install it, or leave it out")

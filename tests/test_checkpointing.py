@@ -210,3 +210,45 @@ def test_megatron_lms_own_checkpoints_are_found(tmp_path):
     cd.verify(directory)
     assert (iteration, directory) == (0, tmp_path / "release")
     assert cd.read_checkpoint_args(tmp_path) == {}
+
+
+# ---- with megatron-core, on one and on two ranks: the tests below start tests/checkpoint_worker.py
+
+
+def launch(ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+    worker = ROOT / "tests" / "checkpoint_worker.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(worker), *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.distributed
+def test_state_survives_every_change_of_layout_bit_for_bit(tmp_path):
+    out = launch(2, "reshard", tmp_path)
+    for layout in ("TP2 again", "TP2 SP", "DP2", "PP2", "plain PP2"):
+        assert out.count(f"{layout}: all tensors equal") == 2  # one line from each rank
+    assert out.count("random states are seeded anew") == 3
+    out = launch(1, "one_rank", tmp_path)
+    assert out.count("one rank: all tensors equal") == 1
+
+
+@pytest.mark.distributed
+def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path):
+    out = launch(2, "refuse", tmp_path)
+    for message in (
+        r"is of another architecture: num_layers is 4 there and 2 here; hidden_size is 32 there and 64 here",
+        r"vocab_size is 100 there and 99 here",
+        r"is damaged: __1_0.distcp has 100 bytes instead of \d+",
+        r"is damaged: __1_0.distcp is missing",
+        r"holds weights only, there is no optimizer to resume: give it as --pretrained-checkpoint",
+        r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --use-distributed-optimizer",
+        r"does not hold decoder\.\S*q_layernorm\S* \(and 1 more that this model has\)",
+        r"checkpoint \S+ cannot be loaded: .*shape",
+        r"checkpoint: .*File exists",
+    ):
+        lines = re.findall(rf"^refused on rank (\d): .*{message}", out, re.MULTILINE)
+        assert sorted(lines) == ["0", "1"], f"{message}\n{out}"

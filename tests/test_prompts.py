@@ -20,9 +20,6 @@ class Characters:
     def encode(self, text):
         return [ord(c) for c in text]
 
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
     def apply_chat_template(self, messages, tools=None):
         return self.encode("".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
 
@@ -40,6 +37,10 @@ def dataset(path, *rows, **changes):
     return PromptDataset([path], Characters(), flags(**changes))
 
 
+def text(prompt):
+    return "".join(map(chr, prompt.ids))
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -52,19 +53,19 @@ def test_plain_and_chat_prompts(tmp_path):
         {"prompt": [user("hi")]},
         {"messages": [{"role": "system", "content": "be brief"}, user("hi")]},
     )
-    assert [prompt.text for prompt in data] == ["1+1=", "user:hi|>", "system:be brief|user:hi|>"]
+    assert [text(prompt) for prompt in data] == ["1+1=", "user:hi|>", "system:be brief|user:hi|>"]
     assert data[0].ids == [49, 43, 49, 61] and data[0].id == 0
     assert data[0].row == {"prompt": "1+1=", "answer": "2", "data_source": "sums"}
     assert [prompt.source.rpartition(":")[2] for prompt in data] == ["1", "3", "4"]  # the blank line counts
 
 
 def test_prompt_key(tmp_path):
-    assert dataset(tmp_path / "a.jsonl", {"question": "q", "prompt": "p"}, prompt_key="question")[0].text == "q"
+    assert dataset(tmp_path / "a.jsonl", {"question": "q", "prompt": "p"}, prompt_key="question")[0].ids == [ord("q")]
 
 
 def test_system_prompt(tmp_path):
     data = dataset(tmp_path / "a.jsonl", {"prompt": "hi"}, {"prompt": [user("you")]}, system_prompt="be brief")
-    assert [prompt.text for prompt in data] == ["system:be brief|user:hi|>", "system:be brief|user:you|>"]
+    assert [text(prompt) for prompt in data] == ["system:be brief|user:hi|>", "system:be brief|user:you|>"]
 
 
 def test_several_files_and_parquet(tmp_path):
@@ -73,7 +74,7 @@ def test_several_files_and_parquet(tmp_path):
     table = pyarrow.table({"messages": messages, "answer": [3, 4]})
     pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
     data = PromptDataset([tmp_path / "a.jsonl", tmp_path / "b.parquet"], Characters(), flags())
-    assert [prompt.text for prompt in data] == ["a", "b", "user:c|>", "user:d|tool:e|>"]
+    assert [text(prompt) for prompt in data] == ["a", "b", "user:c|>", "user:d|tool:e|>"]
     assert [prompt.id for prompt in data] == [0, 1, 2, 3]
     assert data[3].row["answer"] == 4 and data[3].source == f"{tmp_path / 'b.parquet'}, row 2"
 
@@ -86,9 +87,9 @@ def test_parquet_messages_have_no_null_keys():
 def test_truncation(tmp_path, capsys):
     rows = [{"prompt": "abcdef"}, {"prompt": "abc"}, {"prompt": "wxyz"}]
     data = dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4, truncation_strategy="left")
-    assert [prompt.text for prompt in data] == ["cdef", "abc", "wxyz"]
+    assert [text(prompt) for prompt in data] == ["cdef", "abc", "wxyz"]
     data = dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4, truncation_strategy="delete")
-    assert [(prompt.id, prompt.text, prompt.source[-1]) for prompt in data] == [(0, "abc", "2"), (1, "wxyz", "3")]
+    assert [(prompt.id, text(prompt), prompt.source[-1]) for prompt in data] == [(0, "abc", "2"), (1, "wxyz", "3")]
     assert "left out 1 of 3 prompts" in capsys.readouterr().out
     with pytest.raises(
         GrpoError, match=r"a\.jsonl:1: the prompt has 6 tokens, more than --max-prompt-length 4; .*left"

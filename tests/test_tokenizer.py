@@ -18,8 +18,8 @@ TEMPLATE = (
 )
 
 
-def args(path, kind="HuggingFaceTokenizer", load_hf=None):
-    return argparse.Namespace(tokenizer_type=kind, tokenizer_model=path and str(path), load_hf=load_hf)
+def args(path, kind="HuggingFaceTokenizer"):
+    return argparse.Namespace(tokenizer_type=kind, tokenizer_model=str(path))
 
 
 def make_hf(directory, template=TEMPLATE, eos="<eos>", post_processor=None):
@@ -67,12 +67,6 @@ def test_hugging_face_saves_the_same_files(tmp_path):
     for file in directory.iterdir():
         assert (tmp_path / "copy" / file.name).read_bytes() == file.read_bytes()
     assert build_tokenizer(args(tmp_path / "copy")).encode("1+2=") == [4, 6, 5, 7]
-
-
-def test_load_hf_is_the_default(tmp_path):
-    assert build_tokenizer(args(None, load_hf=make_hf(tmp_path / "t"))).vocab_size == 10
-    with pytest.raises(GrpoError, match="--tokenizer-model"):
-        build_tokenizer(args(None))
 
 
 def test_sentencepiece(sentencepiece_model, tmp_path):

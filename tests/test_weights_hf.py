@@ -90,6 +90,8 @@ def test_export_replaces_only_a_model_directory(world, tmp_path):
     with pytest.raises(GrpoError, match="home exists and is no Hugging Face model directory"):
         hf.save_hf(chunks, args, home)
     assert [path.name for path in home.iterdir()] == ["thesis.tex"]
+    with pytest.raises(GrpoError, match=r"thesis\.tex/out cannot be written"):
+        hf.save_hf(chunks, args, home / "thesis.tex" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "source", "target"]  # nothing left beside
 
 

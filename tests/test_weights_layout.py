@@ -111,12 +111,16 @@ def test_a_rank_reads_no_more_lines_than_it_holds(case):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_query_groups_are_interleaved_as_megatron_reads_them(tp, bias):
-    """Attention views linear_qkv's output as [groups, (heads per group + 2) * head size] and splits the last axis."""
-    weight = (QKV_BIAS if bias else QKV).weight(dims())
+def test_query_groups_are_interleaved_as_megatron_reads_them(tp, groups, bias):
+    """Attention views linear_qkv's output as [groups, (heads per group + 2) * head size] and splits the last axis.
+
+    With more ranks than groups, megatron-core cuts the same rows evenly and gathers the output.
+    """
+    weight = (QKV_BIAS if bias else QKV).weight(dims(groups=groups))
     q, k, v = numbered(weight)
-    by_group = [t.reshape(4, -1, *t.shape[1:]) for t in (q, k, v)]
+    by_group = [t.reshape(groups, -1, *t.shape[1:]) for t in (q, k, v)]
     full = torch.cat(by_group, dim=1).flatten(0, 1)
     assert torch.equal(weight.merge([q, k, v]), full)
     for shard, expected in zip(shards_of(weight, [q, k, v], tp), full.chunk(tp), strict=True):

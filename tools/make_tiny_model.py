@@ -148,7 +148,7 @@ def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> i
             ramp.step()
             optimizer.zero_grad()
             bar.update()
-            if step % 20 == 0:
+            if step % 10 == 0:
                 sampled, greedy = accuracy(model, *valid)
                 bar.set_postfix(loss=f"{loss.item():.2f}", sampled=f"{sampled:.2f}", greedy=f"{greedy:.2f}")
                 if sampled >= args.stop_accuracy:
@@ -182,7 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-position-embeddings", type=int, default=128, help="longest sequence (128)")
     add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
     add("--seed", type=int, default=1234, help="of weights and batches (1234)")
-    add("--threads", type=int, default=2, help="for torch; more do not help a model this small (2)")
+    add("--threads", type=int, default=1, help="for torch; more hardly help a model this small (1)")
     add("--quiet", action="store_true", help="no progress bar")
     return parser
 

@@ -23,11 +23,10 @@ _PROGRESS_FROM = 10_000  # rows
 
 @dataclass(frozen=True)
 class Prompt:
-    """One tokenised prompt: its number in the data set, its tokens and their text, the file's row and its place."""
+    """One tokenised prompt: its number in the data set, its tokens, the file's row, and where that stands."""
 
     id: int
     ids: list[int]
-    text: str  # special tokens left out
     row: dict[str, Any]
     source: str
 
@@ -45,7 +44,6 @@ class PromptDataset:
             raise GrpoError(f"no prompts: {', '.join(map(str, paths))} has no rows")
         rank = int(os.environ.get("RANK", "0"))
         limit, strategy = args.max_prompt_length, args.truncation_strategy
-        self._tokenizer = tokenizer
         self._ids: list[np.ndarray] = []  # a tenth of the memory of lists
         self._rows: list[tuple[str, dict[str, Any]]] = []
         for where, row in tqdm(rows, "tokenising prompts", disable=rank != 0 or len(rows) < _PROGRESS_FROM):
@@ -72,8 +70,7 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         source, row = self._rows[index]
-        ids = self._ids[index].tolist()
-        return Prompt(id=index, ids=ids, text=self._tokenizer.decode(ids), row=row, source=source)
+        return Prompt(id=index, ids=self._ids[index].tolist(), row=row, source=source)
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -137,17 +137,14 @@ class SentencePieceTokenizer:
 
 
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of --tokenizer-type at --tokenizer-model, which defaults to the --load-hf directory."""
-    path = args.tokenizer_model or args.load_hf
-    if path is None:
-        raise GrpoError("no tokenizer: give --tokenizer-model (a directory, or a SentencePiece .model file)")
+    """The tokenizer of --tokenizer-type at --tokenizer-model."""
     kinds: dict[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] = {
         "HuggingFaceTokenizer": HuggingFaceTokenizer,
         "SentencePieceTokenizer": SentencePieceTokenizer,
     }
     if args.tokenizer_type not in kinds:
         raise GrpoError(f"--tokenizer-type {args.tokenizer_type} is not supported; choose from {', '.join(kinds)}")
-    return kinds[args.tokenizer_type](path)
+    return kinds[args.tokenizer_type](args.tokenizer_model)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

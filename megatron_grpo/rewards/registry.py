@@ -97,8 +97,6 @@ def get_rewards(names: Sequence[str]) -> list[RewardFunction]:
     """The functions of these names, in this order; GrpoError for an unknown one, with the ones there are."""
     functions = []
     for name in names:
-        if names.count(name) > 1:
-            raise GrpoError(f'--reward-funcs: "{name}" is there twice; to count it more, raise its --reward-weights')
         if name not in _registry and name in _BUILTIN:
             importlib.import_module(_BUILTIN[name])
         if name not in _registry:

@@ -51,8 +51,10 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     path = Path(hf_dir) / "config.json"
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise GrpoError(f"{path} does not exist: {hf_dir} is not a Hugging Face model directory") from None
+    except OSError as error:
+        raise GrpoError(
+            f"{path} cannot be read ({error.strerror}): {hf_dir} is not a Hugging Face model directory"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise GrpoError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -221,26 +223,29 @@ def save_hf(
     if out_dir.exists() and not is_replaceable(out_dir):
         raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
     weights = mapping.table(args)
-    shards = _plan_shards([hf for weight in weights for hf in weight.hf.items()], dtype.itemsize, max_shard_bytes)
+    sizes = {name: prod(shape) * dtype.itemsize for weight in weights for name, shape in weight.hf.items()}
+    shards = _plan_shards(sizes, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     writes = dist.get_rank() == 0
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    stream = stream_hf(model_chunks, args)
-    for file, names in shards.items():
-        tensors = {}
-        for _ in names:
-            name, tensor = next(stream)
-            if writes:
-                tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+    try:
         if writes:
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-    next(stream, None)  # every rank ends the collective generator
-    if writes:
-        _write_index(partial, shards, sum(prod(shape) for w in weights for shape in w.hf.values()) * dtype.itemsize)
-        _write_config(partial, config, dtype, tokenizer_dir)
-        _replace(partial, out_dir)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        stream = stream_hf(model_chunks, args)
+        for file, names in shards.items():
+            tensors = {}
+            for _ in names:
+                name, tensor = next(stream)
+                if writes:
+                    tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+            if writes:
+                save_file(tensors, partial / file, metadata={"format": "pt"})
+        if writes:
+            _write_index(partial, shards, sum(sizes.values()))
+            _write_config(partial, config, dtype, tokenizer_dir)
+            _replace(partial, out_dir)
+    except (OSError, SafetensorError) as error:
+        raise GrpoError(f"{out_dir} cannot be written: {error}") from error
     dist.barrier()
 
 
@@ -251,12 +256,11 @@ def is_replaceable(path: Path) -> bool:
     )
 
 
-def _plan_shards(tensors: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, max_bytes: int) -> dict[str, list[str]]:
-    """File name -> its tensors, in the stream's order; the names follow Hugging Face's pattern."""
+def _plan_shards(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """File name -> its tensors, in the order of `sizes` (name -> bytes); the names follow Hugging Face's pattern."""
     shards: list[list[str]] = [[]]
     total = 0
-    for name, shape in tensors:
-        size = prod(shape) * itemsize
+    for name, size in sizes.items():
         if shards[-1] and total + size > max_bytes:
             shards.append([])
             total = 0

@@ -3,8 +3,8 @@
     python tools/checkpoint/convert.py --hf-to-megatron --load Qwen3-0.6B --save checkpoints/qwen3 --verify
     python tools/checkpoint/convert.py --megatron-to-hf --load checkpoints/qwen3 --save Qwen3-0.6B-grpo --verify
 
-The Megatron checkpoint is one of megatron-core's `torch_dist` format, iteration 0, weights only. It is independent of the
-layout: start training from it with `--pretrained-checkpoint`, at any tensor and pipeline parallel size. Beside it,
+The Megatron checkpoint is one of megatron-core's `torch_dist` format, iteration 0, weights only. It is independent of
+the layout: start training from it with `--pretrained-checkpoint`, at any tensor and pipeline parallel size. Beside it,
 {save}/hf_assets/ keeps config.json, generation_config.json and the tokenizer's files; an export takes them from there,
 and `--tokenizer-model {save}/hf_assets` gives training its tokenizer.
 
@@ -13,9 +13,8 @@ Runs on the CPU, in one process, which holds the whole model. Under torchrun, wi
 
     torchrun --nproc-per-node 4 tools/checkpoint/convert.py --tensor-model-parallel-size 4 --hf-to-megatron ...
 
-`--verify` reads what was written into a second look at the model and compares it bit by bit; `--dry-run` prints the
-table (names on both sides, shapes, layout) and writes nothing. Megatron checkpoints are trusted input: their metadata is
-a pickle.
+`--verify` reads what was written and compares it bit by bit; `--dry-run` prints the table (names on both sides, shapes,
+layout) and writes nothing. Megatron checkpoints are trusted input: their metadata is a pickle.
 """
 
 import argparse
@@ -25,7 +24,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU has the memory, and a conversion computes nothing
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU has the memory, and a conversion computes nothing
 
 from megatron_grpo import cpu_backend
 
@@ -33,12 +33,11 @@ cpu_backend.install()  # before megatron.core is imported
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_grpo import checkpointing, training, validation
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.initialize import initialize_distributed, print_rank_0, run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.weights import families, hf, mapping
 
@@ -64,23 +63,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def model_args(options: argparse.Namespace, architecture: dict, source_name: str) -> argparse.Namespace:
-    """Training arguments that describe the model, in this tool's layout, with the padding of the vocabulary filled in."""
+    """Training arguments that describe the model in this tool's layout, the padded vocabulary filled in."""
     args = parse_args(["--transformer-impl", "local"])
-    args.tensor_model_parallel_size = options.tensor_model_parallel_size
-    args.pipeline_model_parallel_size = options.pipeline_model_parallel_size
-    args.save = options.save
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.save = tp, pp, options.save
     validation.merge_architecture(args, architecture, source_name)
-    validation.check_model(args)
-    validation.check_parallelism(args)
-    world, ranks = (
-        int(os.environ.get("WORLD_SIZE", "1")),
-        args.tensor_model_parallel_size * args.pipeline_model_parallel_size,
-    )
-    if world != ranks:
+    multiple = args.make_vocab_size_divisible_by * tp
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != tp * pp:
         raise GrpoError(
-            f"{world} processes for tensor x pipeline parallel size {ranks}: start torchrun --nproc-per-node {ranks}, or "
-            f"leave the sizes out for one process"
+            f"{world} processes for a tensor x pipeline parallel size of {tp * pp}: torchrun --nproc-per-node {tp * pp}"
         )
+    if args.num_layers % pp:
+        raise GrpoError(f"{args.num_layers} layers cannot be divided into {pp} equal pipeline stages")
+    for weight in mapping.table(args):
+        weight.shard_shape(tp)  # refuses a size that does not divide
     return args
 
 
@@ -90,7 +88,7 @@ def set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
 
 
 def print_table(args: argparse.Namespace) -> None:
-    """One line for each Megatron parameter: name, full shape, layout and axis, and the Hugging Face names and shapes."""
+    """One line for each Megatron parameter: name, full shape, layout, axis, and the Hugging Face names and shapes."""
     for weight in mapping.table(args):
         split = "whole on each rank" if weight.axis is None else f"split over TP by {('rows', 'columns')[weight.axis]}"
         names = " + ".join(f"{name} {list(shape)}" for name, shape in weight.hf.items())
@@ -166,17 +164,9 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse, convert; a GrpoError is one message and exit code 1."""
+    """Parse and convert; `run` turns a GrpoError into one message and exit code 1."""
     options = build_parser().parse_args()
-    try:
-        convert(options)
-    except GrpoError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"convert.py: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    run(lambda: convert(options))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# GRPO from nothing on two CPU cores, in a few minutes: bash examples/grpo/quickstart.sh [--fresh]
+#
+# A language model of 0.8 M parameters learns to add: megatron-core trains it in two data-parallel processes, and vLLM,
+# inside the same two processes, samples from it. On a cluster the same pretrain_grpo.py runs (qwen3_0.6b.sh).
+#
+#   --fresh     remove the run folder first; without it, what is there already is used again
+#   SEED=1      of the data, the model and the run
+#   WORK=DIR    the run folder (default: runs/quickstart)
+#   VENV=DIR    the environment (default: .venv)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+SEED=${SEED:-1}
+WORK=${WORK:-runs/quickstart}
+export VENV=${VENV:-.venv}
+
+case ${1:-} in
+    "") ;;
+    --fresh) rm -rf "$WORK" ;;
+    *) echo "unknown argument '$1'; there is only --fresh" >&2; exit 1 ;;
+esac
+
+DATA=$WORK/data HF=$WORK/model_hf MEGATRON=$WORK/model_megatron RUN=$WORK/run
+STAMPS=$WORK/.stamps
+
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1
+    --micro-batch-size 512
+    --global-batch-size 1024
+)
+MODEL_ARGS=(
+    --pretrained-checkpoint "$MEGATRON"
+    --use-checkpoint-args
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model "$MEGATRON/hf_assets"
+    --transformer-impl local
+)
+DATA_ARGS=(
+    --train-data-path "$DATA/train.jsonl"
+    --valid-data-path "$DATA/test.jsonl"
+    --max-prompt-length 8
+)
+ROLLOUT_ARGS=(
+    --rollout-engine vllm
+    --vllm-mode colocate
+    --vllm-max-num-seqs 512
+    --num-generations 8
+    --max-completion-length 5
+    --temperature 1.0
+)
+GRPO_ARGS=(
+    --reward-funcs exact_match
+    --loss-type dapo
+    --scale-rewards group
+    --epsilon 0.2
+    --beta 0
+)
+OPTIM_ARGS=(
+    --optimizer adam
+    --lr 3e-4
+    --min-lr 3e-5
+    --lr-decay-style linear
+    --lr-warmup-iters 10
+    --weight-decay 0
+    --adam-beta1 0.9
+    --adam-beta2 0.999
+    --clip-grad 1.0
+    --train-iters 200
+    --seed "$SEED"
+)
+LOGGING_ARGS=(
+    --save "$RUN"
+    --load "$RUN"
+    --save-interval 50
+    --max-checkpoints-to-keep 2
+    --val-before-train
+    --eval-interval 50
+    --eval-num-generations 4
+    --log-interval 5
+    --tensorboard-dir "$RUN/tensorboard"
+)
+
+# run_step TITLE OUTPUT COMMAND...: runs the command, unless it has made OUTPUT before from the same inputs.
+# A step's stamp is a hash of its command and of all commands before it; it is written when the command has ended well.
+number=1 inputs="" ran=0
+run_step() {
+    local title=$1 output=$2 stamp start=$SECONDS; shift 2
+    number=$((number + 1)) inputs=$(printf '%s\n' "$inputs" "$@" | sha256sum | cut -d' ' -f1)
+    stamp=$STAMPS/$number
+    if [[ -e $output && $(cat "$stamp" 2>/dev/null) == "$inputs" ]]; then
+        echo "[$number/8] $title: there already ($output)"
+        return
+    fi
+    echo "[$number/8] $title"
+    mkdir -p "$STAMPS"
+    # Half-made by this very command: it goes on from there. Made by another one: away with it.
+    [[ $(cat "$stamp.begun" 2>/dev/null) == "$inputs" ]] || rm -rf "$output"
+    rm -f "$stamp"
+    echo "$inputs" >"$stamp.begun"
+    "$@" || fail "step $number ($title) failed. Finished steps are kept: mend what it says and start again."
+    [[ -e $output ]] || fail "step $number ($title) ended without making $output"
+    echo "$inputs" >"$stamp"
+    echo $((SECONDS - start)) >"$stamp.seconds"
+    echo "      $((SECONDS - start)) s"
+    ran=1
+}
+
+fail() { echo "quickstart: $1" >&2; exit 1; }
+
+evaluations() { # the rows of metrics.jsonl that hold an evaluation
+    python - "$RUN/metrics.jsonl" >"$WORK/evaluations.txt" <<'END'
+import json, sys
+
+print("update  greedy  sampled   (share of held-out problems answered right)")
+for row in map(json.loads, open(sys.argv[1])):
+    if "eval/greedy_accuracy" in row:
+        print(f"{row['iteration']:6d}  {row['eval/greedy_accuracy']:6.3f}  {row['eval/sampled_accuracy']:7.3f}")
+END
+    sed 's/^/  /' "$WORK/evaluations.txt"
+}
+
+check_export() {
+    python tools/check_export.py --hf "$RUN/hf_model" --data "$DATA/test.jsonl" --max-completion-length 5 \
+        >"$WORK/check.part" || { cat "$WORK/check.part"; return 1; }
+    mv "$WORK/check.part" "$WORK/export_check.txt"
+    sed 's/^/  /' "$WORK/export_check.txt"
+}
+
+echo "[1/8] environment"
+start=$SECONDS
+bash tools/make_venv.sh
+echo "      $((SECONDS - start)) s"
+PATH=$(cd "$VENV/bin" && pwd):$PATH
+export PATH OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
+
+run_step "data: sums of two numbers below 100 as prompts" "$DATA" \
+    python tools/data/arithmetic.py --save "$DATA" --operations + --digits 1 2 --reversed --seed "$SEED"
+run_step "model: random weights, then supervised steps until 30% of sampled answers are right" "$HF" \
+    python tools/make_tiny_model.py --save "$HF" --train "$DATA/warmup.jsonl" --valid "$DATA/valid.jsonl" \
+    --stop-accuracy 0.3 --seed "$SEED"
+run_step "conversion to a Megatron checkpoint" "$MEGATRON" \
+    python tools/checkpoint/convert.py --hf-to-megatron --load "$HF" --save "$MEGATRON" --verify
+run_step "training by GRPO on 2 processes, vLLM in both" "$RUN" \
+    torchrun --standalone --nproc-per-node 2 pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" \
+    "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}"
+run_step "evaluation on held-out problems, before and after" "$WORK/evaluations.txt" evaluations
+run_step "the Hugging Face export in transformers and in vLLM" "$WORK/export_check.txt" check_export
+run_step "curves" "$WORK/curves.png" python tools/plot_metrics.py "$RUN" --output "$WORK/curves.png"
+
+before=$(sed -n 2p "$WORK/evaluations.txt") after=$(tail -n 1 "$WORK/evaluations.txt")
+read -r _ greedy_before sampled_before <<<"$before"
+read -r updates greedy_after sampled_after <<<"$after"
+total=0; for seconds in $(cat "$STAMPS"/*.seconds); do total=$((total + seconds)); done
+echo
+[[ $ran == 1 ]] && word=Done || word="Finished before"
+echo "$word: $updates GRPO updates of 1,024 completions in $(cat "$STAMPS/5.seconds") s; $total s for steps 2 to 8."
+echo "Held-out accuracy, no problem seen in either order: greedy $greedy_before -> $greedy_after, sampled $sampled_before -> $sampled_after."
+echo "Exported model, greedy: $(tail -n 1 "$WORK/export_check.txt")."
+echo "Model: $RUN/hf_model. Checkpoints, metrics.jsonl, completions.jsonl, tensorboard: $RUN. Curves: $WORK/curves.png."
+echo "From nothing again: bash examples/grpo/quickstart.sh --fresh; other seeds: SEED=2 WORK=runs/seed2; on GPUs: examples/grpo/qwen3_0.6b.sh."

@@ -1,0 +1,245 @@
+"""Rules about flags: each refusal is one GrpoError with the flag and the numbers; what is accepted is filled in."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+from megatron_grpo.arguments import args_to_json, parse_args
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
+
+MODEL = """
+    --model-family qwen3 --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 8
+    --group-query-attention --num-query-groups 4 --kv-channels 16 --qk-layernorm --normalization RMSNorm --swiglu
+    --disable-bias-linear --vocab-size 1000 --max-position-embeddings 2048 --transformer-impl local
+"""
+RUN = """
+    --train-data-path train.jsonl --tokenizer-model tokenizer --reward-funcs exact_match --lr 1e-6 --train-iters 20
+    --global-batch-size 64
+"""
+
+
+def validated(flags: str, world_size: int = 8, base: str = MODEL + RUN):
+    """Parsed and validated arguments; a flag that comes again overrides the base's."""
+    args = parse_args(f"{base} {flags}".split())
+    validate_args(args, world_size)
+    return args
+
+
+def without(flag: str) -> str:
+    """The base without one flag and its values."""
+    words = (MODEL + RUN).split()
+    start = words.index(flag)
+    end = next((i for i in range(start + 1, len(words)) if words[i].startswith("--")), len(words))
+    return " ".join(words[:start] + words[end:])
+
+
+def test_the_base_is_accepted_and_filled_in():
+    args = validated("--tensor-model-parallel-size 2 --steps-per-generation 2 --num-iterations 2 --save out")
+    assert (args.world_size, args.data_parallel_size) == (8, 4)
+    assert (args.generation_batch_size, args.updates_per_rollout) == (128, 4)
+    assert args.padded_vocab_size == 1024  # 1000 up to a multiple of 128 x 2
+    assert args.vllm_max_model_len == 1024  # 512 + 512
+    assert args.epsilon_high == 0.2 and args.reward_weights == [1.0] and args.save_hf == "out/hf_model"
+    assert args_to_json(args)["padded_vocab_size"] == 1024
+
+
+def test_derived_shapes_are_megatron_lms():
+    args = validated("", base=without("--ffn-hidden-size").replace("--kv-channels 16", ""))
+    assert args.kv_channels == 8  # 64 / 8
+    assert args.ffn_hidden_size == 128  # 64 * 4 * 2 / 3 = 170.7, down to a multiple of 64
+    assert validated("--load-hf model", base=without("--tokenizer-model")).tokenizer_model == "model"
+    assert validated("--save out --no-save-hf").save_hf is None
+
+
+MISSING = (
+    "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family lr train_data_path "
+    "tokenizer_model reward_funcs train_iters"
+)
+
+
+@pytest.mark.parametrize("dest", MISSING.split())
+def test_what_is_missing_is_named(dest):
+    flag = "--" + dest.replace("_", "-")
+    with pytest.raises(GrpoError, match=f"^{flag} is missing: "):
+        validated("", base=without(flag))
+
+
+REFUSED = {
+    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4": "product of all model parallel sizes (16): TP 4",
+    "--tensor-model-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
+        "--num-attention-heads (12) must be divisible by tensor parallel size (8)"
+    ),
+    "--num-attention-heads 12 --num-query-groups 3 --tensor-model-parallel-size 2": (
+        "--num-query-groups (3) must be a multiple or a divisor of tensor parallel size (2)"
+    ),
+    "--num-query-groups 3": "--num-attention-heads (8) must be divisible by --num-query-groups (3)",
+    "--ffn-hidden-size 190 --tensor-model-parallel-size 4": (
+        "--ffn-hidden-size (190) must be divisible by tensor parallel size (4)"
+    ),
+    "--num-layers 6 --pipeline-model-parallel-size 4": (
+        "--num-layers (6) must be divisible by pipeline parallel size (4)"
+    ),
+    "--sequence-parallel": "--sequence-parallel needs --tensor-model-parallel-size 2 or more",
+    "--apply-rope-fusion": "--apply-rope-fusion needs --transformer-impl transformer_engine",
+    "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local has auto, local",
+    "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
+    "--gradient-accumulation-fusion": "--gradient-accumulation-fusion needs apex",
+    "--num-layers 0": "--num-layers (0) must be greater than 0",
+    "--max-prompt-length 1500 --max-completion-length 600": (
+        "--max-prompt-length (1500) + --max-completion-length (600) = 2100 must be at most --max-position-embeddings "
+        "(2048)"
+    ),
+    "--seq-length 1000": "= 1024 must be at most --seq-length (1000)",
+    "--vllm-max-model-len 1000": "= 1024 must be at most --vllm-max-model-len (1000)",
+    "--vllm-max-model-len 4096": "--vllm-max-model-len (4096) must be at most --max-position-embeddings (2048)",
+    "--max-tokens-per-microbatch 1000": "= 1024 must be at most --max-tokens-per-microbatch (1000)",
+    "--max-completion-length 0": "--max-completion-length (0) must be greater than 0",
+    "--vllm-tensor-parallel-size 3": "world_size (8) must be divisible by --vllm-tensor-parallel-size (3)",
+    "--vllm-tensor-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
+        "--num-attention-heads (12) must be divisible by --vllm-tensor-parallel-size (8)"
+    ),
+    "--vllm-gpu-memory-utilization 1.5": "--vllm-gpu-memory-utilization (1.5) must lie between 0 and 1",
+    "--temperature 0": "--temperature (0.0) must be greater than 0",
+    "--top-p 1.1": "--top-p (1.1) must lie between 0 and 1",
+    "--top-k 0": "--top-k (0) must be at least 1, or -1",
+    "--min-p -0.1": "--min-p (-0.1) must lie between 0 and 1",
+    "--top-p 0.9": "--top-p 0.9, --top-k -1, --min-p 0.0 change the engine's probabilities",
+    "--mismatch-sample-rate 2": "--mismatch-sample-rate (2.0) must lie between 0 and 1",
+    "--stop-words END --tokenizer-type SentencePieceTokenizer": "--stop-words needs a HuggingFaceTokenizer",
+    "--reward-funcs a b --reward-weights 1": "--reward-weights has 1 values, --reward-funcs 2",
+    "--reward-funcs a a": "--reward-funcs a a: name each once",
+    "--reward-timeout 0": "--reward-timeout (0.0) must be greater than 0",
+    "--epsilon 1.5": "--epsilon (1.5) must lie between 0 and 1",
+    "--epsilon-high 0": "--epsilon-high (0.0) must be greater than 0",
+    "--beta -1": "--beta (-1.0) must not be negative",
+    "--beta 0 --ref-load ref": "--ref-load needs --beta",
+    "--num-epochs 2": "--train-iters and --num-epochs cannot both be given",
+    "--train-iters 21 --num-iterations 2": (
+        "--train-iters (21) must be divisible by the updates per rollout (2 = --steps-per-generation 1 x "
+        "--num-iterations 2)"
+    ),
+    "--save out --save-interval 3 --steps-per-generation 2": "--save-interval (3) must be divisible by the updates",
+    "--valid-data-path v --eval-interval 5 --num-iterations 2": "--eval-interval (5) must be divisible by the updates",
+    "--exit-interval 7 --num-iterations 4": "--exit-interval (7) must be divisible by the updates per rollout (4",
+    "--save-interval 4": "--save-interval needs --save: there is no directory",
+    "--num-completions-to-log 3": "--num-completions-to-log needs --save",
+    "--eval-interval 4": "--eval-interval needs --valid-data-path",
+    "--val-before-train": "--val-before-train needs --valid-data-path",
+    "--valid-data-path v.jsonl": "--valid-data-path needs --eval-interval or --val-before-train",
+    "--bf16 --fp16": "--bf16 and --fp16 cannot both be given",
+    "--min-lr 1e-3": "--min-lr (0.001) must lie between 0 and --lr (1e-06)",
+    "--lr 0": "--lr (0.0) must be greater than 0",
+    "--lr-warmup-iters 20": "--lr-warmup-iters (20) must be at least 0 and less than the updates in all (20)",
+    "--lr-warmup-fraction 1": "--lr-warmup-fraction (1.0) must be at least 0 and less than 1",
+    "--lr-warmup-iters 2 --lr-warmup-fraction 0.1": "--lr-warmup-iters and --lr-warmup-fraction cannot both be given",
+    "--optimizer sgd --use-distributed-optimizer": "--use-distributed-optimizer needs --optimizer adam",
+    "--overlap-param-gather": "--overlap-param-gather needs --use-distributed-optimizer",
+    "--load-hf a --pretrained-checkpoint b": "--load-hf and --pretrained-checkpoint cannot both be given",
+    "--finetune": "--finetune needs --load",
+    "--no-load-optim": "--no-load-optim needs --load",
+    "--use-checkpoint-args": "--use-checkpoint-args needs --load or --pretrained-checkpoint",
+    "--save-hf a --no-save-hf": "--save-hf and --no-save-hf cannot both be given",
+    "--wandb-exp-name run": "--wandb-exp-name needs --wandb-project",
+    "--context-parallel-size 2": "--context-parallel-size is 2: context parallelism is not supported yet",
+    "--num-virtual-stages-per-pipeline-rank 2": "virtual stages are not supported yet",
+    "--num-experts 8": "--num-experts is 8: mixture of experts is not supported yet",
+    "--decoder-first-pipeline-num-layers 1": "uneven pipeline stages are not supported yet",
+    "--fp8-format hybrid": "--fp8-format is hybrid: training in 8 or 4 bits is not supported yet",
+    "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine drops nothing",
+    "--normalization LayerNorm": "give --normalization RMSNorm",
+    "--window-size 128,0": "--window-size is [128, 0]: the model families here",
+    "--recompute-granularity full": "megatron-core refuses these settings (TransformerConfig): Using recompute_gran",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refusals_name_the_flag_and_the_numbers(flags):
+    with pytest.raises(GrpoError) as error:
+        validated(flags)
+    assert REFUSED[flags] in str(error.value)
+
+
+def test_query_groups_and_group_query_attention_go_together():
+    with pytest.raises(GrpoError, match="--num-query-groups needs --group-query-attention"):
+        validated("", base=without("--group-query-attention"))
+    with pytest.raises(GrpoError, match="--group-query-attention needs --num-query-groups"):
+        validated("", base=without("--num-query-groups"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --bf16",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--max-tokens-per-microbatch 4096 --vllm-tensor-parallel-size 2",
+        "--top-p 0.9 --mismatch-sample-rate 0",
+        "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
+        "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--bias-activation-fusion --bias-dropout-fusion",
+    ],
+)
+def test_what_works_is_accepted(flags):
+    validated(flags)
+
+
+def test_a_dry_run_needs_only_the_model():
+    validated("--dry-run", base=MODEL)
+    validated("--dry-run --transformer-impl transformer_engine --apply-rope-fusion", base=MODEL)
+    with pytest.raises(GrpoError, match="--num-layers is missing"):
+        validated("--dry-run", base=without("--num-layers"))
+
+
+def test_rules_and_architecture_name_real_arguments():
+    args = parse_args([])
+    names = [dest for dests, _, _ in ONLY for dest in dests.split()] + ARCHITECTURE
+    assert [name for name in names if not hasattr(args, name)] == []
+
+
+def test_architecture_comes_from_the_source_and_given_flags_must_agree():
+    source = {"num_layers": 28, "norm_epsilon": 1e-6, "swiglu": True, "kv_channels": None, "lr": 5.0}
+    args = parse_args(["--norm-epsilon", "0.000001"])
+    merge_architecture(args, source, "model/config.json")
+    assert (args.num_layers, args.swiglu, args.kv_channels) == (28, True, None)
+    assert args.lr is None  # not the model's shape
+
+    args = parse_args(["--num-layers", "24"])
+    with pytest.raises(GrpoError) as error:
+        merge_architecture(args, source, "model/config.json")
+    assert str(error.value).startswith("--num-layers is 24, but model/config.json says 28: leave the flag out")
+
+
+def test_a_default_is_no_contradiction():
+    args = parse_args([])
+    merge_architecture(args, {"rotary_base": 1000000, "untie_embeddings_and_output_weights": True}, "the checkpoint c")
+    assert args.rotary_base == 1000000 and args.untie_embeddings_and_output_weights
+    with pytest.raises(GrpoError, match="--rotary-base is 10000, but the checkpoint c says 1000000"):
+        merge_architecture(parse_args(["--rotary-base", "10000"]), {"rotary_base": 1000000}, "the checkpoint c")
+
+
+number = st.one_of(st.integers(-2, 40), st.integers(0, 4096))
+NUMBERS = (
+    "tensor-model-parallel-size pipeline-model-parallel-size vllm-tensor-parallel-size num-layers hidden-size "
+    "num-attention-heads num-query-groups kv-channels ffn-hidden-size vocab-size max-position-embeddings seq-length "
+    "max-prompt-length max-completion-length max-tokens-per-microbatch micro-batch-size global-batch-size "
+    "num-generations steps-per-generation generation-batch-size num-iterations train-iters save-interval "
+    "lr-warmup-iters lr top-k top-p temperature epsilon min-lr reward-workers recompute-num-layers"
+).split()
+
+
+@given(st.dictionaries(st.sampled_from(NUMBERS), number, max_size=6), st.integers(1, 32))
+@settings(max_examples=300, deadline=None)
+def test_any_numbers_are_accepted_or_refused_with_a_grpo_error(values, world_size):
+    words = [f"--{name}={value}" for name, value in values.items()]
+    args = parse_args((MODEL + RUN).split() + words)
+    try:
+        validate_args(args, world_size)
+    except GrpoError as error:
+        assert "\n" not in str(error)
+    else:
+        assert args.train_iters % args.updates_per_rollout == 0

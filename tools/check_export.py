@@ -1,0 +1,129 @@
+"""Does a Hugging Face export answer the same in transformers and in vLLM? Greedy answers to the prompts of a file.
+
+    python tools/check_export.py --hf runs/quickstart/run/hf_model --data test.jsonl --max-completion-length 5
+
+Both load the directory by their own means, in float32, and complete the same token ids. Prints how many completions
+are equal token by token, and, where the rows have an `answer`, the share that is exactly right. Exit code 1 when any
+differs.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no second process for one small check
+for name, value in {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}.items():
+    os.environ.setdefault(name, value)
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from megatron_grpo.data.prompts import parse_prompt, read_rows
+from megatron_grpo.errors import GrpoError
+
+
+def transformers_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
+    """Greedy completions without their end, by transformers; prompts of one length go together, without padding."""
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    completions: list[list[int]] = [[] for _ in prompts]
+    for length in sorted({len(prompt) for prompt in prompts}):
+        numbers = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+        for part in (numbers[i : i + 256] for i in range(0, len(numbers), 256)):
+            ids = torch.tensor([prompts[i] for i in part])
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=eos,
+                pad_token_id=eos,
+            )
+            for i, row in zip(part, output[:, length:].tolist(), strict=True):
+                completions[i] = row[: row.index(eos)] if eos in row else row
+    return completions
+
+
+def vllm_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
+    """Greedy completions without their end, by vLLM."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it says that a CPU has no triton
+    from vllm import LLM, SamplingParams
+
+    longest = max(map(len, prompts)) + max_tokens
+    llm = LLM(
+        model=str(path),
+        dtype="float32",
+        max_model_len=longest,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        use_tqdm_on_load=False,
+        seed=0,
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=[eos], detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    completions = [list(output.outputs[0].token_ids) for output in outputs]
+    return [row[:-1] if row and row[-1] == eos else row for row in completions]
+
+
+def check(args: argparse.Namespace) -> bool:
+    """Complete, compare and print; returns whether all completions are equal."""
+    if not (args.hf / "config.json").is_file():
+        raise GrpoError(f"--hf {args.hf}: no config.json there; it must be a Hugging Face model directory")
+    tokenizer = AutoTokenizer.from_pretrained(args.hf)
+    rows = [row for path in args.data for _, row in read_rows(path)][: args.max_prompts]
+    if not rows:
+        raise GrpoError(f"--data {' '.join(map(str, args.data))}: no rows")
+    prompts = []
+    for row in rows:
+        prompt = parse_prompt(row, "prompt")
+        if isinstance(prompt, str):
+            prompts.append(tokenizer.encode(prompt))
+        else:
+            prompts.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+    completions = {}
+    for name, complete in (("transformers", transformers_completions), ("vLLM", vllm_completions)):
+        completions[name] = complete(args.hf, prompts, args.max_completion_length, tokenizer.eos_token_id)
+        if all(isinstance(row.get("answer"), str) for row in rows):
+            texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions[name]]
+            right = sum(text == row["answer"].strip() for text, row in zip(texts, rows, strict=True))
+            print(f"{name}: greedy accuracy {right / len(rows):.3f} ({right} of {len(rows)})")
+    one, other = completions.values()
+    different = [i for i in range(len(rows)) if one[i] != other[i]]
+    print(f"equal greedy completions in transformers and vLLM: {len(rows) - len(different)} of {len(rows)}")
+    for i in different[:5]:
+        print(
+            f"  {tokenizer.decode(prompts[i])!r}: transformers {tokenizer.decode(one[i])!r}, "
+            f"vLLM {tokenizer.decode(other[i])!r}"
+        )
+    return not different
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the exported model")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="rows with a prompt")
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="use only the first (default: all)")
+    parser.add_argument("--max-completion-length", type=int, default=64, metavar="N", help="tokens (default: 64)")
+    args = parser.parse_args()
+    try:
+        return 0 if check(args) else 1
+    except GrpoError as error:
+        print(f"check_export.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
