@@ -140,17 +140,18 @@ def train(args, trainer: Trainer) -> None:
                 with training.parameters_complete(args, trainer.model), trainer.reference.in_place_of(trainer.model):
                     batch.ref_log_probs = log_probs(args, trainer, batch)
 
-        updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
+        metrics = trainer.rollout_metrics(batch, rewards, groups)
         trainer.log_completions(batch)
+        updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
-                metrics = trainer.rollout_metrics(batch, rewards, groups) | update(args, trainer, batch, completions)
+                row = metrics | update(args, trainer, batch, completions)
             trainer.iteration += 1
             if number == len(updates):
                 sync(args, trainer)
                 if trainer.due(args.eval_interval):
-                    metrics |= evaluate(args, trainer)
-            trainer.log(metrics)
+                    row |= evaluate(args, trainer)
+            trainer.log(row)
         if trainer.due(args.save_interval):
             trainer.save()
     trainer.finish()

@@ -5,4 +5,4 @@ import warnings
 # What is absent is said once, in the banner, not by ten modules of megatron-core on every rank.
 warnings.filterwarnings("ignore", message="(?i).*(apex|transformer ?engine).*not installed.*")
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")  # about kernels' order on a GPU
-warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op. is deprecated.*")  # vLLM's import
+warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated.*")  # in megatron-core and vLLM

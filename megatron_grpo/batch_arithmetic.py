@@ -124,7 +124,8 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
         if size % group:
             good = group if budget else math.lcm(group, micro * dp)
             raise GrpoError(
-                f"{name} ({size}) must be divisible by num_generations ({group}), to hold whole groups: take a multiple of {good}"
+                f"{name} ({size}) must be divisible by num_generations ({group}): it holds whole groups, so take a "
+                f"multiple of {good}"
             )
     return BatchArithmetic(
         world_size=world_size,

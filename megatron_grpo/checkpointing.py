@@ -150,9 +150,9 @@ def load_weights(directory: str | Path, model_chunks) -> None:
 class _InProcessSave(TorchDistSaveShardedStrategy):
     """megatron-core's torch_dist format, written by this process with torch's own writer.
 
-    Its stock strategy is made for saving in the background. It forks the trainer, which is no good idea beside CUDA, gloo
-    and vLLM threads, and starts a helper that imports the whole program again (3 s at the first save of a tiny model,
-    against 0.3 s here) and outlives a trainer that is killed.
+    Its stock strategy is made for saving in the background. It forks the trainer, which is no good idea beside CUDA,
+    gloo and vLLM threads, and starts a helper that imports the whole program again (3 s at the first save of a tiny
+    model, against 0.3 s here) and outlives a trainer that is killed.
     """
 
     def save(self, sharded_state_dict, checkpoint_dir) -> None:

@@ -47,6 +47,8 @@ class Trainer:
     iteration: int = 0
     rollouts: int = 0
     tokens: int = 0
+    reward_failures: int = 0  # in the newest rollout
+    failed_rewards: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
     # ---- rollouts
@@ -78,10 +80,19 @@ class Trainer:
         return kinds
 
     def collect(self, prompts: list[Prompt], num_generations: int, sampling: Sampling, seed: int) -> RolloutBatch:
-        """Completions of ``prompts`` with their rewards, on every rank."""
-        return collect_rollout(
+        """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a function."""
+        batch, self.reward_failures = collect_rollout(
             self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
         )
+        for failure in self.scorer.failures if self.scorer is not None else []:
+            if failure.reward not in self.failed_rewards:
+                self.failed_rewards.add(failure.reward)
+                print(
+                    f"[rank {dist.get_rank()}] reward {failure.reward} could not score {failure.source}: {failure.reason} "
+                    f"(completion {failure.completion!r}); such completions count as not scored, see reward/failures",
+                    flush=True,
+                )
+        return batch
 
     # ---- what is seen
 
@@ -91,6 +102,7 @@ class Trainer:
         row = {
             "reward/mean": float(np.nanmean(rewards)),
             "reward/std": float(np.nanmean(np.nanstd(by_prompt, axis=1, ddof=1))),
+            "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
             "completion/length_mean": float(batch.completion_lengths.mean()),
             "completion/length_max": int(batch.completion_lengths.max()),
@@ -143,6 +155,8 @@ class Trainer:
             checkpointing.save_checkpoint(
                 self.args, self.iteration, self.model, self.optimizer, self.scheduler, extra_state=position
             )
+            if dist.get_rank() == 0:  # so that the checkpoint can be gone on from, and exported, without its origin
+                hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
 
     def finish(self) -> None:
         """Save what is not saved yet, export to Hugging Face's format, and close the logs."""
@@ -153,6 +167,7 @@ class Trainer:
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
             print_rank_0(f"Hugging Face export: {self.args.save_hf}")
         self.logger.close()
+        self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
         print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
@@ -184,7 +199,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     initialize_distributed(args)
     set_random_seed(args.seed)
     print_rank_0(banner(args))
-    print_args(args)
+    if dist.get_rank() == 0:
+        print_args(args)
     for line in batch_arithmetic(args, world_size).lines():
         print_rank_0(line)
 
@@ -233,8 +249,9 @@ def _merge_architecture(args, resume: bool) -> None:
     elif args.load_hf:
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
-    if args.tokenizer_model is None and args.load_hf:
-        args.tokenizer_model = args.load_hf
+    if args.tokenizer_model is None:
+        assets = [Path(d, hf.ASSETS_DIR) for d in (args.load, args.pretrained_checkpoint) if d]
+        args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
 def _build_model(args, model_provider: Callable, resume: bool):

@@ -1,6 +1,5 @@
 """Checkpoints: the directory under kills and damage, and real ones on two ranks in several layouts."""
 
-import json
 import os
 import random
 import re
@@ -216,7 +215,7 @@ def test_megatron_lms_own_checkpoints_are_found(tmp_path):
 
 
 def launch(ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     worker = ROOT / "tests" / "checkpoint_worker.py"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

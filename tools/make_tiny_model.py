@@ -79,6 +79,8 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     )
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # torch makes the padding's embedding 0; if it is ever sampled, a norm's gradient explodes there
+        model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

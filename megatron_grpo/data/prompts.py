@@ -46,6 +46,7 @@ class PromptDataset:
         limit, strategy = args.max_prompt_length, args.truncation_strategy
         self._ids: list[np.ndarray] = []  # a tenth of the memory of lists
         self._rows: list[tuple[str, dict[str, Any]]] = []
+        cut = 0
         for where, row in tqdm(rows, "tokenising prompts", disable=rank != 0 or len(rows) < _PROGRESS_FROM):
             ids = _tokenise(where, row, tokenizer, args.prompt_key, args.system_prompt)
             if limit is not None and len(ids) > limit:
@@ -56,14 +57,19 @@ class PromptDataset:
                         f"{where}: the prompt has {len(ids)} tokens, more than --max-prompt-length {limit}; raise it, "
                         "or choose --truncation-strategy left (keep the last tokens) or delete (leave such rows out)"
                     )
-                ids = ids[-limit:]
+                ids, cut = ids[-limit:], cut + 1
             self._ids.append(np.asarray(ids, dtype=np.int32))
             self._rows.append((where, row))
         deleted = len(rows) - len(self._rows)
         if not self._rows:
-            raise GrpoError(f"no prompts left: all {deleted} are longer than --max-prompt-length {limit}")
+            raise GrpoError(
+                f"no prompts left: all {deleted} are longer than --max-prompt-length {limit}; raise it, or choose "
+                "--truncation-strategy left (keep the last tokens)"
+            )
         if deleted and rank == 0:
             print(f"left out {deleted} of {len(rows)} prompts that are longer than --max-prompt-length {limit}")
+        if cut and rank == 0:
+            print(f"cut {cut} of {len(rows)} prompts on the left to --max-prompt-length {limit}")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -75,6 +81,8 @@ class PromptDataset:
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (where, row) for every row of a .jsonl, .json (one object per line) or .parquet file."""
+    if path.is_dir():
+        raise GrpoError(f"{path} is a directory: name the .jsonl or .parquet files in it")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise GrpoError(f"{path}: prompts are read from .jsonl or .parquet files, not from {path.suffix or 'this'}")
     if not path.is_file():
@@ -93,7 +101,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise GrpoError(f"{path}:{number}: not valid JSON ({error}); expected one object per line") from error
             if not isinstance(row, dict):
                 raise GrpoError(f"{path}:{number}: expected a JSON object, found {_kind(row)}")

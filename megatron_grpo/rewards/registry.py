@@ -78,13 +78,13 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
         sys.modules[spec.name] = module  # dataclasses and pickle look their module up
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[spec.name]
             raise GrpoError(f"--external-plugins {path}: {_where(error, path)}") from error
         _loaded.add(path.resolve())
 
 
-def _where(error: Exception, path: Path) -> str:
+def _where(error: BaseException, path: Path) -> str:
     """The error with the line of the file that caused it, which is not always where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     number, text = (frames[-1].lineno, frames[-1].line) if frames else (None, None)

@@ -23,12 +23,13 @@ def collect_rollout(
     tokenizer,
     seed: int,
     timers,
-) -> RolloutBatch:
+) -> tuple[RolloutBatch, int]:
     """``num_generations`` completions of every prompt, with their rewards, in one order on every rank.
 
     Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p. A
     prompt's completions stay on one replica, which so computes the prompt once. Scoring runs while others are generated.
-    ``scorer`` belongs to the lead rank of each replica (None elsewhere).
+    ``scorer`` belongs to the lead rank of each replica (None elsewhere). Returns the batch and the number of rewards that
+    could not be had, over all replicas; the scorer's own are in its ``failures``.
     """
     own = range(engine.replica, len(prompts), engine.num_replicas)
     requests = [
@@ -47,8 +48,11 @@ def collect_rollout(
         mine = _to_batch(prompts, spoken, num_generations)
         if scorer is not None:
             mine.rewards = scorer.finish(mine.sample_ids.tolist())
+        failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
+        dist.all_reduce(failures, group=host_group())
         parts = _exchange(mine)
-    return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
+    batch = RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
+    return batch, int(failures)
 
 
 def _sample(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:

@@ -69,6 +69,9 @@ class Engine(Protocol):
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Take new weights (Hugging Face names, full tensors) and stamp what is generated from now on with ``version``."""
 
+    def close(self) -> None:
+        """Free what outlives the process; the engine is of no use afterwards."""
+
     def health(self) -> str | None:
         """None while the engine can serve, else what is wrong with it."""
 

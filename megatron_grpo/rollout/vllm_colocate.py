@@ -37,7 +37,7 @@ class VllmColocate:
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
         self._version = 0
         self._eos_id = eos_id
-        with _random_state_kept(), _one_model_directory(hf_config) as directory:
+        with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
 
@@ -77,6 +77,12 @@ class VllmColocate:
         self._llm.collective_rpc(_load_weights, args=(weights,))
         self._engine.reset_prefix_cache()
         self._version = version
+
+    def close(self) -> None:
+        """Let go of vLLM's process groups and their shared memory."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        destroy_model_parallel()
 
     def health(self) -> str | None:
         return None  # it lives and dies with this process
@@ -150,6 +156,30 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def _private_shared_memory() -> Iterator[None]:
+    """Give vLLM's CPU build shared memory of this run's own, that goes when the run goes, however it ends.
+
+    Under torchrun its files in /dev/shm have one fixed name for all runs: two at a time would meet in them, and those that
+    a killed run leaves behind keep every later one from starting. Once all ranks have mapped them no name is needed.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = torch.tensor(int.from_bytes(os.urandom(6)))
+    dist.broadcast(token, src=0, group=host_group())
+    name_of = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{name_of(communicator)}-{int(token):x}")
+    try:
+        yield
+    finally:
+        dist.barrier(group=host_group())
+        for path in Path("/dev/shm").glob(f"*-{int(token):x}*"):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
