@@ -36,9 +36,7 @@ def latest_iteration(root: str | Path) -> int | None:
     if text == "release":  # what Megatron-LM's converters write
         return 0
     if not re.fullmatch(r"[0-9]+", text):
-        raise GrpoError(
-            f"{file} holds {text[:40]!r}, not an iteration: write the number of one of {_present(root)} there"
-        )
+        raise GrpoError(f"{file} holds {text[:40]!r}, not an iteration; in {root}: {_present(root)}")
     return int(text)
 
 
@@ -55,8 +53,8 @@ def find(root: str | Path) -> tuple[int, Path]:
         if candidate.is_dir():
             return iteration, candidate
     raise GrpoError(
-        f"{root / LATEST} names iteration {iteration}, but {directory} does not exist: "
-        f"write the number of one of {_present(root)} there"
+        f"{root / LATEST} names iteration {iteration}, but {directory} does not exist; "
+        f"to go back to another one, write its number there: {_present(root)}"
     )
 
 
@@ -81,8 +79,8 @@ def verify(directory: Path) -> None:
         else:
             continue
         raise GrpoError(
-            f"checkpoint {directory} is damaged: {problem}; to go back to another one, write the number of one of "
-            f"{_present(directory.parent, besides=directory)} into {directory.parent / LATEST}"
+            f"checkpoint {directory} is damaged: {problem}; to go back to another one, write its number into "
+            f"{directory.parent / LATEST}: {_present(directory.parent, besides=directory)}"
         )
 
 
@@ -162,7 +160,7 @@ def _iterations(root: str | Path) -> list[Path]:
 
 
 def _present(root: str | Path, besides: Path | None = None) -> str:
-    return ", ".join(path.name for path in _iterations(root) if path != besides) or "(none present)"
+    return ", ".join(path.name for path in _iterations(root) if path != besides) or "there is none"
 
 
 def _write(file: Path, text: str) -> None:

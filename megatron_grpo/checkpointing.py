@@ -171,7 +171,7 @@ def _on_rank_0(function: Callable, *arguments):
         try:
             outcome[0] = function(*arguments)
         except (GrpoError, OSError) as error:
-            outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint: {error}"
+            outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint files: {error}"
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise GrpoError(outcome[1])

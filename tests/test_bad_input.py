@@ -1,12 +1,13 @@
 """Bad input through the real entries: one clear message, a non-zero exit, no traceback, and nothing lost or written.
 
-pretrain_grpo.py and the tools run in this process as ``__main__``, since a process of its own costs ten seconds a case.
-A stub stands in for vLLM where a case gets as far as a rollout; the last tests are real torchruns with the real engine.
+pretrain_grpo.py and the tools run in this process as ``__main__``, since a process of its own would cost each case ten
+seconds; a stub stands in for vLLM. The last tests are real: torchrun, two ranks, vLLM. Cases: bad_input_cases.py.
 """
 
 import contextlib
 import hashlib
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -14,12 +15,15 @@ from pathlib import Path
 import bad_input_cases as cases
 import pytest
 
-from megatron_grpo import initialize
+from megatron_grpo import cpu_backend, initialize
 from megatron_grpo.rewards import registry
 from megatron_grpo.rollout import vllm_colocate
 from megatron_grpo.rollout.engine import Completion
 
 REPO = Path(__file__).resolve().parents[1]
+TRAIN = "pretrain_grpo.py"
+# A frame of this program in what was printed; a reward function's own traceback is for its author to see.
+OUR_FRAME = re.compile(r'File ".*(/megatron_grpo/|pretrain_grpo\.py|/tools/)')
 
 
 class StubEngine:
@@ -35,7 +39,8 @@ class StubEngine:
 
     def poll(self):
         request = self.queue.pop()
-        return [Completion(request.id, [1, self.eos_id], None, "stop", 0)]
+        log_probs = [-1.0, -1.0] if request.sampling.log_probs else None
+        return [Completion(request.id, [1, self.eos_id], log_probs, "stop", 0)]
 
     def rollout(self, seed):
         return contextlib.nullcontext()
@@ -46,7 +51,8 @@ class StubEngine:
 
 
 def launch(script, words, world_size=1):
-    """Run a script of the repository as ``__main__`` in this process; returns its exit code."""
+    """Run a script of the repository as rank 0 of ``world_size``; returns its exit code."""
+    registry.get_rewards(list(registry._BUILTIN))  # what a plugin adds to these is taken back
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *words])
         patch.setattr(sys, "path", list(sys.path))
@@ -57,19 +63,16 @@ def launch(script, words, world_size=1):
         for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # convert.py changes it
         try:
             runpy.run_path(str(REPO / script), run_name="__main__")
         except SystemExit as left:
-            return left.code
+            return left.code or 0
         finally:
-            leave_process_groups()
+            initialize.parallel_state.destroy_model_parallel()
+            if initialize.dist.is_initialized():
+                initialize.dist.destroy_process_group()
     return 0
-
-
-def leave_process_groups():
-    initialize.parallel_state.destroy_model_parallel()
-    if initialize.dist.is_initialized():
-        initialize.dist.destroy_process_group()
 
 
 def files(root):
@@ -77,47 +80,115 @@ def files(root):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(root).rglob("*") if path.is_file()}
 
 
-def everything(table):
-    return pytest.mark.parametrize(("make", "message"), [pytest.param(*rest, id=name) for name, *rest in table])
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A Hugging Face directory of a tiny random model, of a shape that vLLM runs on a CPU."""
+    directory = tmp_path_factory.mktemp("bad_input") / "model"
+    sizes = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
+    words = f"--save {directory} --tokenizer bytes --steps 0 --threads 1 --quiet {sizes}".split()
+    assert launch("tools/make_tiny_model.py", words) == 0
+    return directory
 
 
 @pytest.fixture(scope="session")
-def finished_run(tiny_models, tmp_path_factory):
+def finished(model):
     """The --save directory of a run of two updates."""
-    bench = cases.Bench(tmp_path_factory.mktemp("finished"), Path(tiny_models["qwen3"]), Path())
-    assert launch("pretrain_grpo.py", bench.good) == 0
+    (model.parent / "finished").mkdir()
+    bench = cases.Bench(model.parent / "finished", model)
+    assert launch(TRAIN, bench.good) == 0
     return bench.save
 
 
-@everything(cases.FAILING_REWARDS + cases.CHECKPOINTS)
-def test_explore(make, message, tiny_models, tmp_path, finished_run, capfd):
-    bench = cases.Bench(tmp_path, Path(tiny_models["qwen3"]), finished_run)
+@pytest.fixture
+def bench(model, finished, tmp_path):
+    return cases.Bench(tmp_path, model, finished)
+
+
+def check(bench, script, make, message, capfd):
+    """Run a case; returns what it printed on stderr, as lines."""
     words = make(bench)
-    before = files(tmp_path)
+    before = files(bench.root)
     capfd.readouterr()
-    code = launch("pretrain_grpo.py", bench.good + words, bench.world_size)
-    out, err = capfd.readouterr()
-    import re
-    with open("/tmp/G/log", "a") as log:
-        ok = re.search(message, err) is not None and "Traceback" not in err and code
-        after = files(tmp_path)
-        log.write(f"{'ok ' if ok else 'BAD'} {code} {[str(p.relative_to(tmp_path)) for p in sorted(before.keys()|after.keys()) if before.get(p)!=after.get(p)]} {err.strip()} ------ {'' if code else out[-300:]}\n")
+    code = launch(script or words[0], bench.good + words if script else words[1:], bench.world_size)
+    error = capfd.readouterr().err.strip()
+    assert code in (1, 2), error
+    assert "Traceback" not in error or not OUR_FRAME.search(error)
+    lines = error.splitlines()
+    assert len([line for line in lines if re.search(message, line)]) == 1, error
+    assert files(bench.root) == before
+    return lines
 
 
-@everything(cases.TOOLS)
-def test_explore_tools(make, message, tiny_models, tmp_path, finished_run, capfd):
-    bench = cases.Bench(tmp_path, Path(tiny_models["qwen3"]), finished_run)
-    script, *words = make(bench)
-    before = files(tmp_path)
-    capfd.readouterr()
-    try:
-        code = launch(script, words, 1)
-    except Exception as error:
-        import traceback; traceback.print_exc()
-        code = 99
-    out, err = capfd.readouterr()
-    import re
-    with open("/tmp/G/log", "a") as log:
-        ok = re.search(message, err) is not None and "Traceback" not in err and code
-        after = files(tmp_path)
-        log.write(f"{'ok ' if ok else 'BAD'} {code} {[str(p.relative_to(tmp_path)) for p in sorted(before.keys()|after.keys()) if before.get(p)!=after.get(p)]} {err.strip()} ------ {out[-300:]}\n")
+def table(*groups):
+    rows = [(f"{group}: {name}", make, message) for group in groups for name, make, message in getattr(cases, group)]
+    return pytest.mark.parametrize(("make", "message"), [pytest.param(*rest, id=name) for name, *rest in rows])
+
+
+@table("FLAGS", "BATCHES", "DATA", "TOKENIZERS", "REWARDS", "HUGGING_FACE", "CHECKPOINTS")
+def test_a_run_does_not_start(bench, make, message, capfd):
+    lines = check(bench, TRAIN, make, message, capfd)
+    assert len(lines) == 1 and lines[0].startswith("pretrain_grpo.py: error: ")
+
+
+@table("FAILING_REWARDS")
+def test_a_reward_ends_a_run(bench, make, message, capfd):
+    """What was there of the run before stays as it was, to be gone on with."""
+    lines = check(bench, TRAIN, make, message, capfd)
+    assert lines[0].startswith('pretrain_grpo.py: error: reward "')
+
+
+@table("TOOLS")
+def test_tools(bench, make, message, capfd):
+    check(bench, None, make, message, capfd)
+
+
+def test_there_are_enough_cases():
+    assert sum(len(getattr(cases, name)) for name in dir(cases) if name.isupper() and name not in ("GOOD", "ROWS")) >= 35
+
+
+def test_a_long_prompt_is_cut_and_that_is_said(bench, capfd):
+    words = bench.data(*['{"prompt": "1+1="}'] * 7, '{"prompt": "1111+1111="}')
+    assert launch(TRAIN, bench.good + words + ["--dry-run"]) == 0
+    bench.good = bench.without("--reward-funcs") or bench.good
+    assert launch(TRAIN, bench.good + words + ["--reward-funcs", "format"]) == 0
+    assert "cut 1 of 8 prompts on the left to --max-prompt-length 8" in capfd.readouterr().out
+
+
+def test_a_reward_that_fails_now_and_then_costs_those_completions_only(bench, capfd):
+    body = "return 1 / (sample.row['answer'] != '2')"
+    words = bench.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n")
+    assert launch(TRAIN, bench.good + words + ["--train-iters", "4"]) == 0
+    assert "ZeroDivisionError" in capfd.readouterr().out
+
+
+def torchrun_output(torchrun, bench, *words):
+    """What two ranks print before torchrun's own report, which has a traceback."""
+    before = files(bench.root)
+    result = torchrun(2, TRAIN, *bench.good, *words, check=False)
+    assert result.returncode != 0
+    assert files(bench.root) == before
+    printed = result.stdout.split("torch/distributed/elastic", 1)[0]
+    assert "Traceback" not in printed or not OUR_FRAME.search(printed)
+    return printed
+
+
+@pytest.mark.distributed
+def test_two_ranks_say_it_once(torchrun, bench):
+    output = torchrun_output(torchrun, bench, *bench.data('{"prompt": 1}'))
+    assert output.count("bad.jsonl:1:") == output.count("error: ") == 1, output
+
+
+@pytest.mark.vllm
+def test_a_reward_that_fails_on_every_rank(torchrun, bench):
+    output = torchrun_output(torchrun, bench, *cases.failing("return '1'")(bench))
+    assert output.count('pretrain_grpo.py: error: reward "mine" failed on all 8 samples') == 1, output
+    assert output.count("error: ") == 1, output
+
+
+@pytest.mark.vllm
+def test_data_that_is_wrong_on_one_rank(torchrun, bench):
+    """The other rank fails because that one has left; only the cause is printed."""
+    rows = ['{"prompt": "1", "answer": "1"}', '{"prompt": "2", "answer": "two"}'] * 4
+    words = ["--reward-funcs", "gsm8k", "--no-shuffle", *bench.data(*rows)]
+    output = torchrun_output(torchrun, bench, *words)
+    assert output.count("[rank 1] error: reward \"gsm8k\" on") == output.count("error: ") == 1, output

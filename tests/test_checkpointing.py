@@ -175,11 +175,11 @@ def damage_manifest(directory):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_missing, r"iter_0000020 is damaged: __0_0.distcp is missing; .*iter_0000010 into"),
+        (damage_missing, r"iter_0000020 is damaged: __0_0.distcp is missing; .*: iter_0000010$"),
         (damage_truncated, r"iter_0000020 is damaged: __0_0.distcp has 100 bytes instead of 700"),
         (damage_metadata, r"iter_0000020 is damaged: the content of .metadata is not what was written"),
-        (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist: .*one of iter_0000010"),
-        (damage_latest, r"holds 'twenty', not an iteration: .*one of iter_0000010, iter_0000020"),
+        (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist; .*: iter_0000010$"),
+        (damage_latest, r"holds 'twenty', not an iteration; in .*: iter_0000010, iter_0000020$"),
         (damage_no_latest, r"no checkpoint in .*: there is no latest_checkpointed_iteration.txt"),
         (damage_manifest, r"files.json cannot be read"),
     ],
@@ -222,14 +222,14 @@ def launch(ranks, *arguments):
         [*command, str(worker), *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return "\n" + done.stdout
 
 
 @pytest.mark.distributed
 def test_state_survives_every_change_of_layout_bit_for_bit(tmp_path):
     out = launch(2, "reshard", tmp_path)
-    for layout in ("TP2 again", "TP2 SP", "DP2", "PP2", "plain PP2"):
-        assert out.count(f"{layout}: all tensors equal") == 2  # one line from each rank
+    for layout in ("TP2 again", "TP2 SP", "DP2", "PP2", "PP2 without the distributed optimizer"):
+        assert out.count(f"\n{layout}: all tensors equal") == 2  # one line from each rank
     assert out.count("random states are seeded anew") == 3
     out = launch(1, "one_rank", tmp_path)
     assert out.count("one rank: all tensors equal") == 1
@@ -245,9 +245,9 @@ def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path):
         r"is damaged: __1_0.distcp is missing",
         r"holds weights only, there is no optimizer to resume: give it as --pretrained-checkpoint",
         r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --use-distributed-optimizer",
-        r"does not hold decoder\.\S*q_layernorm\S* \(and 1 more that this model has\)",
-        r"checkpoint \S+ cannot be loaded: .*shape",
-        r"checkpoint: .*File exists",
+        r"does not hold decoder\.\S*[kq]_layernorm\S* \(and 1 more that this model has\)",
+        r"checkpoint \S+ cannot be loaded: .*shape mismatch.*linear_fc1.weight",
+        r"checkpoint files: .*Not a directory",
     ):
         lines = re.findall(rf"^refused on rank (\d): .*{message}", out, re.MULTILINE)
         assert sorted(lines) == ["0", "1"], f"{message}\n{out}"

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.data.prompts import read_rows
 from megatron_grpo.errors import GrpoError
@@ -214,6 +215,7 @@ def main() -> int:
     """Run with a plain message for what the user can mend."""
     args = build_parser().parse_args()
     torch.set_num_threads(args.threads)
+    transformers_logging.disable_progress_bar()  # of writing a file of 3 MB
     try:
         make(args)
     except GrpoError as error:

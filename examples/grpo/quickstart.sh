@@ -67,7 +67,7 @@ OPTIM_ARGS=(
     --adam-beta1 0.9
     --adam-beta2 0.999
     --clip-grad 1.0
-    --train-iters 200
+    --train-iters 150
     --seed "$SEED"
 )
 LOGGING_ARGS=(
@@ -157,6 +157,6 @@ echo
 [[ $ran == 1 ]] && word=Done || word="Finished before"
 echo "$word: $updates GRPO updates of 1,024 completions in $(cat "$STAMPS/5.seconds") s; $total s for steps 2 to 8."
 echo "Held-out accuracy, no problem seen in either order: greedy $greedy_before -> $greedy_after, sampled $sampled_before -> $sampled_after."
-echo "Exported model, greedy: $(tail -n 1 "$WORK/export_check.txt")."
+echo "The exported model: $(tail -n 1 "$WORK/export_check.txt")."
 echo "Model: $RUN/hf_model. Checkpoints, metrics.jsonl, completions.jsonl, tensorboard: $RUN. Curves: $WORK/curves.png."
 echo "From nothing again: bash examples/grpo/quickstart.sh --fresh; other seeds: SEED=2 WORK=runs/seed2; on GPUs: examples/grpo/qwen3_0.6b.sh."

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# GRPO for Qwen3-0.6B on GSM8K, on one or more nodes with GPUs; pip install -r requirements-gpu.txt comes first.
+#
+#   HF_MODEL=/models/Qwen3-0.6B GSM8K=/data/gsm8k bash examples/grpo/qwen3_0.6b.sh [more flags of pretrain_grpo.py]
+#
+#   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
+#   GSM8K       folder with train.jsonl and test.jsonl as GSM8K's authors publish them
+#   SAVE        checkpoints, metrics and the export (default: runs/qwen3_0.6b); a second start goes on from there
+#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: for several nodes, start it on each
+#
+# Flags at the end of the line win: "... qwen3_0.6b.sh --dry-run" shows the batch arithmetic and which rank holds what.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+HF_MODEL=${HF_MODEL:?the folder of Qwen3-0.6B}
+GSM8K=${GSM8K:?the folder of the original train.jsonl and test.jsonl of GSM8K}
+SAVE=${SAVE:-runs/qwen3_0.6b}
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+DATA=$SAVE/data
+for split in train test; do
+    [[ -e $DATA/$split.parquet ]] || python tools/data/gsm8k.py --input "$GSM8K/$split.jsonl" --output "$DATA/$split.parquet"
+done
+
+DISTRIBUTED_ARGS=(
+    --nproc-per-node "${GPUS_PER_NODE:-8}"
+    --nnodes "${NNODES:-1}"
+    --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}"
+    --master-port "${MASTER_PORT:-29500}"
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+)
+MODEL_ARGS=(
+    --load-hf "$HF_MODEL"           # shape, weights and tokenizer
+    --transformer-impl local        # transformer_engine when it is installed
+    --bf16
+)
+DATA_ARGS=(
+    --train-data-path "$DATA/train.parquet"
+    --valid-data-path "$DATA/test.parquet"
+    --system-prompt 'Reason step by step. Put the final answer within \boxed{}.'
+    --max-prompt-length 512
+    --truncation-strategy delete
+)
+ROLLOUT_ARGS=(
+    --rollout-engine vllm
+    --vllm-mode colocate
+    --vllm-tensor-parallel-size 1
+    --vllm-gpu-memory-utilization 0.4
+    --num-generations 8
+    --max-completion-length 1024
+    --temperature 1.0
+)
+GRPO_ARGS=(
+    --reward-funcs accuracy
+    --loss-type dapo
+    --scale-rewards group
+    --epsilon 0.2
+    --epsilon-high 0.28
+    --beta 0
+)
+OPTIM_ARGS=(
+    --global-batch-size 512         # completions: 64 prompts of 8
+    --max-tokens-per-microbatch 16384
+    --train-iters 200
+    --lr 2e-6
+    --lr-warmup-iters 10
+    --weight-decay 0
+    --clip-grad 1.0
+)
+LOGGING_ARGS=(
+    --save "$SAVE"
+    --load "$SAVE"
+    --save-interval 50
+    --max-checkpoints-to-keep 2
+    --val-before-train
+    --eval-interval 25
+    --mismatch-sample-rate 0.1
+    --tensorboard-dir "$SAVE/tensorboard"
+)
+
+torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
+    "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
