@@ -45,6 +45,7 @@ class Trainer:
     logger: MetricsLogger
     timers: Timers
     iteration: int = 0
+    first_iteration: int = 0  # where this process began: above 0 after a resume
     rollouts: int = 0
     tokens: int = 0
     reward_failures: int = 0  # in the newest rollout
@@ -145,18 +146,22 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether no further rollout is to be started."""
-        return self.iteration >= self.args.train_iters or self.due(self.args.exit_interval) and self.iteration > 0
+        if self.iteration >= self.args.train_iters:
+            return True
+        # Not where it began: the same command, given again after such an exit, goes on to the next.
+        return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
     def save(self) -> None:
         """Write a checkpoint of everything that the run needs to go on as if it had not stopped."""
         self.logger.flush()
         position = {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
         with self.timers("save"), training.parameters_complete(self.args, self.model):
+            # So that the checkpoint can be gone on from, and exported, without its origin; first, so that none lacks them.
+            if dist.get_rank() == 0:
+                hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
             checkpointing.save_checkpoint(
                 self.args, self.iteration, self.model, self.optimizer, self.scheduler, extra_state=position
             )
-            if dist.get_rank() == 0:  # so that the checkpoint can be gone on from, and exported, without its origin
-                hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
 
     def finish(self) -> None:
         """Save what is not saved yet, export to Hugging Face's format, and close the logs."""
@@ -179,6 +184,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     resume = bool(args.load) and not args.finetune and checkpointing.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
     validate_args(args, world_size)
+    _keep_what_is_there(args, resume)
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
@@ -236,9 +242,20 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         logger=logger,
         timers=Timers(),
         iteration=iteration,
+        first_iteration=iteration,
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _keep_what_is_there(args, resume: bool) -> None:
+    """Refuse to start another run in the folder of an earlier one, whose logs and checkpoints it would replace."""
+    there = checkpointing.latest_iteration(args.save) if args.save else None
+    if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
+        raise GrpoError(
+            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} to go on "
+            "from it, or choose another folder"
+        )
 
 
 def _merge_architecture(args, resume: bool) -> None:
@@ -250,7 +267,8 @@ def _merge_architecture(args, resume: bool) -> None:
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
     if args.tokenizer_model is None:
-        assets = [Path(d, hf.ASSETS_DIR) for d in (args.load, args.pretrained_checkpoint) if d]
+        load = args.load if resume or args.finetune else None  # without a checkpoint, what lies there is nobody's
+        assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
         args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
