@@ -61,7 +61,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
         ("--system-prompt", str, None, "system message put before every prompt"),
         ("--max-prompt-length", int, 512, "most tokens of a prompt"),
-        ("--truncation-strategy", ("left", "delete"), "left", "longer prompts: cut on the left, or leave out"),
+        ("--truncation-strategy", ("left", "delete"), None, "longer prompts: cut on the left, or leave out [refuse]"),
         ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
         ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
         ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),

@@ -1,0 +1,53 @@
+"""What the documents show works: flags exist, files exist, the reward in the README scores, the launch scripts parse."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.arguments import build_parser
+from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins
+
+REPO = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md"]
+# Flags of torchrun, pip and our tools, which are not the trainer's.
+OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test".split()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_flags_exist(name):
+    known = set(build_parser()._option_string_actions) | set(OTHERS)
+    missing = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (REPO / name).read_text())) - known
+    assert not missing
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_exist(name):
+    text = (REPO / name).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    paths = re.findall(r"(?:tools|examples|tests|megatron_grpo|docs)/[\w./-]*\.(?:py|sh|md|png)", text)
+    for path in [(REPO / name).parent / link for link in links] + [REPO / path for path in paths]:
+        assert path.exists(), path
+
+
+def test_the_readmes_reward_scores(tmp_path):
+    block = re.search(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.S)
+    plugin = tmp_path / "my_reward.py"
+    plugin.write_text(block.group(1))
+    load_plugins([plugin])
+    (reward,) = get_rewards(["short"])
+    assert reward(Sample("1+1=", "2 ", {"answer": "2"}, token_ids=[5, 6])) == pytest.approx(0.8)
+    assert reward(Sample("1+1=", "3", {"answer": "2"}, token_ids=[5, 6])) == 0.0
+
+
+@pytest.mark.parametrize("script", sorted(REPO.glob("examples/grpo/*.sh")), ids=lambda path: path.name)
+def test_launch_scripts_parse(script):
+    """bash accepts the script, and its flag arrays hold flags of the trainer."""
+    subprocess.run(["bash", "-n", script], check=True)
+    known = set(build_parser()._option_string_actions)
+    arrays = re.findall(r"^([A-Z]+)_ARGS=\(\n(.*?)^\)", script.read_text(), re.S | re.M)
+    assert arrays
+    for name, body in arrays:
+        if name != "DISTRIBUTED":
+            assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", body)) <= known
