@@ -7,7 +7,6 @@ Which values go together is the business of ``validation``.
 import argparse
 import difflib
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
+from megatron_grpo.errors import speaks_for_host
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
 # or more values; a tuple of strings for a choice. Brackets in a help text: what it is when it is not given.
@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program."""
-        if os.environ.get("RANK", "0") == "0":
+        if speaks_for_host():
             print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 

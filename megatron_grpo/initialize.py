@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.errors import GrpoError, speaks_for_host
 
 _host_group: dist.ProcessGroup | None = None
 
@@ -95,19 +95,20 @@ def run(main) -> None:
 
     A mistake that every rank sees is printed by rank 0 alone. One that a single rank sees is printed by that rank, with its
     number, after it has given rank 0 two seconds to speak first. The process leaves at once: the ranks that wait for it in
-    a collective are then ended by torchrun.
+    a collective are then ended by torchrun, or fail themselves, because the connection is closed, and do so in silence.
     """
     code = 0
     try:
         main()
     except GrpoError as error:
         code = 1
-        if _speaks():
+        if _speaks(after_rank_0=True):
             print(f"\n{_program()}: {_who()}error: {error}", file=sys.stderr, flush=True)
     except Exception:
         code = 1
-        print(f"\n{_program()}: {_who()}unexpected error", file=sys.stderr)
-        traceback.print_exc()
+        if _speaks(after_rank_0=False):
+            print(f"\n{_program()}: {_who()}unexpected error", file=sys.stderr)
+            traceback.print_exc()
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
@@ -128,16 +129,14 @@ def _who() -> str:
     return f"[rank {rank}] " if world > 1 and rank > 0 else ""
 
 
-def _speaks() -> bool:
-    """Whether this rank prints the error: rank 0 if it has it, else the first rank that claims it in the store."""
-    rank = int(os.environ.get("RANK", "0"))
+def _speaks(after_rank_0: bool) -> bool:
+    """Whether this rank says what went wrong: the first that claims it, since the others fail because it has left."""
     if not dist.is_initialized():
-        return rank == 0
-    if rank > 0:
+        return speaks_for_host()
+    if after_rank_0 and dist.get_rank() > 0:
         time.sleep(2.0)
     try:
-        store = dist.distributed_c10d._get_default_store()
-        return store.add("megatron_grpo/error", 1) == 1
+        return dist.distributed_c10d._get_default_store().add("megatron_grpo/error", 1) == 1
     except RuntimeError:  # the store went with rank 0, which has spoken
         return False
 

@@ -59,7 +59,6 @@ METRICS = {
     "time/step": "seconds of wall clock since the row before",
     "perf/tokens_per_second": "tokens/update over time/step",
 }
-PHASES = [name.removeprefix("time/") for name in METRICS if name.startswith("time/") and name != "time/step"]
 _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs"}
 _POSITIONS = {"lr", "tokens/total", "consumed/prompts"}
 _SUMS = {"tokens/update", "reward/failures"}
@@ -78,16 +77,25 @@ class Timers:
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self.row_start = _now()
+        self.in_phase = False
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to a phase of METRICS (else KeyError); a GPU is waited for at both ends."""
+        """Add the block's seconds to a phase of METRICS (else KeyError); a GPU is waited for at both ends.
+
+        Phases inside another (the rollout of an evaluation) belong to the outer one.
+        """
         check_names([f"time/{phase}"])
+        if self.in_phase:
+            yield
+            return
+        self.in_phase = True
         start = _now()
         try:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
+            self.in_phase = False
 
     def collect(self) -> dict[str, float]:
         """Return ``{"time/<phase>": seconds}`` since the last call, and ``time/step`` for all of it; start anew."""
@@ -206,8 +214,7 @@ class MetricsLogger:
         row = aggregate(self.interval)
         self.interval = []
         if "metrics.jsonl" in self.files:
-            finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            self._append("metrics.jsonl", {"iteration": self.iteration} | finite)
+            self._append("metrics.jsonl", {"iteration": self.iteration} | row)
         for line in console_lines(self.iteration, self.total, row):
             self.print(line)
         if self.tensorboard:
@@ -220,7 +227,7 @@ class MetricsLogger:
 
     def _append(self, name: str, row: dict) -> None:
         # To the operating system at once, so that a killed process loses nothing; to the disk in flush().
-        self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.files[name].write(json.dumps(_without_nan(row), ensure_ascii=False) + "\n")
         self.files[name].flush()
 
 
@@ -241,6 +248,15 @@ def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
     if row.get("time/step") and "tokens/update" in row:
         row["perf/tokens_per_second"] = row["tokens/update"] / row["time/step"]
     return row
+
+
+def _without_nan(value):
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def truncate_after(path: Path, iteration: int) -> None:
@@ -295,6 +311,6 @@ def console_lines(iteration: int, total: int, row: dict[str, float]) -> list[str
         lines.append(" | ".join([label, *parts]))
     evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
     if evaluation:
-        values = " | ".join(f"{name[5:].replace('_', ' ')} {value:.4f}" for name, value in evaluation.items())
-        lines.append(f"{label} | evaluation | {values}")
+        results = " | ".join(f"{name[5:].replace('_', ' ')} {value:.4f}" for name, value in evaluation.items())
+        lines.append(f"{label} | evaluation | {results}")
     return lines

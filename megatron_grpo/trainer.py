@@ -20,10 +20,10 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import load_plugins
+from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
-from megatron_grpo.validation import batch_arithmetic, merge_architecture, validate_args
+from megatron_grpo.validation import batch_arithmetic, check_warmup, merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
 
 
@@ -156,7 +156,7 @@ class Trainer:
         self.logger.flush()
         position = {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
         with self.timers("save"), training.parameters_complete(self.args, self.model):
-            # So that the checkpoint can be gone on from, and exported, without its origin; first, so that none lacks them.
+            # With them a checkpoint can be gone on from, and exported, without its origin: none may lack them.
             if dist.get_rank() == 0:
                 hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
             checkpointing.save_checkpoint(
@@ -189,18 +189,21 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_rank_0(dry_run_report(args, world_size))
         return None
     load_plugins(args.external_plugins or [])
+    get_rewards(args.reward_funcs)
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
     if args.train_iters is None:
-        rollouts = args.num_epochs * len(dataset) * args.num_generations // args.generation_batch_size
+        rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
         args.train_iters = rollouts * args.updates_per_rollout
         if rollouts == 0:
             raise GrpoError(
                 f"--num-epochs {args.num_epochs} over {len(dataset)} prompts is less than one rollout of "
                 f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
             )
+        check_warmup(args)
+    _check_destinations(args)
 
     initialize_distributed(args)
     set_random_seed(args.seed)
@@ -215,6 +218,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     if resume:
         iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
+    elif args.load and not args.finetune:
+        print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
     sampler = PromptSampler(len(dataset), args.seed, shuffle=not args.no_shuffle)
     if position:
         sampler.load_state_dict(position["sampler"])
@@ -256,6 +261,23 @@ def _keep_what_is_there(args, resume: bool) -> None:
             f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} to go on "
             "from it, or choose another folder"
         )
+
+
+def _check_destinations(args) -> None:
+    """Refuse at the start what could not be written at the end."""
+    export = Path(args.save_hf) if args.save_hf else None
+    if export and export.exists() and not hf.is_replaceable(export):
+        raise GrpoError(f"--save-hf {export} exists and is no Hugging Face model directory: choose another place")
+    places = {"--save": args.save, "--save-hf": export and export.parent, "--tensorboard-dir": args.tensorboard_dir}
+    for flag, directory in places.items():
+        if not directory:
+            continue
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GrpoError(f"{flag} {directory} cannot be made: {error.strerror}; choose another place") from error
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another place")
 
 
 def _merge_architecture(args, resume: bool) -> None:

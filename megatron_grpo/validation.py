@@ -100,6 +100,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
 
     ``--dry-run`` does without data, rewards and a learning rate, and without the libraries that the run will need.
     """
+    _check_finite(args)
     sizes = batch_arithmetic(args, world_size)
     args.world_size, args.data_parallel_size = world_size, sizes.dp_size
     args.global_batch_size, args.generation_batch_size = sizes.global_batch_size, sizes.generation_batch_size
@@ -143,6 +144,14 @@ def _excludes(args: Namespace, first: str, second: str, reason: str) -> None:
 def _divides(args: Namespace, dest: str, size: int, what: str) -> None:
     if getattr(args, dest) % size:
         raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must be divisible by {what} ({size})")
+
+
+def _check_finite(args: Namespace) -> None:
+    """Refuse nan and inf, which pass most comparisons and spoil the weights in the end."""
+    for dest, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise GrpoError(f"{flag(dest)} is {number}: give a finite number")
 
 
 def _check_model(args: Namespace) -> None:
@@ -276,6 +285,7 @@ def _check_algorithm(args: Namespace) -> None:
 
 def _check_duration(args: Namespace) -> None:
     positive(args, "train_iters num_epochs exit_interval save_interval log_interval distributed_timeout_minutes")
+    _within(args, "seed", 0, 2**31)  # numpy's limit is 2**32 - 1, and stages add to it
     _excludes(args, "train_iters", "num_epochs", "each says how long to train")
     if args.num_epochs is None:
         _required(args, "train_iters", "give it, or --num-epochs")
@@ -298,15 +308,27 @@ def _check_optimizer(args: Namespace) -> None:
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
         raise GrpoError(f"--lr-warmup-fraction ({args.lr_warmup_fraction}) must be at least 0 and less than 1")
     _excludes(args, "lr_warmup_iters", "lr_warmup_fraction", "each says how long to warm up")
+    check_warmup(args)
+    for dest in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if not 0 <= getattr(args, dest) < 1:
+            raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must be at least 0 and less than 1")
+    positive(args, "adam_eps")
+    for dest in ("weight_decay", "clip_grad"):
+        if getattr(args, dest) < 0:
+            raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must not be negative")
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
+    _needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
+    _needs(args, "overlap_param_gather", "overlap_grad_reduce", "megatron-core overlaps both or neither")
+
+
+def check_warmup(args: Namespace) -> None:
+    """Refuse a warm-up longer than the schedule; to be called again when --num-epochs has become --train-iters."""
     decay = args.lr_decay_iters or args.train_iters or math.inf
     if not 0 <= args.lr_warmup_iters < decay:
         raise GrpoError(
             f"--lr-warmup-iters ({args.lr_warmup_iters}) must be at least 0 and less than the updates in all ({decay})"
         )
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
-    _needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
-    _needs(args, "overlap_param_gather", "overlap_grad_reduce", "megatron-core overlaps both or neither")
 
 
 def _check_checkpoints(args: Namespace) -> None:
@@ -330,6 +352,11 @@ def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
     _needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
+    if args.wandb_project and importlib.util.find_spec("wandb") is None and not args.dry_run:
+        raise GrpoError(
+            f"--wandb-project {args.wandb_project} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave the flag out"
+        )
 
 
 def _check_libraries(args: Namespace) -> None:

@@ -5,90 +5,11 @@ third is a regular expression for the message: its cause, and then its cure wher
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-
-GOOD = """--transformer-impl local --micro-batch-size 8 --num-generations 4 --train-iters 2 --lr 1e-3 --beta 0
- --max-prompt-length 8 --max-completion-length 4 --reward-funcs exact_match --reward-timeout 0.3 --vllm-enforce-eager"""
-ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(1, 9)]
-
-
-class Bench:
-    """A directory with all that a good run needs; the methods make something bad and return the flags that name it."""
-
-    def __init__(self, root: Path, model: Path, finished: Path | None = None):
-        """``model``: a Hugging Face directory; ``finished``: the --save directory of a run of it, two updates long."""
-        self.root, self.model, self.finished, self.world_size = root, model, finished, 1
-        self.train = self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
-        self.save = root / "save"
-        self.save.mkdir()
-        (self.save / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')  # an earlier run's
-        self.good = f"{GOOD} --load-hf {model} --train-data-path {self.train} --save {self.save}".split()
-
-    def write(self, name: str, text: str | bytes) -> Path:
-        path = self.root / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    def without(self, flag: str, *instead: object) -> list[str]:
-        """Take a flag out of the good ones."""
-        at = self.good.index(flag)
-        del self.good[at : at + 2]
-        return [str(word) for word in instead]
-
-    def data(self, *lines: str, name: str = "bad.jsonl") -> list[str]:
-        return ["--train-data-path", str(self.write(name, "".join(line + "\n" for line in lines)))]
-
-    def plugin(self, text: str) -> list[str]:
-        path = self.write("plugin.py", "from megatron_grpo.rewards.registry import register_reward\n" + text)
-        return ["--external-plugins", str(path), "--reward-funcs", "mine"]
-
-    def hf(self, *leave_out: str) -> Path:
-        """A copy of the model, some files left out."""
-        return Path(shutil.copytree(self.model, self.root / "hf", ignore=shutil.ignore_patterns(*leave_out)))
-
-    def hf_file(self, name: str, text: str, *leave_out: str) -> list[str]:
-        """A copy of the model with a file of this content."""
-        directory = self.hf(*leave_out)
-        (directory / name).write_text(text)
-        return ["--load-hf", str(directory)]
-
-    def config(self, changes: dict) -> list[str]:
-        """A copy of the model whose config.json says something else; None takes a key out."""
-        config = json.loads((self.model / "config.json").read_text()) | changes
-        return self.hf_file("config.json", json.dumps({key: value for key, value in config.items() if value is not None}))
-
-    def tensors(self, change: Callable[[dict], object]) -> list[str]:
-        """A copy of the model in whose tensors something is changed."""
-        file = self.hf() / "model.safetensors"
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file, metadata={"format": "pt"})
-        return ["--load-hf", str(file.parent)]
-
-    def run(self) -> Path:
-        """A copy of the finished run."""
-        return Path(shutil.copytree(self.finished, self.root / "run"))
-
-    def resume(self, *words: str) -> list[str]:
-        """A copy of the finished run, to be gone on with."""
-        run = str(self.run())
-        return ["--load", run, "--save", run, "--train-iters", "4", *words]
-
-    def thesis(self) -> Path:
-        """A directory that no export may replace."""
-        (self.root / "thesis").mkdir()
-        self.write("thesis/chapter1.tex", "years of work")
-        return self.root / "thesis"
-
-    def truncate(self, file: Path, by: int = 100) -> None:
-        os.truncate(file, file.stat().st_size - by)
-
+from bad_input_bench import ROWS, Bench
+from safetensors.torch import load_file
 
 Make = Callable[[Bench], list[str]]
 Case = tuple[str, Make, str]
@@ -117,9 +38,9 @@ def plugin(text: str) -> Make:
 FLAGS: list[Case] = [
     ("unknown flag", flags("--num-generation 4"), r"unknown flag --num-generation; did you mean --num-generations\?"),
     ("flag without value", flags("--lr"), r"argument --lr: expected one argument"),
-    ("text for a number", flags("--lr fast"), r"argument --lr: invalid \w+ value: 'fast'"),
-    ("not a number", flags("--beta nan"), r"argument --beta: invalid \w+ value: 'nan'"),
-    ("infinite", flags("--reward-weights inf"), r"argument --reward-weights: invalid \w+ value: 'inf'"),
+    ("text for a number", flags("--lr fast"), r"argument --lr: invalid float value: 'fast'"),
+    ("not a number", flags("--beta nan"), r"--beta is nan: give a finite number"),
+    ("infinite", flags("--reward-weights inf"), r"--reward-weights is inf: give a finite number"),
     ("unknown choice", flags("--loss-type ppo"), r"--loss-type: invalid choice: 'ppo' \(choose from .*dapo"),
     ("stray value", flags("--seed 1 2"), r"unexpected argument '2': .*one value too many"),
     ("negative seed", flags("--seed -1"), r"--seed \(-1\) must lie between 0 and"),
@@ -131,12 +52,12 @@ FLAGS: list[Case] = [
     ("no model", lambda b: b.without("--load-hf"), r"--num-layers is missing: give it, --load-hf, or a checkpoint"),
     ("no end", lambda b: b.without("--train-iters"), r"--train-iters is missing: give it, or --num-epochs"),
     ("two ends", flags("--num-epochs 1"), r"--train-iters and --num-epochs cannot both be given"),
-    ("rewards and weights", flags("--reward-weights 1 2"), r"--reward-weights has 2 values, --reward-funcs 1: give one"),
+    ("rewards and weights", flags("--reward-weights 1 2"), r"--reward-weights has 2 values, .* 1: give one each"),
     ("too long", flags("--max-completion-length 600"), r"\(8\).*\(600\) = 608 .*--max-position-embeddings \(512\)"),
     ("experts", flags("--num-experts 8"), r"--num-experts is 8: .*not supported yet: train a dense model"),
     ("greedy training", flags("--temperature 0"), r"--temperature \(0.0\) must be greater than 0"),
-    ("unread data", flags("--valid-data-path v.jsonl"), r"--valid-data-path needs --eval-interval or --val-before-train"),
-    ("endless warm-up", flags("--lr-warmup-iters 9"), r"--lr-warmup-iters \(9\) must be .*less than the updates .*\(2\)"),
+    ("unread data", flags("--valid-data-path v.jsonl"), r"--valid-data-path needs --eval-interval or --val-before"),
+    ("endless warm-up", flags("--lr-warmup-iters 9"), r"--lr-warmup-iters \(9\) must be .*less than .*\(2\)"),
     (
         "warm-up longer than the epochs",
         lambda b: b.without("--train-iters", "--num-epochs", 1, "--lr-warmup-iters", 9),
@@ -183,26 +104,10 @@ BATCHES: list[Case] = [
         lambda b: b.without("--micro-batch-size", "--global-batch-size", 8, "--max-tokens-per-microbatch", 11),
         r"\(8\) \+ --max-completion-length \(4\) = 12 must be at most --max-tokens-per-microbatch \(11\)",
     ),
-    (
-        "updates and rollouts",
-        flags("--steps-per-generation 4"),
-        r"--train-iters \(2\) must be divisible by the updates per rollout \(4 = ",
-    ),
-    (
-        "engine and world size",
-        flags("--vllm-tensor-parallel-size 2", 3),
-        r"world_size \(3\) must be divisible by --vllm-tensor-parallel-size \(2\)",
-    ),
-    (
-        "heads and TP",
-        flags("--tensor-model-parallel-size 8", 8),
-        r"--num-attention-heads \(4\) must be divisible by tensor parallel size \(8\)",
-    ),
-    (
-        "layers and PP",
-        flags("--pipeline-model-parallel-size 3", 3),
-        r"--num-layers \(2\) must be divisible by pipeline parallel size \(3\)",
-    ),
+    ("updates", flags("--steps-per-generation 4"), r"\(2\) must be divisible by the updates per rollout \(4 = "),
+    ("engines", flags("--vllm-tensor-parallel-size 2", 3), r"\(3\) must be divisible by --vllm-tensor-.* \(2\)"),
+    ("heads and TP", flags("--tensor-model-parallel-size 8", 8), r"\(4\) must be divisible by tensor .*\(8\)"),
+    ("layers and PP", flags("--pipeline-model-parallel-size 3", 3), r"\(2\) must be divisible by pipeline .*\(3\)"),
 ]
 
 OVER = '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}'
@@ -222,11 +127,7 @@ DATA: list[Case] = [
     ("directory", lambda b: ["--train-data-path", str(b.root)], r"is a directory: name the \.jsonl or \.parquet files"),
     ("other kind of file", data("1", name="p.csv"), r"p\.csv: prompts are read from \.jsonl or \.parquet"),
     ("empty file", data(), r"no prompts: .*bad\.jsonl has no rows"),
-    (
-        "row without prompt",
-        data('{"prompt": "1"}', '{"question": "2", "answer": "2"}'),
-        r'bad\.jsonl:2: no prompt: expected a column "prompt" \(--prompt-key\) or "messages", found question, answer',
-    ),
+    ("row without prompt", data('{"prompt": "1"}', '{"q": 2}'), r'jsonl:2: no prompt: expected .*"prompt".*, found q'),
     (
         "prompt of a wrong type",
         data('{"prompt": "1"}', "", '{"prompt": 2}'),
@@ -246,6 +147,11 @@ DATA: list[Case] = [
     ("no chat template", no_template, r"bad\.jsonl:1: .*the tokenizer in .* has none; give .* plain strings or add a"),
     ("damaged Parquet", data("PAR1", name="bad.parquet"), r"bad\.parquet: not a readable Parquet file"),
     (
+        "prompt too long",
+        data('{"prompt": "1"}', '{"prompt": "123456789"}'),
+        r"bad\.jsonl:2: the prompt has 9 tokens, more than --max-prompt-length 8; raise it, or choose --truncation-",
+    ),
+    (
         "all prompts too long",
         lambda b: [*b.data('{"prompt": "123456789"}'), "--truncation-strategy", "delete"],
         r"no prompts left: all 1 are longer than --max-prompt-length 8; raise it, or choose --truncation-strategy left",
@@ -264,16 +170,8 @@ DATA: list[Case] = [
 
 TOKENIZERS: list[Case] = [
     ("missing", flags("--tokenizer-model gone"), r"--tokenizer-model gone: no such directory.*fetch a model"),
-    (
-        "not in there",
-        lambda b: ["--tokenizer-model", str(b.hf("tokenizer*"))],
-        r"--tokenizer-model .*hf: the directory has none of tokenizer\.json",
-    ),
-    (
-        "damaged",
-        lambda b: ["--tokenizer-model", b.hf_file("tokenizer.json", "{")[1]],
-        r"--tokenizer-model .*hf: transformers cannot read this tokenizer",
-    ),
+    ("not in there", lambda b: ["--tokenizer-model", str(b.hf("tokenizer*"))], r"the directory has none of tokenizer"),
+    ("damaged", lambda b: ["--tokenizer-model", b.hf_file("tokenizer.json", "{")[1]], r"cannot read this tokenizer"),
     (
         "not SentencePiece",
         lambda b: ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(b.train)],
@@ -287,7 +185,7 @@ TOKENIZERS: list[Case] = [
 ]
 
 REWARDS: list[Case] = [
-    ("unknown", flags("--reward-funcs exact_macth"), r'no reward function "exact_macth" \(did you mean "exact_match"\?\)'),
+    ("unknown", flags("--reward-funcs exact_macth"), r'"exact_macth" \(did you mean "exact_match"\?\)'),
     ("no plugin", flags("--external-plugins gone.py"), r"--external-plugins gone\.py: no such file"),
     ("syntax error", plugin("def f(:\n"), r"plugin\.py: line 2: SyntaxError: .*def f\(:"),
     ("missing import", plugin("import gone\n"), r"plugin\.py: line 2: ModuleNotFoundError: .*'gone'"),
@@ -301,9 +199,14 @@ REWARDS: list[Case] = [
 
 
 def index(value: object) -> Make:
-    """A copy of the model whose weights are where an index says."""
-    text = json.dumps({"weight_map": value})
-    return lambda bench: bench.hf_file("model.safetensors.index.json", text, "model.safetensors")
+    """A copy of the model without weights, but with an index; a name in it stands for all tensors being there."""
+
+    def make(bench: Bench) -> list[str]:
+        names = load_file(bench.model / "model.safetensors")
+        text = json.dumps({"weight_map": dict.fromkeys(names, value) if isinstance(value, str) else value})
+        return bench.hf_file("model.safetensors.index.json", text, "model.safetensors")
+
+    return make
 
 
 def truncated_weights(bench: Bench) -> list[str]:
@@ -328,18 +231,10 @@ HUGGING_FACE: list[Case] = [
     ("sliding window", config(**WINDOW), r"sliding-window attention .*set use_sliding_window to false"),
     ("quantised", config(quantization_config={"quant_method": "fp8"}), r"\(fp8\): use the checkpoint in bf16"),
     ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or no safetensors file"),
-    (
-        "missing shard",
-        index({"model.norm.weight": "model-00001-of-00002.safetensors"}),
-        r"model-00001-of-00002\.safetensors does not exist .*shard .* is missing|lacks the tensor",
-    ),
+    ("missing shard", index("model-1.safetensors"), r"model-1\.safetensors does not exist .*a shard .* is missing"),
     ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not a safetensors index"),
     ("no weights", lambda b: ["--load-hf", str(b.hf("*.safetensors"))], r"hf holds neither model\.safetensors nor"),
-    (
-        "pickle only",
-        lambda b: b.hf_file("pytorch_model.bin", "", "*.safetensors"),
-        r"pytorch_model\.bin is a pickle, .*: save the model as safetensors",
-    ),
+    ("pickle only", lambda b: b.hf_file("pytorch_model.bin", "", "*.safetensors"), r"pickle, .*: save .*safetensors"),
     (
         "extra tensor",
         lambda b: b.tensors(lambda tensors: tensors.update({"vision.weight": torch.zeros(2)})),
@@ -355,7 +250,11 @@ HUGGING_FACE: list[Case] = [
         lambda b: b.tensors(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32)})),
         r"tensor model\.norm\.weight has shape \(32,\), but the configuration says \(64,\)",
     ),
-    ("contradiction", flags("--hidden-size 128"), r"--hidden-size is 128, but .*config\.json says 64: leave the flag out"),
+    (
+        "contradiction",
+        flags("--hidden-size 128"),
+        r"--hidden-size is 128, but .*config\.json says 64: leave the flag out",
+    ),
 ]
 
 
@@ -387,22 +286,22 @@ def inner_directory(bench: Bench) -> list[str]:
 
 
 CHECKPOINTS: list[Case] = [
-    ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; .*to go back"),
-    ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist: .*of iter_0000002"),
-    ("latest is no number", latest("x"), r"holds 'x', not an iteration: write the number of one of iter_0000002"),
+    ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to go back"),
+    ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
+    ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
     ("the directory inside", inner_directory, r"it is a checkpoint itself: give .*"),
     (
         "contradiction",
         lambda b: b.resume("--num-layers", "4"),
         r"--num-layers is 4, but the checkpoint .*run says 2: leave the flag out",
     ),
-    ("another architecture", smaller_model, r"hidden_size is 64 there and 32 here.*that agree, or --use-checkpoint-args"),
+    ("another architecture", smaller_model, r"hidden_size is 64 there and 32 here.*, or --use-checkpoint-args"),
     (
         "other data",
         lambda b: b.resume(*b.data(*map(json.dumps, ROWS[:6]))),
         r"belongs to other data: .*number of prompts\) was 8 and is now 6; restore it, or start the data anew",
     ),
-    ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or start the data anew"),
+    ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or start .*anew"),
     (
         "other optimizer",
         lambda b: b.resume("--use-distributed-optimizer"),
@@ -414,26 +313,31 @@ CHECKPOINTS: list[Case] = [
         lambda b: ["--pretrained-checkpoint", str(b.finished)],
         r"--load-hf and --pretrained-checkpoint cannot both be given: the first weights come from one place",
     ),
+    (
+        "over a run",
+        lambda b: ["--save", str(b.run())],
+        r"--save .*run holds the checkpoint of iteration 2 .*: add --load",
+    ),
     ("save to a file", lambda b: ["--save", str(b.train)], r"--save .*train\.jsonl .*; choose another place"),
-    ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*train\.jsonl/run .*; choose another place"),
+    ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*jsonl/run .*; choose another place"),
     ("save in /proc", flags("--save /proc/run"), r"--save /proc/run .*; choose another place"),
     ("curves to a file", lambda b: ["--tensorboard-dir", str(b.train)], r"--tensorboard-dir .* choose another place"),
-    (
-        "export over other things",
-        lambda b: ["--save-hf", str(b.thesis())],
-        r"--save-hf .*thesis .*no Hugging Face model directory: choose another place",
-    ),
+    ("foreign export", lambda b: ["--save-hf", str(b.thesis())], r"--save-hf .*thesis .*: choose another place"),
 ]
 
 
-def failing(body: str) -> Make:
+def failing(body: str, *words: str) -> Make:
     """A reward function that does the same for every sample, in a run that goes on with the finished one."""
-    return lambda b: b.resume(*b.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n"))
+    return lambda b: b.resume(*words, *b.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n"))
 
 
 FAILING_REWARDS: list[Case] = [
     ("always raises", failing("raise ValueError('no key')"), r'"mine" failed on all 8 .*jsonl:\d.*ValueError: no key'),
-    ("always hangs", failing("while True: pass"), r'"mine" .*timed out.*longer than 0\.3 s \(--reward-timeout\)'),
+    (
+        "always hangs",
+        failing("while True: pass", "--reward-timeout", "0.3"),
+        r'"mine" gave no value and timed out on 4 samples; .*longer than 0\.3 s \(--reward-timeout\)',
+    ),
     ("always gives text", failing("return '1'"), r"\"mine\" failed on all 8 .*returned '1', no finite number"),
     ("always dies", failing("import os; os._exit(3)"), r'"mine" failed on all 8 .*ended its process.*status 3'),
     (
@@ -471,7 +375,7 @@ def plot(words: Callable[[Bench], list], output: str = "out.png") -> Make:
 
 
 TOOLS: list[Case] = [
-    ("gsm8k: no number", gsm8k('{"question": "?", "answer": "2"}'), r'bad\.jsonl:2: "answer" must end with "#### NUMBER"'),
+    ("gsm8k: no number", gsm8k('{"question": "?", "answer": "2"}'), r'jsonl:2: "answer" must end with "#### NUMBER"'),
     ("gsm8k: no question", gsm8k('{"answer": "#### 2"}'), r'bad\.jsonl:2: expected a text in "question", found null'),
     ("gsm8k: ending", gsm8k("", "out.txt"), r"out\.txt: the name must end in \.jsonl or \.parquet"),
     (
@@ -481,7 +385,7 @@ TOOLS: list[Case] = [
     ),
     ("convert: no model", convert(lambda b: ["--load", "gone", "--save", b.root / "c"]), r"gone is not a Hugging Face"),
     ("convert: onto itself", convert(lambda b: ["--load", b.model, "--save", b.model]), r"are the same directory"),
-    ("convert: over a run", convert(lambda b: ["--load", b.model, "--save", b.run()]), r"holds .*: choose another --save"),
+    ("convert: over a run", convert(lambda b: ["--load", b.model, "--save", b.run()]), r"choose another --save"),
     (
         "convert: no checkpoint",
         convert(lambda b: ["--load", b.root, "--save", b.root / "c"], "--megatron-to-hf"),
@@ -492,12 +396,12 @@ TOOLS: list[Case] = [
         convert(lambda b: ["--load", b.finished, "--save", b.thesis()], "--megatron-to-hf"),
         r"thesis .*no Hugging Face model directory: choose another place",
     ),
-    ("tiny model: heads", tiny(lambda b: ["--num-query-groups", 3]), r"\(4\) must be a multiple of --num-query-groups \(3\)"),
+    ("tiny model: heads", tiny(lambda b: ["--num-query-groups", 3]), r"\(4\) must be a multiple of .*\(3\)"),
     ("tiny model: layers", tiny(lambda b: ["--num-layers", 0]), r"--num-layers \(0\) must be at least 1"),
     ("tiny model: no data", tiny(lambda b: []), r"the warm-up needs --train and --valid; --steps 0"),
     ("tiny model: onto a file", tiny(lambda b: ["--save", b.train, "--steps", 0]), r"--save .*train\.jsonl is a file"),
     ("plot: empty", plot(lambda b: [b.write("e.jsonl", "")]), r"e\.jsonl is empty: the run has not finished its first"),
     ("plot: no run", plot(lambda b: ["gone"]), r"gone cannot be read .*: give the --save directory of a run"),
     ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is no row of metrics"),
-    ("plot: ending", plot(lambda b: [b.save], "out.doc"), r"--output .*out\.doc cannot be written: .*supported formats"),
+    ("plot: ending", plot(lambda b: [b.save], "out.doc"), r"--output .*out\.doc cannot be written: .*supported"),
 ]

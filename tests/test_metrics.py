@@ -143,6 +143,11 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
     logger.log(1, {"grad_norm": math.inf, "loss": math.nan, "kl": 0.0})
     logger.close()
     assert rows(tmp_path / "metrics.jsonl") == [{"iteration": 1, "grad_norm": None, "loss": None, "kl": 0.0}]
+    logger = MetricsLogger(make_args(save=str(tmp_path)), 0, 2, 1)
+    logger.log_completions(2, [{"rewards": {"exact": math.nan}, "advantages": [math.inf, 1.0]}])
+    logger.close()
+    (sample,) = rows(tmp_path / "completions.jsonl")
+    assert sample == {"iteration": 2, "rewards": {"exact": None}, "advantages": [None, 1.0]}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -207,18 +212,28 @@ def test_console_line_has_a_fixed_width():
     assert len(sparse) == len(line)
 
 
-def test_timers_add_up_and_start_anew():
+def test_timers_add_up_and_start_anew(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 20.5, 30.0, 31.0])  # every reading, in order
+    monkeypatch.setattr(metrics, "_now", lambda: next(clock))
     timers = Timers()
     for _ in range(2):
         with timers("rollout"):
-            time.sleep(0.02)
+            pass
     with pytest.raises(ValueError), timers("update"):
         raise ValueError
-    first, second = timers.collect(), timers.collect()
-    assert set(first) == {"time/rollout", "time/update", "time/step"}
-    assert 0.04 <= first["time/rollout"] <= first["time/step"] < 5
-    assert set(second) == {"time/step"}
-    assert second["time/step"] < first["time/step"]
+    assert timers.collect() == {"time/rollout": 6.0, "time/update": 0.5, "time/step": 30.0}
+    assert timers.collect() == {"time/step": 1.0}
+
+
+def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
+    clock = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
+    monkeypatch.setattr(metrics, "_now", lambda: next(clock))
+    timers = Timers()
+    with timers("eval"), timers("rollout"):
+        pass
+    with timers("rollout"):
+        pass
+    assert timers.collect() == {"time/eval": 3.0, "time/rollout": 0.5, "time/step": 6.0}
 
 
 def test_tensorboard_events_can_be_read_back(tmp_path):

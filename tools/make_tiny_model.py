@@ -30,6 +30,10 @@ from megatron_grpo.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
 IGNORED = -100
+POSITIVE = (
+    "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "max_position_embeddings"
+).split()
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 
@@ -57,6 +61,9 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
     """A float32 model of the asked shape with random weights, drawn from `args.seed`."""
+    for flag in POSITIVE:
+        if getattr(args, flag) < 1:
+            raise GrpoError(f"--{flag.replace('_', '-')} ({getattr(args, flag)}) must be at least 1")
     if args.hidden_size % 2 or args.num_attention_heads % args.num_query_groups:
         raise GrpoError(
             f"--num-attention-heads ({args.num_attention_heads}) must be a multiple of --num-query-groups "
@@ -80,7 +87,7 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     )
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # torch makes the padding's embedding 0; if it is ever sampled, a norm's gradient explodes there
+    with torch.no_grad():  # torch makes the padding's embedding 0: if it is ever sampled, a norm's gradient explodes
         model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -192,6 +199,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make(args: argparse.Namespace) -> None:
     """Build, warm up and save the model that the arguments describe."""
+    if args.save.exists() and not args.save.is_dir():
+        raise GrpoError(f"--save {args.save} is a file: name a directory")
     tokenizer = make_tokenizer(args.tokenizer)
     model = make_model(args, tokenizer)
     size = sum(p.numel() for p in model.parameters())
@@ -214,7 +223,7 @@ def make(args: argparse.Namespace) -> None:
 def main() -> int:
     """Run with a plain message for what the user can mend."""
     args = build_parser().parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(max(1, args.threads))
     transformers_logging.disable_progress_bar()  # of writing a file of 3 MB
     try:
         make(args)

@@ -67,18 +67,18 @@ OPTIM_ARGS=(
     --adam-beta1 0.9
     --adam-beta2 0.999
     --clip-grad 1.0
-    --train-iters 150
+    --train-iters 120
     --seed "$SEED"
 )
 LOGGING_ARGS=(
     --save "$RUN"
     --load "$RUN"
-    --save-interval 50
+    --save-interval 40
     --max-checkpoints-to-keep 2
     --val-before-train
-    --eval-interval 50
+    --eval-interval 20
     --eval-num-generations 4
-    --log-interval 5
+    --log-interval 1
     --tensorboard-dir "$RUN/tensorboard"
 )
 
@@ -102,22 +102,25 @@ run_step() {
     "$@" || fail "step $number ($title) failed. Finished steps are kept: mend what it says and start again."
     [[ -e $output ]] || fail "step $number ($title) ended without making $output"
     echo "$inputs" >"$stamp"
-    echo $((SECONDS - start)) >"$stamp.seconds"
     echo "      $((SECONDS - start)) s"
     ran=1
 }
 
 fail() { echo "quickstart: $1" >&2; exit 1; }
 
-evaluations() { # the rows of metrics.jsonl that hold an evaluation
-    python - "$RUN/metrics.jsonl" >"$WORK/evaluations.txt" <<'END'
+evaluations() { # the rows of metrics.jsonl that hold an evaluation, with the seconds of training until then
+    python - "$RUN/metrics.jsonl" >"$WORK/evaluations.part" <<'END' || return 1
 import json, sys
 
-print("update  greedy  sampled   (share of held-out problems answered right)")
+print("update  greedy  sampled  seconds   (greedy, sampled: share of held-out problems answered right)")
+seconds = 0.0
 for row in map(json.loads, open(sys.argv[1])):
+    seconds += row["time/step"]
     if "eval/greedy_accuracy" in row:
-        print(f"{row['iteration']:6d}  {row['eval/greedy_accuracy']:6.3f}  {row['eval/sampled_accuracy']:7.3f}")
+        greedy, sampled = row["eval/greedy_accuracy"], row["eval/sampled_accuracy"]
+        print(f"{row['iteration']:6d}  {greedy:6.3f}  {sampled:7.3f}  {seconds:7.0f}")
 END
+    mv "$WORK/evaluations.part" "$WORK/evaluations.txt"
     sed 's/^/  /' "$WORK/evaluations.txt"
 }
 
@@ -132,11 +135,12 @@ echo "[1/8] environment"
 start=$SECONDS
 bash tools/make_venv.sh
 echo "      $((SECONDS - start)) s"
+installed=$SECONDS
 PATH=$(cd "$VENV/bin" && pwd):$PATH
 export PATH OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
 
-run_step "data: sums of two numbers below 100 as prompts" "$DATA" \
-    python tools/data/arithmetic.py --save "$DATA" --operations + --digits 1 2 --reversed --seed "$SEED"
+run_step "data: sums of two-digit numbers as prompts" "$DATA" \
+    python tools/data/arithmetic.py --save "$DATA" --operations + --digits 2 --reversed --seed "$SEED"
 run_step "model: random weights, then supervised steps until 30% of sampled answers are right" "$HF" \
     python tools/make_tiny_model.py --save "$HF" --train "$DATA/warmup.jsonl" --valid "$DATA/valid.jsonl" \
     --stop-accuracy 0.3 --seed "$SEED"
@@ -147,15 +151,14 @@ run_step "training by GRPO on 2 processes, vLLM in both" "$RUN" \
     "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}"
 run_step "evaluation on held-out problems, before and after" "$WORK/evaluations.txt" evaluations
 run_step "the Hugging Face export in transformers and in vLLM" "$WORK/export_check.txt" check_export
-run_step "curves" "$WORK/curves.png" python tools/plot_metrics.py "$RUN" --output "$WORK/curves.png"
+run_step "curves" "$WORK/curves.png" python tools/plot_metrics.py "$RUN" --smooth 5 --output "$WORK/curves.png"
 
 before=$(sed -n 2p "$WORK/evaluations.txt") after=$(tail -n 1 "$WORK/evaluations.txt")
-read -r _ greedy_before sampled_before <<<"$before"
-read -r updates greedy_after sampled_after <<<"$after"
-total=0; for seconds in $(cat "$STAMPS"/*.seconds); do total=$((total + seconds)); done
+read -r _ greedy_before sampled_before _ <<<"$before"
+read -r updates greedy_after sampled_after seconds <<<"$after"
 echo
 [[ $ran == 1 ]] && word=Done || word="Finished before"
-echo "$word: $updates GRPO updates of 1,024 completions in $(cat "$STAMPS/5.seconds") s; $total s for steps 2 to 8."
+echo "$word: $updates GRPO updates of 1,024 completions, $seconds s of training; $((SECONDS - installed)) s now for steps 2 to 8."
 echo "Held-out accuracy, no problem seen in either order: greedy $greedy_before -> $greedy_after, sampled $sampled_before -> $sampled_after."
 echo "The exported model: $(tail -n 1 "$WORK/export_check.txt")."
 echo "Model: $RUN/hf_model. Checkpoints, metrics.jsonl, completions.jsonl, tensorboard: $RUN. Curves: $WORK/curves.png."

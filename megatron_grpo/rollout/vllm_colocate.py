@@ -97,6 +97,15 @@ def _build(args, directory: str):
     from vllm import LLM
 
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    if not torch.cuda.is_available():  # on a CPU vLLM itself finds out in the middle of the first rollout
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if args.kv_channels not in sizes:
+            raise GrpoError(
+                f"--kv-channels is {args.kv_channels}, but vLLM on a CPU has attention for heads of "
+                f"{', '.join(map(str, sizes))} channels only: take a model with such heads, or a GPU"
+            )
     if args.bf16:
         dtype = "bfloat16"
     else:

@@ -65,14 +65,22 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
 def copy_assets(source: str | Path, target_dir: str | Path) -> None:
     """Copy tokenizer files, chat template, config.json and generation_config.json from a directory into another.
 
-    `source` may also be a single file, such as a SentencePiece model.
+    `source` may also be a single file, such as a SentencePiece model, or the target itself, and then nothing is done. A
+    kill leaves each file old or new, never half. GrpoError when one cannot be copied.
     """
     source, target_dir = Path(source), Path(target_dir)
-    target_dir.mkdir(parents=True, exist_ok=True)
+    if source.resolve() == target_dir.resolve():  # a resumed run takes them from where it saves to
+        return
     paths = [source] if source.is_file() else [path for pattern in _ASSETS for path in source.glob(pattern)]
-    for path in paths:
-        if path.is_file():
-            shutil.copyfile(path, target_dir / path.name)
+    try:
+        target_dir.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            if path.is_file():
+                partial = target_dir / f".{path.name}.partial"
+                shutil.copyfile(path, partial)
+                os.replace(partial, target_dir / path.name)
+    except OSError as error:
+        raise GrpoError(f"tokenizer files cannot be copied from {source} to {target_dir}: {error}") from error
 
 
 class Safetensors:
@@ -88,9 +96,9 @@ class Safetensors:
         if index.exists():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+                self._where = {name: self.dir / file for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise GrpoError(f"{index} is not a safetensors index: {error!r}") from None
-            self._where = {name: self.dir / file for name, file in weight_map.items()}
         elif (single := self.dir / "model.safetensors").exists():
             self._where = dict.fromkeys(self._open(single).keys(), single)
         elif found := sorted(self.dir.glob("pytorch_model*.bin")):

@@ -45,7 +45,10 @@ class Family:
 
         Raises GrpoError for a missing key, or for a setting that the model built from these arguments would not have.
         """
-        return {"model_family": self.name, **self.fixed, **_read_common(config), **self.read(config)}
+        try:
+            return {"model_family": self.name, **self.fixed, **_read_common(config), **self.read(config)}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise GrpoError(f"config.json has a value of the wrong type: {error}") from error
 
     def hf_from_args(self, args: Namespace) -> Config:
         """The config.json of the model that `args` describe; the inverse of args_from_hf.

@@ -1,0 +1,182 @@
+"""What tests/test_rollout.py runs under torchrun: one engine, one trainer, and many rollouts.
+
+    torchrun --nproc-per-node W tests/rollout_worker.py OUT_DIR FLAGS
+
+Every rank writes its rollouts as OUT_DIR/CASE.RANK.npz, the trainer's log-probabilities of them beside, and
+OUT_DIR/facts.RANK.json. The test judges them.
+"""
+
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()
+
+from megatron.core import tensor_parallel
+from megatron.core.utils import unwrap_model
+
+import pretrain_grpo
+from megatron_grpo import training
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.metrics import Timers
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.rollout.vllm_colocate import VllmColocate
+from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.weights import families, hf
+
+GENERATIONS, MAX_TOKENS = 4, 24
+SAMPLED = Sampling(max_tokens=MAX_TOKENS, log_probs=True)
+GREEDY = replace(SAMPLED, temperature=0.0)
+# Bytes: the first two prompts are equal and go to different replicas; one is longer than a block of the engine's cache.
+LENGTHS = (5, 5, 1, 33, 300)
+# What the rewards of a completion must be, if they belong to it: its length, and the number in its row.
+PLUGIN = """
+from megatron_grpo.rewards.registry import register_reward
+
+@register_reward("length")
+def length(sample):
+    return len(sample.token_ids)
+
+@register_reward("row")
+def row(sample):
+    return sample.row["number"] if sample.prompt == sample.row["text"] else None
+"""
+COMMON = f"""--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused --reward-funcs length row
+    --vllm-enforce-eager --vllm-enable-prefix-caching --vllm-max-num-seqs 16 --micro-batch-size 2 --global-batch-size 20
+    --num-generations {GENERATIONS} --max-prompt-length {max(LENGTHS)} --max-completion-length {MAX_TOKENS}"""
+
+
+def make_prompts(tokenizer) -> list[Prompt]:
+    """Prompts of printable characters; rows are numbered from 100, so that a row is not taken for its place."""
+    rng = np.random.default_rng(0)
+    prompts = []
+    for place, length in enumerate(LENGTHS):
+        text = prompts[0].row["text"] if place == 1 else "".join(map(chr, rng.integers(33, 127, length)))
+        row = {"number": 100 + place, "text": text}
+        prompts.append(Prompt(id=100 + place, ids=tokenizer.encode(text), row=row, source="made up"))
+    return prompts
+
+
+def random_state() -> list:
+    """The state of every generator that the trainer draws from."""
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states().values()
+    states = [torch.get_rng_state(), *tracked]
+    return [repr(random.getstate()), repr(np.random.get_state()), *(state.tolist() for state in states)]
+
+
+class Cases:
+    """The engine under test beside a trainer, and what was written of them."""
+
+    def __init__(self, args, out: Path):
+        self.args, self.out, self.rank = args, out, dist.get_rank()
+        self.tokenizer = build_tokenizer(args)
+        self.prompts = make_prompts(self.tokenizer)
+        model = training.build_model(args, model_provider)
+        hf.load_hf(model, args, args.load_hf)
+        model, _, _ = training.setup_optimizer(args, model)
+        state = random_state()
+        engine = VllmColocate(args, families.for_args(args).hf_from_args(args), self.tokenizer.eos_id)
+        self.facts = {"build kept the random state": random_state() == state}
+        self.trainer = SimpleNamespace(model=model, engine=engine, timers=Timers(), iteration=0)
+        self.scorer = RewardPool(args.reward_funcs, args.external_plugins) if engine.is_lead else None
+
+    def rollout(self, name: str, sampling: Sampling, seed: int, prompts=None, generations: int = GENERATIONS):
+        """Make a rollout and write it."""
+        state = random_state()
+        batch, failures = collect_rollout(
+            self.trainer.engine,
+            self.prompts if prompts is None else prompts,
+            generations,
+            sampling,
+            self.scorer,
+            self.tokenizer,
+            seed,
+            self.trainer.timers,
+        )
+        self.facts[f"{name} kept the random state"] = random_state() == state
+        self.facts[f"{name} failures"] = failures
+        batch.save(self.out / f"{name}.{self.rank}.npz")
+        return batch
+
+    def log_probs(self, name: str, batch, temperature: float = 1.0) -> None:
+        """Write the trainer's log-probabilities of a rollout."""
+        for chunk in unwrap_model(self.trainer.model):
+            chunk.temperature = temperature
+        values = pretrain_grpo.log_probs(self.args, self.trainer, batch)
+        np.save(self.out / f"{name}.{self.rank}.npy", values)
+
+    def run(self) -> None:
+        pretrain_grpo.sync(self.args, self.trainer)
+        first = self.rollout("first", SAMPLED, seed=7)
+        self.log_probs("first", first)
+        cool = self.rollout("cool", replace(SAMPLED, temperature=0.7), seed=7)
+        self.log_probs("cool", cool, temperature=0.7)
+        self.rollout("other seed", SAMPLED, seed=8)
+        self.rollout("same seed", replace(SAMPLED, log_probs=False), seed=7)
+        self.rollout("one prompt", SAMPLED, seed=7, prompts=self.prompts[3:4])
+        self.rollout("twins", SAMPLED, seed=7, prompts=self.prompts[:2])
+        self.rollout("greedy", GREEDY, seed=7, generations=1)
+        self.log_probs("no end", self.rollout("no end", replace(SAMPLED, ignore_eos=True), seed=7))
+        if self.args.stop_words:
+            self.rollout("stop words", replace(GREEDY, stop=tuple(self.args.stop_words)), seed=7, generations=1)
+        self.abort()
+        self.new_weights()
+        (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
+
+    def abort(self) -> None:
+        """Of two requests one is given up after the first step."""
+        engine = self.trainer.engine
+        with engine.rollout(1):
+            engine.submit([Request(i, self.prompts[i].ids, replace(SAMPLED, ignore_eos=True)) for i in (0, 1)])
+            assert not engine.poll()
+            engine.abort([0])
+            self.facts["not aborted"] = [completion.id for completion in generate(engine, [])] + [
+                completion.id for _ in range(2 * MAX_TOKENS) for completion in engine.poll()
+            ]
+
+    def new_weights(self) -> None:
+        """The trainer's weights change; the engine is asked before and after it is given them."""
+        with torch.no_grad():
+            for chunk in self.trainer.model:
+                for parameter in chunk.parameters():
+                    parameter.add_(0.5 * parameter.flip(0))  # the same on ranks that hold the same
+        self.trainer.iteration = 3
+        self.log_probs("stale", self.rollout("stale", SAMPLED, seed=7))
+        state = random_state()
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.facts["sync kept the random state"] = random_state() == state
+        self.log_probs("fresh", self.rollout("fresh", SAMPLED, seed=7))
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    (out / "plugin.py").write_text(PLUGIN)
+    args = parse_args([*COMMON.split(), "--external-plugins", str(out / "plugin.py"), *sys.argv[2:]])
+    config = hf.read_config(args.load_hf)
+    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
+    validate_args(args, int(os.environ["WORLD_SIZE"]))
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    cases = Cases(args, out)
+    cases.run()
+    cases.trainer.engine.close()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,132 @@
+"""Runs that were killed, stopped, or started again in another layout; tools/resume_check.py in small."""
+
+import json
+import random
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.checkpoint_directory import latest_iteration
+from tools import resume_check
+from tools.resume_check import Moment, Reference, Run, differences, read_rows, saving
+
+UPDATES, STOP = 10, 6
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Reference:
+    """Ten updates, undisturbed; a checkpoint after every second one."""
+    root = tmp_path_factory.mktemp("resume")
+    words = f"{resume_check.COMMON} {resume_check.JOBS['one update']} --train-iters {UPDATES}".split()
+    return resume_check.make_reference(root / "undisturbed", [*words, *resume_check.make_inputs(root)])
+
+
+@pytest.fixture(scope="module")
+def stopped(reference) -> Run:
+    """The same with --exit-interval, killed on its way there and started again."""
+    save, flags = reference.save.with_name("stopped"), [*reference.flags, "--exit-interval", str(STOP)]
+    some_row = random.Random(0).randint(3, 4)  # there is a checkpoint by then
+    killed = Run(save, flags).kill_at(Moment("", lambda run: resume_check.count_rows(run) > some_row, 0.0))
+    assert killed
+    assert latest_iteration(save) >= 2
+    return Run(save, flags).finish()
+
+
+def iterations(save: Path) -> list[int]:
+    return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
+
+
+@pytest.mark.distributed
+@pytest.mark.vllm
+def test_exit_interval_saves_and_ends_the_run_wherever_it_began(stopped, reference):
+    assert stopped.resumed_from >= 2
+    assert latest_iteration(stopped.save) == STOP
+    assert iterations(stopped.save) == list(range(STOP + 1))
+    assert (stopped.save / "hf_model" / "model.safetensors").exists()
+    # Half the run has the first half's rows: the learning rate goes by --train-iters, not by where the run stops.
+    expected = read_rows(reference.save / "metrics.jsonl")[STOP]
+    row = read_rows(stopped.save / "metrics.jsonl")[STOP]
+    assert [row[key] for key in ("lr", "loss", "grad_norm")] == [expected[key] for key in ("lr", "loss", "grad_norm")]
+
+
+@pytest.mark.distributed
+@pytest.mark.vllm
+def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference):
+    """The second kill of this run; --exit-interval does not stop it where it begins."""
+    save, flags = stopped.save.with_name("saving"), [*reference.flags, "--exit-interval", str(STOP)]
+    shutil.copytree(stopped.save, save)
+    assert Run(save, flags).kill_at(saving(STOP + 2, delay=random.Random(1).uniform(0, 0.05)))
+    run = Run(save, flags).finish()
+    assert run.resumed_from >= STOP
+    assert latest_iteration(save) == UPDATES
+    assert differences(save, reference.save) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("nproc", "flags"), [(2, ["--tensor-model-parallel-size", "2"]), (1, [])], ids=["TP2", "1 rank"]
+)
+def test_resumed_in_another_layout(stopped, reference, nproc, flags):
+    save = stopped.save.with_name(f"{nproc} {flags}".translate(str.maketrans(" '[],", "_____")))
+    shutil.copytree(stopped.save, save)
+    run = Run(save, [*reference.flags, *flags], nproc).finish()
+    assert run.resumed_from == STOP
+    assert re.search(r"was written in the layout .*'dp': 2.*random states are seeded anew, with 1234 \+ 6", run.log)
+    assert iterations(save) == list(range(UPDATES + 1))
+    rows, expected = (read_rows(directory / "metrics.jsonl") for directory in (save, reference.save))
+    assert rows[STOP] == read_rows(stopped.save / "metrics.jsonl")[STOP]
+    for row, other in zip(rows[STOP + 1 :], expected[STOP + 1 :], strict=True):
+        assert (row["lr"], row["consumed/prompts"]) == (other["lr"], other["consumed/prompts"])
+        assert row["mismatch/mean_abs"] < 1e-5  # trainer and engine both have the checkpoint's weights
+    # What is sampled differs by layout, the prompts do not.
+    prompts = [[row["prompt"] for row in read_rows(d / "completions.jsonl")] for d in (save, reference.save)]
+    assert prompts[0] == prompts[1]
+
+
+def write_run(directory: Path, rows: list[dict], weights: bytes) -> Path:
+    (directory / "hf_model").mkdir(parents=True)
+    (directory / "hf_model" / "model.safetensors").write_bytes(weights)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_what_the_tool_calls_a_difference(tmp_path):
+    rows = [{"iteration": 1, "loss": 0.5, "time/step": 1.0}, {"iteration": 2, "loss": 0.25, "time/step": 1.0}]
+    a = write_run(tmp_path / "a", rows, b"weights")
+    slower = [row | {"time/step": 2.0, "time/save": 1.0, "perf/tokens_per_second": 9.0} for row in rows]
+    assert differences(write_run(tmp_path / "slower", slower, b"weights"), a) == []
+
+    changed = [rows[0], rows[1] | {"loss": 0.25 + 2**-54}]
+    found = differences(write_run(tmp_path / "changed", changed, b"weight!"), a)
+    assert "metrics.jsonl, row 2, iteration 2: loss is 0.25000000000000006 instead of 0.25" in found
+    assert "hf_model/model.safetensors is another" in found
+    assert (
+        "iteration 2: iteration is None instead of 2" in differences(write_run(tmp_path / "short", rows[:1], b""), a)[0]
+    )
+    (a / "iter_0000002.tmp").mkdir()
+    assert differences(a, a) == ["iter_0000002.tmp was left behind"]
+
+
+def test_moments_are_drawn_from_the_seed_alone(tmp_path):
+    rows = [{"iteration": i, "time/save": 0.1} for i in range(1, 25)]
+    save = write_run(tmp_path, rows, b"")
+    (save / "iter_0000024").mkdir()
+    (save / "iter_0000024" / "args.json").write_text('{"save_interval": 4}')
+    (save / "latest_checkpointed_iteration.txt").write_text("24")
+    reference = Reference([], save, start_seconds=10.0)
+    draws = [
+        [resume_check.draw_moment(k, random.Random(s), reference).text for s in range(40)]
+        for k in ("saving", "training")
+    ]
+    saves = {int(re.match(r"save (\d+) \+ \d+ ms", text)[1]) for text in draws[0]}
+    assert saves == {4, 8, 12, 16, 20, 24}
+    assert len(set(draws[1])) > 15
+    assert (
+        resume_check.draw_moment("starting", random.Random(3), replace(reference, start_seconds=0.0)).text
+        == "start + 0.0 s"
+    )

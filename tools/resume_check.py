@@ -1,0 +1,335 @@
+"""Is a run that was killed and started again the run that was never stopped? To the last bit, on a CPU.
+
+    python tools/resume_check.py runs/resume_check --kills 10 --seed 1 [-- FLAGS OF pretrain_grpo.py]
+
+A tiny model learns one-digit arithmetic: once undisturbed, then once for each kill in a fresh directory, where all its
+processes get SIGKILL at a random moment and the same command is given again. `metrics.jsonl` (all but timings),
+`completions.jsonl` and the exported model must be equal. The moments are drawn from --seed and of four kinds:
+
+    training    at a random number of rows in metrics.jsonl, and up to 0.2 s later
+    saving      when the directory of a random checkpoint appears, and up to the length of a save later
+    starting    during the start, when there is nothing to resume from
+    resuming    like the first, and once more during the start that follows
+
+Two jobs take turns: one update a rollout; and four, with a token budget and the distributed optimizer. What follows
+`--` goes to both, such as `--tensor-model-parallel-size 2`. Exit code 1 when anything differs.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil
+
+from megatron_grpo.checkpoint_directory import iteration_directory, latest_iteration, read_checkpoint_args
+from megatron_grpo.errors import GrpoError
+
+UPDATES = 24
+COMMON = f"""--transformer-impl local --num-generations 4 --global-batch-size 128 --train-iters {UPDATES}
+    --lr 1e-3 --lr-decay-style linear --lr-warmup-iters 4 --beta 0.02 --max-prompt-length 6 --max-completion-length 4
+    --reward-funcs exact_match --val-before-train --vllm-enforce-eager --max-checkpoints-to-keep 2"""
+JOBS = {
+    "one update": "--micro-batch-size 16 --loss-type dapo --save-interval 2 --eval-interval 4",
+    "four updates": """--max-tokens-per-microbatch 80 --steps-per-generation 2 --num-iterations 2 --save-interval 4
+        --eval-interval 8 --eval-num-generations 2 --log-interval 3 --mismatch-sample-rate 0.5
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --vllm-enable-prefix-caching""",
+}
+KINDS = ("training", "saving", "training", "saving", "starting", "saving", "training", "training", "saving", "resuming")
+TIME_LIMIT = 600.0  # seconds for one run
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill a run: `delay` seconds after `reached` of it has become true."""
+
+    text: str
+    reached: Callable[["Run"], bool]
+    delay: float
+
+
+class Run:
+    """One start of pretrain_grpo.py by torchrun, with `save` as its --save and its --load."""
+
+    def __init__(self, save: Path, flags: Sequence[str], nproc: int = 2):
+        save.mkdir(parents=True, exist_ok=True)
+        self.save, self.started = save, time.monotonic()
+        self.log_file = save / f"log.{len(list(save.glob('log.*')))}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        command += [str(ROOT / "pretrain_grpo.py"), *flags, "--save", str(save), "--load", str(save)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with open(self.log_file, "wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.started
+
+    @property
+    def resumed_from(self) -> int:
+        """The iteration that it went on from; 0 when there was no checkpoint."""
+        found = re.search(r"^resumed from .* at iteration ([0-9]+)$", self.log, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    def finish(self) -> "Run":
+        """Wait for the end; GrpoError with the end of the log when that is no good one."""
+        status: int | str
+        try:
+            status = self.process.wait(max(1.0, TIME_LIMIT - self.seconds))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = f"killed after {TIME_LIMIT:.0f} s"
+        if status != 0:
+            tail = "\n".join(self.log.splitlines()[-30:])
+            raise GrpoError(f"exit status {status} of the run in {self.save}; {self.log_file} ends with\n{tail}")
+        return self
+
+    def wait_until(self, reached: Callable[["Run"], bool]) -> bool:
+        """Watch it until `reached` is true; False when it has ended first. GrpoError when that was no good end."""
+        while not reached(self):
+            if self.process.poll() is not None or self.seconds > TIME_LIMIT:
+                self.finish()
+                return False
+            time.sleep(0.001)
+        return True
+
+    def kill_at(self, moment: Moment) -> bool:
+        """SIGKILL at that moment; False when it has ended first."""
+        if not self.wait_until(moment.reached):
+            return False
+        time.sleep(moment.delay)
+        return self.kill()
+
+    def kill(self) -> bool:
+        """SIGKILL to torchrun and all ranks; False when it has ended already.
+
+        torchrun gives each rank a session of its own: they are found as its children. What the ranks have started has
+        to go by itself, GrpoError when it is still there after 10 seconds.
+        """
+        if self.process.poll() is not None:
+            return False
+        self.process.send_signal(signal.SIGSTOP)  # so that it starts nothing meanwhile
+        torchrun = psutil.Process(self.process.pid)
+        ranks, family = torchrun.children(), torchrun.children(recursive=True)
+        for process in (torchrun, *ranks):
+            _kill(process)
+        self.process.wait()
+        deadline = time.monotonic() + 10
+        while left := [process for process in family if _alive(process)]:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{process.pid} {process.name()}" for process in left)
+                for process in left:
+                    _kill(process)
+                raise GrpoError(f"these processes outlived the killed run in {self.save}: {names}")
+            time.sleep(0.01)
+        return True
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()  # psutil first makes sure that the number has not gone to another process
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A job and its undisturbed run, to which the killed ones are compared."""
+
+    flags: list[str]
+    save: Path
+    start_seconds: float  # until the first row
+    nproc: int = 2
+
+
+def make_inputs(directory: Path) -> list[str]:
+    """Data and a model that is right now and then; returns the flags that name them."""
+    data, model = directory / "data", directory / "model"
+    tools: list[list] = [
+        ["data/arithmetic.py", "--save", data, "--digits", "1", "--operations", "+", "-"],
+        ["make_tiny_model.py", "--save", model, "--train", data / "train.jsonl", "--valid", data / "train.jsonl"]
+        + "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --max-position-embeddings 32 --quiet".split(),
+    ]
+    for tool, *words in tools:
+        command = [sys.executable, str(ROOT / "tools" / tool), *map(str, words)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise GrpoError(f"{' '.join(command)} failed:\n{done.stdout}")
+    files = ["--train-data-path", data / "train.jsonl", "--valid-data-path", data / "test.jsonl", "--load-hf", model]
+    return list(map(str, files))
+
+
+def make_reference(save: Path, flags: list[str], nproc: int = 2) -> Reference:
+    """Run a job undisturbed; GrpoError when it learns nothing, since such a run proves nothing."""
+    run = Run(save, flags, nproc)
+    run.wait_until(lambda run: count_rows(run) > 0)
+    seconds = run.seconds
+    run.finish()
+    if not all(row["grad_norm"] > 0 for row in read_rows(save / "metrics.jsonl") if "grad_norm" in row):
+        raise GrpoError(f"the run in {save} has updates without a gradient: there is nothing to compare")
+    return Reference(flags, save, seconds, nproc)
+
+
+def draw_moment(kind: str, rng: random.Random, reference: Reference) -> Moment:
+    """A moment of that kind, anywhere in the run's length."""
+    rows = read_rows(reference.save / "metrics.jsonl")
+    if kind == "saving":
+        lengths = [row["time/save"] for row in rows if "time/save" in row]
+        interval = read_checkpoint_args(reference.save)["save_interval"]
+        iteration = rng.randrange(interval, rows[-1]["iteration"] + 1, interval)
+        return saving(iteration, rng.uniform(0, 1.2 * sum(lengths) / len(lengths)))
+    if kind == "training":
+        number = rng.randint(1, len(rows))
+        delay = rng.uniform(0, 0.2)
+        return Moment(f"row {number} + {1000 * delay:.0f} ms", lambda run: count_rows(run) >= number, delay)
+    seconds = rng.uniform(0, reference.start_seconds)
+    return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds, 0.0)
+
+
+def saving(iteration: int, delay: float) -> Moment:
+    """`delay` seconds after the checkpoint of an iteration has been begun."""
+    final = iteration_directory("", iteration)
+    names = (f"{final}.tmp", final)  # the second in case the first was too short to be seen
+
+    def begun(run: Run) -> bool:
+        return any((run.save / name).exists() for name in names)
+
+    return Moment(f"save {iteration} + {1000 * delay:.0f} ms", begun, delay)
+
+
+def kill_and_resume(kind: str, rng: random.Random, reference: Reference, save: Path) -> tuple[list[str], list[str]]:
+    """Kill a fresh run in `save` at random, start it again, and compare.
+
+    Returns the cells of the table (moment, what the kill left, iteration resumed from, rows compared) and the
+    differences. A moment that came after the end of the run is drawn again.
+    """
+    moments, left = [], ""
+    for part in ("training", "resuming") if kind == "resuming" else (kind,):
+        killed = False
+        while not killed:
+            if part != "resuming":
+                shutil.rmtree(save, ignore_errors=True)
+            moment = draw_moment(part, rng, reference)
+            killed = Run(save, reference.flags, reference.nproc).kill_at(moment)
+        moments.append(moment.text)
+    latest = latest_iteration(save)
+    leftovers = [path.name for path in sorted(save.glob("iter_*")) if path.suffix]
+    left = ", ".join(["nothing" if latest is None else f"iteration {latest}", *leftovers])
+    run = Run(save, reference.flags, reference.nproc).finish()
+    rows = [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
+    new = sum(iteration > run.resumed_from or run.resumed_from == 0 for iteration in rows)
+    cells = [", then ".join(moments), left, str(run.resumed_from), f"{new} of {len(rows)}"]
+    return cells, differences(save, reference.save)
+
+
+def differences(save: Path, reference: Path) -> list[str]:
+    """What a finished run has otherwise than the reference, in words; empty when it has all the same."""
+    found = []
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        pairs = zip_longest(read_rows(save / name), read_rows(reference / name), fillvalue={})
+        for number, (row, expected) in enumerate(pairs, start=1):
+            keys = [key for key in {**expected, **row} if row.get(key) != expected.get(key) and not _is_timing(key)]
+            if keys:
+                values = f"{keys[0]} is {row.get(keys[0])!r} instead of {expected.get(keys[0])!r}"
+                found.append(f"{name}, row {number}, iteration {expected.get('iteration')}: {values}")
+                break  # the rest follows from it
+    files, expected_files = (_contents(directory / "hf_model") for directory in (save, reference))
+    for name in sorted(files.keys() | expected_files.keys()):
+        if files.get(name) != expected_files.get(name):
+            found.append(f"hf_model/{name} is another")
+    left = [path.name for path in sorted(save.iterdir()) if path.suffix in (".tmp", ".old", ".partial")]
+    return found + [f"{name} was left behind" for name in left]
+
+
+def count_rows(run: Run) -> int:
+    """Rows that the run, and those before it in the same directory, have written to metrics.jsonl."""
+    file = run.save / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def read_rows(file: Path) -> list[dict]:
+    """All rows of a JSON-lines file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _is_timing(key: str) -> bool:
+    return key.startswith(("time/", "perf/"))
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()} if directory.is_dir() else {}
+
+
+def check(args: argparse.Namespace) -> bool:
+    """All kills, with a line of the table after each; returns whether everything was equal."""
+    inputs = make_inputs(args.directory)
+    references = []
+    for job, words in list(JOBS.items())[: args.kills]:
+        save = args.directory / f"undisturbed, {job}".replace(", ", "_").replace(" ", "_")
+        shutil.rmtree(save, ignore_errors=True)
+        reference = make_reference(save, [*COMMON.split(), *words.split(), *inputs, *args.flags], args.nproc_per_node)
+        print(f"undisturbed, {job} a rollout: first row after {reference.start_seconds:.0f} s", flush=True)
+        references.append((job, reference))
+
+    form = "{:>4}  {:12}  {:8}  {:34}  {:38}  {:>12}  {:>8}  {}"
+    print(form.format("kill", "job", "kind", "moment", "left", "resumed from", "rows", "identical"), flush=True)
+    rng, equal = random.Random(args.seed), True
+    for number in range(1, args.kills + 1):
+        kind = KINDS[(number - 1) % len(KINDS)]
+        job, reference = references[(number - 1) // 2 % len(references)]
+        cells, different = kill_and_resume(kind, rng, reference, args.directory / f"kill_{number}")
+        print(form.format(number, job, kind, *cells, "no" if different else "yes"), flush=True)
+        for text in different:
+            print(f"      {text}", flush=True)
+        equal = equal and not different
+    return equal
+
+
+def main() -> int:
+    """The command line."""
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="where all runs go")
+    parser.add_argument("--kills", type=int, default=10, metavar="N", help="default: 10")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments (default: 1)")
+    parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    args = parser.parse_args(own)
+    args.flags, args.directory = flags, args.directory.resolve()
+    try:
+        return 0 if check(args) else 1
+    except GrpoError as error:
+        print(f"resume_check.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
