@@ -49,10 +49,11 @@ def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
 
 
 def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, output, non_loss_data: bool = False):
-    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL), where w averages over the global batch.
+    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL), where w averages over the global
+    batch.
 
-    The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back in, so
-    that the gradient is exactly that of the sum over the whole global batch.
+    The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back
+    in, so that the gradient is exactly that of the sum over the whole global batch.
     """
     log_probs, entropy = output
     if non_loss_data:  # a forward-only pass wants the log-probabilities themselves
@@ -85,7 +86,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
 
 
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
-    """One optimizer step on a global batch: some completions of the rollout, cut into packs over data-parallel ranks."""
+    """One optimizer step on a global batch: some of the rollout's completions, in packs over data-parallel ranks."""
     batch.weights = np.zeros(batch.num_completions, np.float32)
     batch.weights[completions] = token_weights(
         args.loss_type, batch.loss_lengths[completions], args.micro_batch_size, args.max_completion_length
@@ -110,7 +111,9 @@ def sync(args, trainer: Trainer) -> None:
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
-    """Mean reward and accuracy (the first reward function gives 1) on the held-out prompts: greedy, and sampled if asked."""
+    """Mean reward and accuracy (the first reward function gives 1) on the held-out prompts: greedy, and sampled if
+    asked.
+    """
     metrics = {}
     with trainer.timers("eval"):
         for kind, sampling, num_generations in trainer.eval_samplings:

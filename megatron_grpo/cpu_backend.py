@@ -1,8 +1,8 @@
 """The CPU/gloo layer: what megatron-core 0.16.1 needs in order to run without a GPU.
 
-megatron-core names CUDA in places where a device would do. Each patch below is one function with its reason; ``install``
-applies them, before ``megatron.core`` is imported, only on a machine without a GPU. On a GPU this module does nothing.
-Gloo itself needs no help: reduce-scatter, all-gather, all-to-all, bf16 and coalescing all work there.
+megatron-core names CUDA in places where a device would do. Each patch below is one function with its reason;
+``install`` applies them, before ``megatron.core`` is imported, only on a machine without a GPU. On a GPU this module
+does nothing. Gloo itself needs no help: reduce-scatter, all-gather, all-to-all, bf16 and coalescing all work there.
 """
 
 import contextlib
@@ -121,8 +121,9 @@ def patch_compile() -> None:
 
 
 def patch_core_random() -> None:
-    """megatron-core's RNG tracker sets states through a CUDA-only path that, on the CPU, does not fork the generator; and
-    it warns at every fork that the "CPU RNG state changed within GPU RNG context", because here the two are one."""
+    """megatron-core's RNG tracker sets states through a CUDA-only path that, on the CPU, does not fork the generator;
+    and it warns at every fork that the "CPU RNG state changed within GPU RNG context", because here the two are one.
+    """
     import megatron.core.tensor_parallel.random as core_random
 
     core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

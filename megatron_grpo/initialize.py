@@ -21,7 +21,7 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize_distributed(args) -> None:
-    """Join torchrun's process group and lay out megatron-core's parallel groups (one process works without torchrun)."""
+    """Join torchrun's process group and lay out megatron-core's; a single process needs no torchrun."""
     global _host_group
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -31,7 +31,9 @@ def initialize_distributed(args) -> None:
             os.environ["MASTER_PORT"] = str(_free_port())
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", torch.cuda.current_device()))
+            dist.init_process_group(
+                "nccl", timeout=timeout, device_id=torch.device("cuda", torch.cuda.current_device())
+            )
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
@@ -78,8 +80,8 @@ def banner(args) -> str:
     apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
     layout = (
-        f"{dist.get_world_size()} ranks = TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size} "
-        f"x DP {parallel_state.get_data_parallel_world_size()}"
+        f"{dist.get_world_size()} ranks = TP {args.tensor_model_parallel_size} "
+        f"x PP {args.pipeline_model_parallel_size} x DP {parallel_state.get_data_parallel_world_size()}"
         f"{', sequence parallel' if args.sequence_parallel else ''}; engine TP {args.vllm_tensor_parallel_size}"
     )
     return (
@@ -93,9 +95,10 @@ def banner(args) -> str:
 def run(main) -> None:
     """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, anything else with its traceback.
 
-    A mistake that every rank sees is printed by rank 0 alone. One that a single rank sees is printed by that rank, with its
-    number, after it has given rank 0 two seconds to speak first. The process leaves at once: the ranks that wait for it in
-    a collective are then ended by torchrun, or fail themselves, because the connection is closed, and do so in silence.
+    A mistake that every rank sees is printed by rank 0 alone. One that a single rank sees is printed by that rank,
+    with its number, after it has given rank 0 two seconds to speak first. The process leaves at once: the ranks that
+    wait for it in a collective are then ended by torchrun, or fail themselves, because the connection is closed, and
+    do so in silence.
     """
     code = 0
     try:

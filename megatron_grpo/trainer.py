@@ -81,7 +81,9 @@ class Trainer:
         return kinds
 
     def collect(self, prompts: list[Prompt], num_generations: int, sampling: Sampling, seed: int) -> RolloutBatch:
-        """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a function."""
+        """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a
+        function.
+        """
         batch, self.reward_failures = collect_rollout(
             self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
         )
@@ -89,8 +91,8 @@ class Trainer:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)
                 print(
-                    f"[rank {dist.get_rank()}] reward {failure.reward} could not score {failure.source}: {failure.reason} "
-                    f"(completion {failure.completion!r}); such completions count as not scored, see reward/failures",
+                    f"[rank {dist.get_rank()}] reward {failure.reward} could not score {failure.source}: "
+                    f"{failure.reason} (completion {failure.completion!r}); such completions count as not scored, see reward/failures",
                     flush=True,
                 )
         return batch
@@ -117,14 +119,21 @@ class Trainer:
         """Hand one update's metrics (or an evaluation's, before the first) to the logger, with the seconds spent."""
         if "tokens/update" in metrics:
             self.tokens += metrics["tokens/update"]
-            metrics = metrics | {"tokens/total": self.tokens, "consumed/prompts": self.sampler.epoch * self.sampler.num_prompts + self.sampler.position}
+            metrics = metrics | {
+                "tokens/total": self.tokens,
+                "consumed/prompts": self.sampler.epoch * self.sampler.num_prompts + self.sampler.position,
+            }
         self.logger.log(self.iteration, metrics | self.timers.collect())
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write the first completions of a rollout, with what became of them, to ``completions.jsonl``."""
         rows = []
         for i in range(min(self.args.num_completions_to_log, batch.num_completions)):
-            start, middle, end = batch.cu_seqlens[i], batch.cu_seqlens[i] + batch.prompt_lengths[i], batch.cu_seqlens[i + 1]
+            start, middle, end = (
+                batch.cu_seqlens[i],
+                batch.cu_seqlens[i] + batch.prompt_lengths[i],
+                batch.cu_seqlens[i + 1],
+            )
             rows.append(
                 {
                     "prompt": self.tokenizer.decode(batch.tokens[start:middle].tolist()),
@@ -258,8 +267,8 @@ def _keep_what_is_there(args, resume: bool) -> None:
     there = checkpointing.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
         raise GrpoError(
-            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} to go on "
-            "from it, or choose another folder"
+            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} to go "
+            "on from it, or choose another folder"
         )
 
 
@@ -295,7 +304,7 @@ def _merge_architecture(args, resume: bool) -> None:
 
 
 def _build_model(args, model_provider: Callable, resume: bool):
-    """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them later)."""
+    """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
     model = training.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     reference = None

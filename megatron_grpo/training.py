@@ -1,4 +1,6 @@
-"""Model, optimizer and schedule set-up, and the two things done with them: one update, and a pass for log-probabilities."""
+"""Model, optimizer and schedule set-up, and the two things done with them: one update, and a pass for
+log-probabilities.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +83,9 @@ def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
 
 @dataclass
 class UpdateReport:
-    """What one optimizer update did: sums and maxima over the whole global batch, the gradient norm, the learning rate."""
+    """What one optimizer update did: sums and maxima over the whole global batch, the gradient norm, the learning
+    rate.
+    """
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -102,7 +106,10 @@ class UpdateReport:
             "lr": self.learning_rate,
         }
         if compared:  # the engine's log-probabilities are not asked for in every rollout
-            row |= {"mismatch/mean_abs": self.sums["mismatch"] / compared, "mismatch/max_abs": self.maxima["mismatch/max"]}
+            row |= {
+                "mismatch/mean_abs": self.sums["mismatch"] / compared,
+                "mismatch/max_abs": self.maxima["mismatch/max"],
+            }
         return row
 
 
@@ -145,7 +152,9 @@ def train_step(
 
 @torch.no_grad()
 def forward_log_probs(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
-    """Log-probability of every label token of all ranks' ``packs``: float32 ``[total]``, on every rank, nan elsewhere."""
+    """Log-probability of every label token of all ranks' ``packs``: float32 ``[total]``, on every rank, nan
+    elsewhere.
+    """
     results = _run_schedule(forward_step, packs, model, forward_only=True)
     # The two rows are the values and whether there is one. Each position has one writer, so a sum over ranks gathers.
     flat = np.zeros((2, total), dtype=np.float32)
@@ -198,7 +207,9 @@ def _reduce_reports(
 
 @contextlib.contextmanager
 def parameters_complete(args, model: Model) -> Iterator[None]:
-    """Inside, every parameter holds its newest value, though ``--overlap-param-gather`` would fetch it in the next forward."""
+    """Inside, every parameter holds its newest value, though ``--overlap-param-gather`` would fetch it in the next
+    forward.
+    """
     if args.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)

@@ -1,9 +1,10 @@
-"""Two updates under several parallel layouts in one torchrun; run by test_parallel_layouts.py, which compares the results.
+"""Two updates under several parallel layouts in one torchrun; run by test_parallel_layouts.py, which compares the
+results.
 
     torchrun --nproc-per-node W tests/parallel_layouts.py HF_DIR OUT_DIR "NAME: FLAGS" ["NAME: FLAGS" ...]
 
-writes OUT_DIR/NAME.safetensors (all weights after the second update, as Hugging Face tensors) and OUT_DIR/NAME.json (loss
-and gradient norm of each update).
+writes OUT_DIR/NAME.safetensors (all weights after the second update, as Hugging Face tensors) and OUT_DIR/NAME.json
+(loss and gradient norm of each update).
 """
 
 import json
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 import pretrain_grpo
@@ -25,15 +27,15 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.validation import merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.stream import stream_hf
-from megatron.core import parallel_state
 
 COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
- --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf --adam-eps 1e-4
+ --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused
+ --no-save-hf --adam-eps 1e-4
  --temperature 0.8 --tokenizer-model unused --transformer-impl local"""
 
 
 def rollout(vocab_size: int) -> RolloutBatch:
-    """32 made-up completions of very different lengths, with advantages and with old and reference log-probabilities."""
+    """32 made-up completions of very different lengths, with advantages and engine log-probabilities."""
     rng = np.random.default_rng(0)
     vocab_size -= 2  # without end-of-sequence and padding: the latter's embedding is 0, and a norm makes that explode
     prompts = [rng.integers(3, vocab_size, rng.integers(2, 8)).tolist() for _ in range(8) for _ in range(4)]
@@ -54,7 +56,7 @@ def rollout(vocab_size: int) -> RolloutBatch:
 
 
 def perturbations(total: int) -> np.ndarray:
-    """What makes the old policy and the reference differ from the present one, so that ratios and KL are not trivial."""
+    """What makes old policy and reference differ from the present one, so that ratios and KL are not trivial."""
     return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
 
 

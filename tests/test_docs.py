@@ -1,4 +1,4 @@
-"""What the documents show works: flags exist, files exist, the reward in the README scores, the launch scripts parse."""
+"""What the documents show works: flags and files exist, the README's reward scores, the launch scripts parse."""
 
 import re
 import subprocess

@@ -76,7 +76,7 @@ def run(model, data, tmp_path_factory):
     save = tmp_path_factory.mktemp("run") / "save"
     words = f"""--load-hf {model} --train-data-path {data}/train.parquet --valid-data-path {data}/test.jsonl
         --val-before-train --eval-interval 2 --eval-num-generations 2 --reward-funcs gsm8k format --reward-weights 1 0.2
-        --steps-per-generation 2 --global-batch-size 8 --max-tokens-per-microbatch 400 --beta 0.04
+        --steps-per-generation 2 --global-batch-size 32 --max-tokens-per-microbatch 400 --beta 0.04
         --system-prompt Think. --save {save} --num-completions-to-log 6 --tensorboard-dir {save}/tensorboard""".split()
     done = run_torchrun(2, "pretrain_grpo.py", *COMMON, 4, *words)
     return save, done.stdout
@@ -92,7 +92,7 @@ def test_metrics_are_complete_documented_and_finite(run):
         assert (row.keys() >= OF_AN_UPDATE | {"reward/gsm8k/mean", "reward/format/mean"}) == (number > 0), number
         assert (row.keys() >= OF_A_ROLLOUT) == (number in (1, 3)), number
         assert (row.keys() >= OF_AN_EVALUATION) == (number in (0, 2, 4)), number
-    assert [row["consumed/prompts"] for row in rows[1:]] == [4, 4, 8, 8]
+    assert [row["consumed/prompts"] for row in rows[1:]] == [16, 16, 32, 32]
     assert rows[4]["tokens/total"] == sum(row["tokens/update"] for row in rows[1:])
 
 
@@ -103,9 +103,9 @@ def test_metrics_say_what_happened(run):
         assert row["mismatch/mean_abs"] < 1e-5
         assert row["reward/mean"] == pytest.approx(row["reward/gsm8k/mean"] + 0.2 * row["reward/format/mean"])
         assert row["reward/failures"] == 0
-    for first, second in (rows[:2], rows[2:]):
+    for first in (rows[0], rows[2]):
         assert first["ratio/max"] == pytest.approx(1.0, abs=1e-4) and first["clip/low"] == first["clip/high"] == 0
-        assert second["ratio/max"] > 1.0005
+    assert rows[3]["ratio/max"] > 1.001  # the second update of a rollout is off its policy
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and rows[3]["kl"] > 1e-5
     assert any(row["reward/gsm8k/mean"] > 0 for row in rows) and any(row["grad_norm"] > 1e-3 for row in rows)
 
@@ -136,7 +136,7 @@ def test_the_checkpoint(run, model):
     checkpoint_directory.verify(directory)
     assert iteration == 4
     stored = json.loads((directory / "args.json").read_text())
-    wanted = {"beta": 0.04, "steps_per_generation": 2, "global_batch_size": 8, "generation_batch_size": 16}
+    wanted = {"beta": 0.04, "steps_per_generation": 2, "global_batch_size": 32, "generation_batch_size": 64}
     wanted |= {"num_layers": 2, "vocab_size": 258, "reward_weights": [1.0, 0.2], "load_hf": model}
     assert {name: stored[name] for name in wanted} == wanted
     assert list((save / "tensorboard").iterdir())
@@ -210,7 +210,7 @@ def test_a_rank_that_dies_ends_the_run_and_what_was_saved_goes_on(model, data, t
         assert process.poll() is None, (tmp_path / "output").read_text()
         ranks = children(process.pid)
         started = ranks + [child for rank in ranks for child in children(rank)]
-        is_rank_1 = [b"\0RANK=1\0" in Path(f"/proc/{rank}/environ").read_bytes() for rank in ranks]
+        is_rank_1 = [b"RANK=1" in Path(f"/proc/{rank}/environ").read_bytes().split(b"\0") for rank in ranks]
         os.kill(ranks[is_rank_1.index(True)], signal.SIGKILL)
         assert process.wait(timeout=60) != 0
         wait_until(lambda: not any(map(alive, started)), 20, "the end of all processes")  # those that score included

@@ -14,12 +14,14 @@ LAYOUTS = {
         "micro batch 2": "--micro-batch-size 2",
         "micro batch 4": "--micro-batch-size 4",
         "token budget": "--max-tokens-per-microbatch 70",
-        "recompute": "--micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "recompute": "--micro-batch-size 4 --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 1",
     },
     2: {
         "DP2": "--micro-batch-size 2",
         "DP2 distributed optimizer": "--micro-batch-size 2 --use-distributed-optimizer",
-        "DP2 overlapped": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "DP2 overlapped": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce"
+        " --overlap-param-gather",
         "DP2 token budget": "--max-tokens-per-microbatch 70",
         "TP2": "--micro-batch-size 2 --tensor-model-parallel-size 2",
         "TP2 SP": "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
@@ -81,7 +83,9 @@ def test_the_updates_moved_the_weights(reference, tiny_models):
 
 @pytest.mark.distributed
 def test_the_update_is_autograds(reference, tiny_models):
-    """Loss and gradient norm of both updates, and the weights after them, from transformers' model, autograd and AdamW."""
+    """Loss and gradient norm of both updates, and the weights after them, from transformers' model, autograd and
+    AdamW.
+    """
     from parallel_layouts import perturbations, rollout
 
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)

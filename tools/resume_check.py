@@ -7,7 +7,7 @@ processes get SIGKILL at a random moment and the same command is given again. `m
 `completions.jsonl` and the exported model must be equal. The moments are drawn from --seed and of four kinds:
 
     training    at a random number of rows in metrics.jsonl, and up to 0.2 s later
-    saving      when the directory of a random checkpoint appears, and up to the length of a save later
+    saving      when the directory of a random checkpoint appears, and up to the length of the shortest save later
     starting    during the start, when there is nothing to resume from
     resuming    like the first, and once more during the start that follows
 
@@ -201,16 +201,17 @@ def draw_moment(kind: str, rng: random.Random, reference: Reference) -> Moment:
     """A moment of that kind, anywhere in the run's length."""
     rows = read_rows(reference.save / "metrics.jsonl")
     if kind == "saving":
-        lengths = [row["time/save"] for row in rows if "time/save" in row]
+        length = min(row["time/save"] for row in rows if "time/save" in row)
         interval = read_checkpoint_args(reference.save)["save_interval"]
-        iteration = rng.randrange(interval, rows[-1]["iteration"] + 1, interval)
-        return saving(iteration, rng.uniform(0, 1.2 * sum(lengths) / len(lengths)))
+        return saving(rng.randrange(interval, rows[-1]["iteration"] + 1, interval), rng.uniform(0, length))
     if kind == "training":
-        number = rng.randint(1, len(rows))
-        delay = rng.uniform(0, 0.2)
+        number, delay = rng.randint(1, len(rows)), rng.uniform(0, 0.2)
         return Moment(f"row {number} + {1000 * delay:.0f} ms", lambda run: count_rows(run) >= number, delay)
     seconds = rng.uniform(0, reference.start_seconds)
-    return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds, 0.0)
+    if kind == "resuming":
+        return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds, 0.0)
+    # At its first row at the latest, however quick this start is: there is no checkpoint yet.
+    return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds or count_rows(run) > 0, 0.0)
 
 
 def saving(iteration: int, delay: float) -> Moment:
@@ -298,7 +299,7 @@ def check(args: argparse.Namespace) -> bool:
         print(f"undisturbed, {job} a rollout: first row after {reference.start_seconds:.0f} s", flush=True)
         references.append((job, reference))
 
-    form = "{:>4}  {:12}  {:8}  {:34}  {:38}  {:>12}  {:>8}  {}"
+    form = "{:>4}  {:12}  {:8}  {:34}  {:32}  {:>12}  {:>8}  {}"
     print(form.format("kill", "job", "kind", "moment", "left", "resumed from", "rows", "identical"), flush=True)
     rng, equal = random.Random(args.seed), True
     for number in range(1, args.kills + 1):

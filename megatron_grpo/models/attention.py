@@ -1,8 +1,8 @@
 """Causal attention over packed sequences for the ``local`` layer spec.
 
-megatron-core's own ``DotProductAttention`` refuses packed batches and materialises the s x s scores. This one takes the
-packed (THD) layout only, since every batch here is packed: on CUDA through ``torch.nn.attention.varlen`` (a flash kernel),
-on the CPU as one padded dense causal batch (a loop of calls, one a sequence, is twelve times slower).
+megatron-core's own ``DotProductAttention`` refuses packed batches and materialises the s x s scores. This one takes
+the packed (THD) layout only, since every batch here is packed: on CUDA through ``torch.nn.attention.varlen`` (a flash
+kernel), on the CPU as one padded dense causal batch (a loop of calls, one a sequence, is twelve times slower).
 """
 
 import inspect

@@ -26,7 +26,8 @@ class PolicyModel(GPTModel):
     vocab_size_without_padding: int
 
     def _postprocess(self, hidden_states, labels=None, **kwargs):
-        """Last stage with labels: (log_probs [l], entropies [l]) of the l positions whose label is not ``IGNORED_LABEL``.
+        """Last stage with labels: (log_probs [l], entropies [l]) of the l positions whose label is not
+        ``IGNORED_LABEL``.
 
         The prompt's positions never reach the vocabulary: on long prompts this saves most of the head's work.
         """
@@ -95,7 +96,7 @@ def packed_seq_params(cu_seqlens: torch.Tensor, max_seqlen: int, transformer_imp
     from megatron_grpo.cpu_backend import device
 
     on_device = cu_seqlens.to(device(), non_blocking=True)
-    # megatron-core's unfused rope reads the padded offsets as numbers, in every layer: on the host that stalls no kernel.
+    # megatron-core's unfused rope reads the padded offsets as numbers in every layer: on the host no kernel stalls.
     for_rope = on_device if transformer_impl == "transformer_engine" else cu_seqlens
     return PackedSeqParams(
         qkv_format="thd",

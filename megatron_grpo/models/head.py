@@ -29,10 +29,12 @@ def vocab_parallel_log_probs(
     group: dist.ProcessGroup | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label and entropy of its distribution, float32 ``[t]`` each, equal on every rank of ``group``.
+    """Log-probability of each label and entropy of its distribution, float32 ``[t]`` each, equal on every rank of
+    ``group``.
 
-    ``hidden`` is ``[t, h]`` (the same on every rank), ``weight`` this rank's ``[V/tp, h]`` rows, ``labels`` ``[t]``. Rows at
-    or past ``vocab_size`` are padding and get no probability. The gradient of ``hidden`` is this rank's partial sum.
+    ``hidden`` is ``[t, h]`` (the same on every rank), ``weight`` this rank's ``[V/tp, h]`` rows, ``labels`` ``[t]``.
+    Rows at or past ``vocab_size`` are padding and get no probability. The gradient of ``hidden`` is this rank's
+    partial sum.
     """
     return _LogProbs.apply(hidden, weight, labels, temperature, vocab_size, group, chunk)
 

@@ -1,4 +1,6 @@
-"""One rollout over all engine replicas: hand out the prompts, score what finishes, and give every rank the whole batch."""
+"""One rollout over all engine replicas: hand out the prompts, score what finishes, and give every rank the whole
+batch.
+"""
 
 from collections.abc import Sequence
 
@@ -26,15 +28,13 @@ def collect_rollout(
 ) -> tuple[RolloutBatch, int]:
     """``num_generations`` completions of every prompt, with their rewards, in one order on every rank.
 
-    Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p. A
-    prompt's completions stay on one replica, which so computes the prompt once. Scoring runs while others are generated.
-    ``scorer`` belongs to the lead rank of each replica (None elsewhere). Returns the batch and the number of rewards that
-    could not be had, over all replicas; the scorer's own are in its ``failures``.
+    Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p.
+    A prompt's completions stay on one replica, which so computes the prompt once. Scoring runs while others are
+    generated. ``scorer`` belongs to the lead rank of each replica (None elsewhere). Returns the batch and the number
+    of rewards that could not be had, over all replicas; the scorer's own are in its ``failures``.
     """
     own = range(engine.replica, len(prompts), engine.num_replicas)
-    requests = [
-        Request(p * num_generations + g, prompts[p].ids, sampling) for p in own for g in range(num_generations)
-    ]
+    requests = [Request(p * num_generations + g, prompts[p].ids, sampling) for p in own for g in range(num_generations)]
     completions: list[Completion] = []
     texts = {p: tokenizer.decode(prompts[p].ids) for p in own} if scorer is not None else {}
     with timers("rollout"), engine.rollout(seed):
@@ -96,7 +96,5 @@ def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
     for data, lengths in zip(payloads, all_sizes, strict=True):
         ends = np.cumsum(lengths.numpy())
         pieces = np.split(data.numpy()[: ends[-1]], ends[:-1])
-        batches.append(
-            RolloutBatch.from_buffers([p.view(b.dtype) for p, b in zip(pieces, buffers, strict=True)])
-        )
+        batches.append(RolloutBatch.from_buffers([p.view(b.dtype) for p, b in zip(pieces, buffers, strict=True)]))
     return batches

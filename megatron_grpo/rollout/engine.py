@@ -1,8 +1,9 @@
 """What every inference engine promises: token ids in, token ids out, streamed as completions finish.
 
-An engine is driven by all ranks of one replica in step. Ids are never decoded and encoded again: what the engine sampled is
-what is trained on. Log-probabilities are those of the sampling distribution after the temperature and before any
-truncation (top-k, top-p, min-p), the same that the trainer computes; they are returned only when asked for.
+An engine is driven by all ranks of one replica in step. Ids are never decoded and encoded again: what the engine
+sampled is what is trained on. Log-probabilities are those of the sampling distribution after the temperature and
+before any truncation (top-k, top-p, min-p), the same that the trainer computes; they are returned only when asked
+for.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,10 +65,12 @@ class Engine(Protocol):
         """Drop requests that are no longer wanted."""
 
     def rollout(self, seed: int) -> AbstractContextManager[None]:
-        """Within, what is sampled depends on ``seed`` and the requests alone, and the trainer's random state is kept."""
+        """Within, samples depend on ``seed`` and the requests alone, and the trainer's random state is kept."""
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights (Hugging Face names, full tensors) and stamp what is generated from now on with ``version``."""
+        """Take new weights (Hugging Face names, full tensors) and stamp what is generated from now on with
+        ``version``.
+        """
 
     def close(self) -> None:
         """Free what outlives the process; the engine is of no use afterwards."""

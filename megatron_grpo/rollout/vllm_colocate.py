@@ -1,4 +1,6 @@
-"""vLLM inside the training processes: one engine core a rank, tensor-parallel over consecutive ranks, no server, no Ray."""
+"""vLLM inside the training processes: one engine core a rank, tensor-parallel over consecutive ranks, no server, no
+Ray.
+"""
 
 import os
 
@@ -64,7 +66,9 @@ class VllmColocate:
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
-        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it was."""
+        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it
+        was.
+        """
         with _random_state_kept():
             # One seed for the whole rollout: per-request seeds make vLLM's sampler loop over requests one by one.
             torch.manual_seed(seed + self.replica)
@@ -89,7 +93,7 @@ class VllmColocate:
 
 
 def _load_weights(worker, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    # reload_weights, not model.load_weights: it also redoes what vLLM made of the weights after loading (packing on CPU).
+    # Not model.load_weights: this also redoes what vLLM made of the weights after loading (packing on a CPU).
     worker.model_runner.reload_weights(weights_iterator=weights)
 
 
@@ -124,7 +128,7 @@ def _build(args, directory: str):
             max_num_seqs=args.vllm_max_num_seqs,
             enforce_eager=args.vllm_enforce_eager,
             enable_prefix_caching=args.vllm_enable_prefix_caching,
-            # After the temperature; equal to the trainer's because truncation refuses log-probabilities (validation.py).
+            # After the temperature, and before any truncation, because validation.py refuses them with one.
             logprobs_mode="processed_logprobs",
             seed=args.seed,
             disable_log_stats=True,
@@ -171,8 +175,9 @@ def _random_state_kept() -> Iterator[None]:
 def _private_shared_memory() -> Iterator[None]:
     """Give vLLM's CPU build shared memory of this run's own, that goes when the run goes, however it ends.
 
-    Under torchrun its files in /dev/shm have one fixed name for all runs: two at a time would meet in them, and those that
-    a killed run leaves behind keep every later one from starting. Once all ranks have mapped them no name is needed.
+    Under torchrun its files in /dev/shm have one fixed name for all runs: two at a time would meet in them, and those
+    that a killed run leaves behind keep every later one from starting. Once all ranks have mapped them no name is
+    needed.
     """
     if torch.cuda.is_available():
         yield
