@@ -92,7 +92,8 @@ class Trainer:
                 self.failed_rewards.add(failure.reward)
                 print(
                     f"[rank {dist.get_rank()}] reward {failure.reward} could not score {failure.source}: "
-                    f"{failure.reason} (completion {failure.completion!r}); such completions count as not scored, see reward/failures",
+                    f"{failure.reason} (completion {failure.completion!r}); such completions count as not scored, "
+                    "see reward/failures",
                     flush=True,
                 )
         return batch
@@ -267,8 +268,8 @@ def _keep_what_is_there(args, resume: bool) -> None:
     there = checkpointing.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
         raise GrpoError(
-            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} to go "
-            "on from it, or choose another folder"
+            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
+            "to go on from it, or choose another folder"
         )
 
 
