@@ -33,7 +33,7 @@ from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import Pack, RolloutBatch
 from megatron_grpo.initialize import run
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
-from megatron_grpo.trainer import Trainer, setup
+from megatron_grpo.trainer import Trainer, mean_of_scored, setup
 from megatron_grpo.weights.stream import stream_hf
 
 # What loss_func reports of a micro-batch: sums over tokens, or the maximum where the name says so.
@@ -108,6 +108,7 @@ def sync(args, trainer: Trainer) -> None:
     """Give the engine the trainer's weights: what it generates from now on carries this iteration as its version."""
     with trainer.timers("sync"), training.parameters_complete(args, trainer.model):
         trainer.engine.update_weights(stream_hf(trainer.model, args), trainer.iteration)
+        trainer.synced_iteration = trainer.iteration
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -119,8 +120,8 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
         for kind, sampling, num_generations in trainer.eval_samplings:
             batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
-            metrics[f"eval/{kind}_reward"] = float(np.nanmean(rewards))
-            metrics[f"eval/{kind}_accuracy"] = float(np.nanmean(batch.rewards[:, 0] >= 1.0))
+            metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
+            metrics[f"eval/{kind}_accuracy"] = float((batch.rewards[:, 0] >= 1.0).mean())
     return metrics
 
 
@@ -149,6 +150,7 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
+            trainer.check_engine(batch, row)
             trainer.iteration += 1
             if number == len(updates):
                 sync(args, trainer)

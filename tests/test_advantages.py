@@ -115,3 +115,11 @@ def test_equal_rows_of_rewards_have_equal_sums(row, n):
     total = combine_rewards(np.array([row] * n, np.float32), [0.1, 0.7, 1.3])
     assert len(set(total.tolist())) == 1
     assert advantages(total, [0] * n).zero_std_groups == 1
+
+
+def test_mean_standard_deviation_of_groups():
+    """Group 0: rewards 1 and 0, unbiased std sqrt(1/2); group 1: equal rewards; group 2: a single scored one."""
+    rewards = np.array([1, 1, 0, 1, 5, np.nan], np.float32)
+    result = group_advantages(rewards, np.array([0, 1, 0, 1, 2, 2]), "group")
+    assert result.mean_std == pytest.approx(0.5**0.5 / 3)
+    assert (result.num_groups, result.zero_std_groups) == (3, 2)

@@ -23,6 +23,7 @@ class GroupAdvantages(NamedTuple):
     advantages: npt.NDArray[np.float32]  # [n]
     num_groups: int
     zero_std_groups: int  # groups that teach nothing: all their scored rewards are equal (or only one or none is there)
+    mean_std: float  # mean over groups of the standard deviation of their scored rewards
 
 
 def combine_rewards(rewards: npt.NDArray[np.float32], weights: Sequence[float]) -> npt.NDArray[np.float32]:
@@ -83,6 +84,7 @@ def group_advantages(
 
     advantages = np.zeros(len(values))
     zero_std_groups = 0
+    total_std = 0.0
     groups = np.unique(group_ids)
     for group in groups:
         members = np.flatnonzero((group_ids == group) & scored)
@@ -90,10 +92,11 @@ def group_advantages(
         if len(members) < 2 or scores.min() == scores.max():  # rounding in the mean must not look like a signal
             zero_std_groups += 1
             continue
+        total_std += _std(scores)
         advantages[members] = scores - _mean(scores)
         if scale != "none":
             advantages[members] /= (_std(scores) if scale == "group" else batch_std) + STD_EPSILON
-    return GroupAdvantages(advantages.astype(np.float32), len(groups), zero_std_groups)
+    return GroupAdvantages(advantages.astype(np.float32), len(groups), zero_std_groups, total_std / max(len(groups), 1))
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float:
