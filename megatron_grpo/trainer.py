@@ -111,7 +111,7 @@ class Trainer:
         if versions != [self.synced_iteration] or gap > limit:
             raise GrpoError(
                 f"the engine does not hold the trainer's weights: it sampled with version {versions}, last sent was "
-                f"{self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, expected below {limit:g}. "
+                f"{self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, allowed {limit:g}. "
                 "The last checkpoint is good; report this with the model's config.json and the versions in the banner"
             )
 
