@@ -101,6 +101,7 @@ def _build(args, directory: str):
     from vllm import LLM
 
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
     if not torch.cuda.is_available():  # on a CPU vLLM itself finds out in the middle of the first rollout
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
