@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,10 +72,12 @@ class Run:
         self.log_file = save / f"log.{len(list(save.glob('log.*')))}"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         command += [str(ROOT / "pretrain_grpo.py"), *flags, "--save", str(save), "--load", str(save)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # What a killed run leaves there goes with this object.
+        self._temporary = tempfile.TemporaryDirectory(prefix="resume_check_", ignore_cleanup_errors=True)
+        own = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TMPDIR": self._temporary.name}
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=ROOT, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     @property

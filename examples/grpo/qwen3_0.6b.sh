@@ -38,7 +38,9 @@ PARALLEL_ARGS=(
 )
 MODEL_ARGS=(
     --load-hf "$HF_MODEL"           # shape, weights and tokenizer
-    --transformer-impl local        # transformer_engine when it is installed
+    --transformer-impl local        # transformer_engine when it is installed; then add --apply-rope-fusion
+    --bias-activation-fusion
+    --bias-dropout-fusion
     --bf16
 )
 DATA_ARGS=(
