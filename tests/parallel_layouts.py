@@ -78,7 +78,8 @@ def run(flags: str, hf_dir: str) -> tuple[list[dict], dict]:
     rows = []
     for completions in np.split(np.arange(32), 2):
         rows.append(pretrain_grpo.update(args, trainer, batch, completions))
-    weights = {name: tensor.cpu().contiguous() for name, tensor in stream_hf(model, args)}
+    with training.parameters_complete(args, model):
+        weights = {name: tensor.cpu().contiguous() for name, tensor in stream_hf(model, args)}
     parallel_state.destroy_model_parallel()
     return rows, weights
 

@@ -38,20 +38,20 @@ class StubEngine:
     replica, num_replicas, is_lead = 0, 1, True
 
     def __init__(self, args, hf_config, eos_id):
-        self.eos_id, self.queue = eos_id, []
+        self.eos_id, self.queue, self.version = eos_id, [], None
 
     def submit(self, requests):
         self.queue += requests
 
     def poll(self):
         request = self.queue.pop()
-        log_probs = [-1.0, -1.0] if request.sampling.log_probs else None
-        return [Completion(request.id, [1, self.eos_id], log_probs, "stop", 0)]
+        return [Completion(request.id, [1, self.eos_id], None, "stop", self.version)]
 
     def rollout(self, seed):
         return contextlib.nullcontext()
 
     def update_weights(self, weights, version):
+        self.version = version
         for _ in weights:
             pass
 
