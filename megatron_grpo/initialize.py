@@ -107,10 +107,12 @@ def run(main) -> None:
         code = 1
         if _speaks(after_rank_0=True):
             print(f"\n{_program()}: {_who()}error: {error}", file=sys.stderr, flush=True)
-    except Exception:
+    except Exception as error:
         code = 1
         if _speaks(after_rank_0=False):
-            print(f"\n{_program()}: {_who()}unexpected error", file=sys.stderr)
+            lost = "Connection" in str(error) and isinstance(error, RuntimeError)  # gloo's words for a peer that is gone
+            what = "another rank has ended: torchrun's report says which, and how" if lost else "unexpected error"
+            print(f"\n{_program()}: {_who()}{what}", file=sys.stderr)
             traceback.print_exc()
     except KeyboardInterrupt:
         code = 130
