@@ -110,7 +110,7 @@ def run(main) -> None:
     except Exception as error:
         code = 1
         if _speaks(after_rank_0=False):
-            lost = "Connection" in str(error) and isinstance(error, RuntimeError)  # gloo's words for a peer that is gone
+            lost = isinstance(error, RuntimeError) and "Connection" in str(error)  # gloo's words for a missing peer
             what = "another rank has ended: torchrun's report says which, and how" if lost else "unexpected error"
             print(f"\n{_program()}: {_who()}{what}", file=sys.stderr)
             traceback.print_exc()
