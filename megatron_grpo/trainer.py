@@ -250,9 +250,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     if position:
         sampler.load_state_dict(position["sampler"])
 
-    from megatron_grpo.rollout.vllm_colocate import VllmColocate  # importing vLLM takes seconds: after the checks
-
-    engine = VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
+    engine = _build_engine(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
     scorer = None
     if engine.is_lead:
         scorer = RewardPool(args.reward_funcs, args.external_plugins or [], args.reward_workers, args.reward_timeout)
@@ -352,6 +350,16 @@ def _build_model(args, model_provider: Callable, resume: bool):
             reference = training.ReferencePolicy(model)
     model, optimizer, scheduler = training.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
+
+
+def _build_engine(args, hf_config: dict, eos_id: int) -> Engine:
+    """The engine of --rollout-engine and --vllm-mode."""
+    match args.rollout_engine, args.vllm_mode:
+        case "vllm", "colocate":
+            from megatron_grpo.rollout.vllm_colocate import VllmColocate  # takes seconds: after all checks
+
+            return VllmColocate(args, hf_config, eos_id)
+    raise GrpoError(f"--rollout-engine {args.rollout_engine} has no --vllm-mode {args.vllm_mode}")
 
 
 def _sampling(args) -> Sampling:
