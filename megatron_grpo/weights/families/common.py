@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, vocabulary
 
 Config = dict[str, Any]
 
@@ -23,6 +23,40 @@ DENSE = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
 }
+
+
+MCORE = "decoder.layers.{layer}."
+HF = "model.layers.{layer}."
+
+
+def dense_rows(*attention: Row) -> tuple[Row, ...]:
+    """The table of a dense Llama-like model; `attention` are the rows that a family adds after the QKV weight."""
+    return (
+        Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0),
+        Row(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
+        Row(
+            MCORE + "self_attention.linear_qkv.weight",
+            {
+                HF + "self_attn.q_proj.weight": "q hidden",
+                HF + "self_attn.k_proj.weight": "kv hidden",
+                HF + "self_attn.v_proj.weight": "kv hidden",
+            },
+            grouped_qkv,
+            axis=0,
+        ),
+        *attention,
+        Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
+        Row(MCORE + "pre_mlp_layernorm.weight", {HF + "post_attention_layernorm.weight": "hidden"}),
+        Row(
+            MCORE + "mlp.linear_fc1.weight",
+            {HF + "mlp.gate_proj.weight": "ffn hidden", HF + "mlp.up_proj.weight": "ffn hidden"},
+            stacked,
+            axis=0,
+        ),
+        Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+        Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
+        Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, untied=True),
+    )
 
 
 @dataclass(frozen=True)

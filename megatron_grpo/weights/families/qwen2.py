@@ -1,46 +1,20 @@
 """Qwen2 and Qwen2.5 (dense): bias on query, key and value, none elsewhere."""
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.families.common import DENSE, Family, head_dim, refuse_sliding_window
-from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, vocabulary
+from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, head_dim, refuse_sliding_window
+from megatron_grpo.weights.layout import Row, grouped_qkv
 
-_MCORE = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
-
-ROWS = (
-    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0),
-    Row(_MCORE + "input_layernorm.weight", {_HF + "input_layernorm.weight": "hidden"}),
+ROWS = dense_rows(
     Row(
-        _MCORE + "self_attention.linear_qkv.weight",
+        MCORE + "self_attention.linear_qkv.bias",
         {
-            _HF + "self_attn.q_proj.weight": "q hidden",
-            _HF + "self_attn.k_proj.weight": "kv hidden",
-            _HF + "self_attn.v_proj.weight": "kv hidden",
+            HF + "self_attn.q_proj.bias": "q",
+            HF + "self_attn.k_proj.bias": "kv",
+            HF + "self_attn.v_proj.bias": "kv",
         },
         grouped_qkv,
         axis=0,
     ),
-    Row(
-        _MCORE + "self_attention.linear_qkv.bias",
-        {
-            _HF + "self_attn.q_proj.bias": "q",
-            _HF + "self_attn.k_proj.bias": "kv",
-            _HF + "self_attn.v_proj.bias": "kv",
-        },
-        grouped_qkv,
-        axis=0,
-    ),
-    Row(_MCORE + "self_attention.linear_proj.weight", {_HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
-    Row(_MCORE + "pre_mlp_layernorm.weight", {_HF + "post_attention_layernorm.weight": "hidden"}),
-    Row(
-        _MCORE + "mlp.linear_fc1.weight",
-        {_HF + "mlp.gate_proj.weight": "ffn hidden", _HF + "mlp.up_proj.weight": "ffn hidden"},
-        stacked,
-        axis=0,
-    ),
-    Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
-    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-    Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, untied=True),
 )
 
 

@@ -1,37 +1,19 @@
 """Qwen3 (dense): RMSNorm on every query and key head, no biases, head size of its own."""
 
-from megatron_grpo.weights.families.common import DENSE, Family, refuse_bias, refuse_sliding_window
-from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, vocabulary
+from megatron_grpo.weights.families.common import (
+    DENSE,
+    HF,
+    MCORE,
+    Family,
+    dense_rows,
+    refuse_bias,
+    refuse_sliding_window,
+)
+from megatron_grpo.weights.layout import Row
 
-_MCORE = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
-
-ROWS = (
-    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0),
-    Row(_MCORE + "input_layernorm.weight", {_HF + "input_layernorm.weight": "hidden"}),
-    Row(
-        _MCORE + "self_attention.linear_qkv.weight",
-        {
-            _HF + "self_attn.q_proj.weight": "q hidden",
-            _HF + "self_attn.k_proj.weight": "kv hidden",
-            _HF + "self_attn.v_proj.weight": "kv hidden",
-        },
-        grouped_qkv,
-        axis=0,
-    ),
-    Row(_MCORE + "self_attention.q_layernorm.weight", {_HF + "self_attn.q_norm.weight": "head"}),
-    Row(_MCORE + "self_attention.k_layernorm.weight", {_HF + "self_attn.k_norm.weight": "head"}),
-    Row(_MCORE + "self_attention.linear_proj.weight", {_HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
-    Row(_MCORE + "pre_mlp_layernorm.weight", {_HF + "post_attention_layernorm.weight": "hidden"}),
-    Row(
-        _MCORE + "mlp.linear_fc1.weight",
-        {_HF + "mlp.gate_proj.weight": "ffn hidden", _HF + "mlp.up_proj.weight": "ffn hidden"},
-        stacked,
-        axis=0,
-    ),
-    Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
-    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-    Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, untied=True),
+ROWS = dense_rows(
+    Row(MCORE + "self_attention.q_layernorm.weight", {HF + "self_attn.q_norm.weight": "head"}),
+    Row(MCORE + "self_attention.k_layernorm.weight", {HF + "self_attn.k_norm.weight": "head"}),
 )
 
 
