@@ -10,9 +10,9 @@ from megatron_grpo.arguments import build_parser
 from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins
 
 REPO = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/correctness.md"]
 # Flags of torchrun, pip and our tools, which are not the trainer's.
-OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test".split()
+OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
