@@ -156,7 +156,7 @@ NOT_GIVEN = object()
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed by rank 0 alone, with exit code 2."""
+    """An ArgumentParser whose errors are one line, printed by the first process of each host, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         """End the program."""

@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_grpo.batch_arithmetic import batch_arithmetic
+from megatron_grpo.weights.families.common import query_groups
 
 GIB = 2**30
 MOST_RANKS = 64  # of a larger world only the first and the last ranks are listed
@@ -110,8 +111,7 @@ def _activations(args: Namespace, stage: int, sizes) -> float:
 
 def _attention_widths(args: Namespace) -> tuple[int, int]:
     """Numbers that a token has in all its queries, and in all its keys."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return args.num_attention_heads * args.kv_channels, groups * args.kv_channels
+    return args.num_attention_heads * args.kv_channels, query_groups(args) * args.kv_channels
 
 
 def dry_run_report(args: Namespace, world_size: int) -> str:

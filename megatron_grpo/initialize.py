@@ -95,10 +95,10 @@ def banner(args) -> str:
 def run(main) -> None:
     """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, anything else with its traceback.
 
-    A mistake that every rank sees is printed by rank 0 alone. One that a single rank sees is printed by that rank,
-    with its number, after it has given rank 0 two seconds to speak first. The process leaves at once: the ranks that
-    wait for it in a collective are then ended by torchrun, or fail themselves, because the connection is closed, and
-    do so in silence.
+    A mistake that every rank sees is printed by rank 0 alone (by the first process of each host, before the ranks have
+    met). One that a single rank sees is printed by that rank, with its number, after it has given rank 0 two seconds to
+    speak first. The process leaves at once: the ranks that wait for it in a collective are then ended by torchrun, or
+    fail themselves, because the connection is closed, and do so in silence.
     """
     code = 0
     try:

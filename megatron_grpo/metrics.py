@@ -112,6 +112,15 @@ def _now() -> float:
     return time.perf_counter()
 
 
+def check_wandb(args) -> None:
+    """Raise GrpoError when W&B is asked for and not installed."""
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise GrpoError(
+            f"--wandb-project {args.wandb_project} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave the flag out"
+        )
+
+
 class MetricsLogger:
     """Writes metrics to every place that the arguments name; without ``--save`` no files but TensorBoard's.
 
@@ -120,11 +129,7 @@ class MetricsLogger:
     """
 
     def __init__(self, args, rank: int, total_iterations: int, start_iteration: int):
-        if args.wandb_project and importlib.util.find_spec("wandb") is None:
-            raise GrpoError(
-                f"--wandb-project {args.wandb_project} needs the package wandb, which is not installed: "
-                "pip install wandb, or leave the flag out"
-            )
+        check_wandb(args)
         self.args = args
         self.active = rank == 0
         self.total = total_iterations

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_grpo import checkpointing, training
 from megatron_grpo.algorithm.advantages import GroupAdvantages
 from megatron_grpo.arguments import print_args
+from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
@@ -23,7 +24,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
-from megatron_grpo.validation import batch_arithmetic, check_warmup, merge_architecture, validate_args
+from megatron_grpo.validation import check_warmup, merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
 
 
@@ -105,10 +106,11 @@ class Trainer:
         It stamps every token with the version that it was given last, and on equal weights its log-probabilities are
         the trainer's but for rounding (4e-7 nats on average in float32 on a CPU, 0.007 in bf16 on an H200).
         """
-        versions = np.unique(batch.weight_version).tolist()
+        stale = (batch.weight_version != self.synced_iteration).any()
         limit = 0.2 if self.args.bf16 or self.args.fp16 else 1e-3
         gap = row.get("mismatch/mean_abs", 0.0)
-        if versions != [self.synced_iteration] or gap > limit:
+        if stale or gap > limit:
+            versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
                 f"the engine does not hold the trainer's weights: it sampled with version {versions}, last sent was "
                 f"{self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, allowed {limit:g}. "
@@ -329,12 +331,12 @@ def _build_model(args, model_provider: Callable, resume: bool):
     model = training.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     reference = None
-    if resume and not args.beta:
-        pass  # the checkpoint brings the weights
-    elif start:
-        checkpointing.load_weights(start, model)
-    elif args.load_hf:
-        hf.load_hf(model, args, args.load_hf)
+    # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
+    if not resume or (args.beta > 0 and not args.ref_load):
+        if start:
+            checkpointing.load_weights(start, model)
+        elif args.load_hf:
+            hf.load_hf(model, args, args.load_hf)
     if args.beta > 0:
         if args.ref_load:
             policy = training.ReferencePolicy(model)

@@ -16,10 +16,10 @@ from megatron_grpo.arguments import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from megatron_grpo.batch_arithmetic import BatchArithmetic, batch_arithmetic, flag, positive
+from megatron_grpo.batch_arithmetic import batch_arithmetic, flag, positive
 from megatron_grpo.errors import GrpoError
-
-__all__ = ["BatchArithmetic", "batch_arithmetic", "merge_architecture", "validate_args"]
+from megatron_grpo.metrics import check_wandb
+from megatron_grpo.weights.families.common import query_groups
 
 # What describes a model; a checkpoint's stored arguments and a translated config.json both have these.
 ARCHITECTURE = (
@@ -172,18 +172,22 @@ def _check_model(args: Namespace) -> None:
     if args.kv_channels is None:
         _divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
         args.kv_channels = args.hidden_size // args.num_attention_heads
-    if (
-        args.ffn_hidden_size is None
-    ):  # Megatron-LM's: SwiGLU with as many weights as a plain MLP of four times the width
+    if args.ffn_hidden_size is None:
+        # Megatron-LM's: SwiGLU with as many weights as a plain MLP of four times the width
         args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64
+    args.padded_vocab_size = padded_vocab_size(args)
+
+
+def padded_vocab_size(args: Namespace) -> int:
+    """Rows of the embedding: the vocabulary, padded so that each tensor-parallel rank has as many."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    return -(-args.vocab_size // multiple) * multiple
 
 
 def _check_heads(args: Namespace, size: int, what: str) -> None:
     """``size`` ranks can share the heads out: query heads evenly, key/value heads evenly or each on several ranks."""
     _divides(args, "num_attention_heads", size, what)
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups = query_groups(args)
     if groups % size and size % groups:
         raise GrpoError(f"--num-query-groups ({groups}) must be a multiple or a divisor of {what} ({size})")
 
@@ -352,11 +356,8 @@ def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
     _needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
-    if args.wandb_project and importlib.util.find_spec("wandb") is None and not args.dry_run:
-        raise GrpoError(
-            f"--wandb-project {args.wandb_project} needs the package wandb, which is not installed: "
-            "pip install wandb, or leave the flag out"
-        )
+    if not args.dry_run:
+        check_wandb(args)
 
 
 def _check_libraries(args: Namespace) -> None:

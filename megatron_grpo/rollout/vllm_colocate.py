@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.arguments import params_dtype
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import host_group
 from megatron_grpo.rollout.engine import Completion, Request, Sampling
@@ -111,17 +112,13 @@ def _build(args, directory: str):
                 f"--kv-channels is {args.kv_channels}, but vLLM on a CPU has attention for heads of "
                 f"{', '.join(map(str, sizes))} channels only: take a model with such heads, or a GPU"
             )
-    if args.bf16:
-        dtype = "bfloat16"
-    else:
-        dtype = "float16" if args.fp16 else "float32"
     try:
         return LLM(
             model=directory,
             load_format="dummy",
             skip_tokenizer_init=not args.stop_words,
             tokenizer=args.tokenizer_model if args.stop_words else None,
-            dtype=dtype,
+            dtype=str(params_dtype(args)).removeprefix("torch."),
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,

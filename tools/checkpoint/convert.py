@@ -68,8 +68,7 @@ def model_args(options: argparse.Namespace, architecture: dict, source_name: str
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.save = tp, pp, options.save
     validation.merge_architecture(args, architecture, source_name)
-    multiple = args.make_vocab_size_divisible_by * tp
-    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    args.padded_vocab_size = validation.padded_vocab_size(args)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != tp * pp:
         raise GrpoError(
@@ -138,7 +137,7 @@ def megatron_to_hf(options: argparse.Namespace) -> None:
     args = model_args(options, stored, f"the checkpoint {options.load}")
     if options.dry_run:
         return print_table(args)
-    set_dtype(args, torch.bfloat16 if stored["bf16"] else torch.float16 if stored["fp16"] else torch.float32)
+    args.bf16, args.fp16 = stored["bf16"], stored["fp16"]
     if options.dtype:
         set_dtype(args, DTYPES[options.dtype])
     model = build(args)
