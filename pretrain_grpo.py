@@ -13,6 +13,7 @@ update), trainer.py (what is built once), checkpointing.py, validation.py (what 
 lists every flag.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import Pack, RolloutBatch
 from megatron_grpo.initialize import run
+from megatron_grpo.models import router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.trainer import Trainer, mean_of_scored, setup
 from megatron_grpo.weights.stream import stream_hf
@@ -55,31 +57,38 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
     The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back
     in, so that the gradient is exactly that of the sum over the whole global batch.
     """
-    log_probs, entropy = output
+    log_probs, entropy, *mtp_log_probs = output
     if non_loss_data:  # a forward-only pass wants the log-probabilities themselves
         return log_probs
     old = batch.get("old_log_probs")  # absent when there is one update per rollout: the ratio is then 1
     loss, clip = policy_loss(log_probs, old, batch["advantages"], args.epsilon, args.epsilon_high)
     kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(loss)
     loss = (batch["weights"] * (loss + args.beta * kl)).sum()
+    auxiliary = 0.0
+    if mtp_log_probs:  # of the multi-token-prediction layers, averaged over tokens as the policy's loss is
+        likelihood = (batch["weights"] * torch.stack(mtp_log_probs).mean(0)).sum()
+        auxiliary = -args.mtp_loss_scaling_factor * likelihood
 
     with torch.no_grad():
         old = log_probs if old is None else old
         ratio, gap = (log_probs - old).exp(), mismatch(old, batch["rollout_log_probs"])
+        largest = torch.cat([ratio, ratio.new_zeros(1)]).amax()  # context parallelism can leave a rank without tokens
         report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), clip["clip_low"].sum())
-        report += (clip["clip_high"].sum(), ratio.amax(), gap.tokens, gap.abs_sum, gap.abs_max)
+        report += (clip["clip_high"].sum(), largest, gap.tokens, gap.abs_sum, gap.abs_max)
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
-    return scale * loss, {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
+    return scale * (loss + auxiliary), {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
 
 
 def forward_step(data_iterator, model, args, num_microbatches: int):
     """Run one micro-batch through this pipeline stage; megatron-core's schedule calls the loss on the last stage."""
     pack, batch = get_batch(data_iterator)
+    router_replay.next_micro_batch(model, pack, batch.get("routed_experts"))
     output = model(
         batch["tokens"][None],
         batch["position_ids"][None],
         attention_mask=None,
         labels=batch["labels"][None],
+        padding_mask=batch["padding"][None] if args.num_experts else None,  # routers leave padding out of their counts
         packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl),
     )
     return output, partial(loss_func, args, batch, num_microbatches)
@@ -138,11 +147,12 @@ def train(args, trainer: Trainer) -> None:
         batch.advantages = groups.advantages
 
         with trainer.timers("logprobs"):
-            if args.updates_per_rollout > 1:
-                batch.old_log_probs = log_probs(args, trainer, batch)
+            if args.updates_per_rollout > 1 or args.router_replay_mode == "R2":
+                with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
+                    batch.old_log_probs = log_probs(args, trainer, batch)
             if trainer.reference is not None:
                 with training.parameters_complete(args, trainer.model), trainer.reference.in_place_of(trainer.model):
-                    batch.ref_log_probs = log_probs(args, trainer, batch)
+                    batch.ref_log_probs = log_probs(args, trainer, replace(batch, routed_experts=None))
 
         metrics = trainer.rollout_metrics(batch, rewards, groups)
         trainer.log_completions(batch)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
@@ -25,6 +25,8 @@ from megatron_grpo.errors import speaks_for_host
 # or more values; a tuple of strings for a choice. Brackets in a help text: what it is when it is not given.
 Row = tuple[str, Any, Any, str]
 
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+REPLAY = ("disabled", "R2", "R3")
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
 
 FLAGS: dict[str, tuple[Row, ...]] = {
@@ -42,7 +44,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
     ),
     "model": (
-        ("--model-family", ("qwen3", "qwen2", "llama"), None, "names and layout of the weights [--load-hf's]"),
+        ("--model-family", FAMILIES, None, "names and layout of the weights [--load-hf's]"),
         ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
         ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
         ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),
@@ -54,6 +56,15 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--rope-scaling-factor", float, 8.0, "factor of --use-rope-scaling"),
         ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
         ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
+    ),
+    "parallelism": (
+        ("--num-layers-per-virtual-pipeline-stage", int, None, "layers of a virtual stage, instead of their number"),
+        ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
+    ),
+    "memory while the engine generates": (
+        ("--offload-model", bool, False, "move the trainer's weights to host memory"),
+        ("--offload-gradients", bool, False, "free the gradient buffers"),
+        ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
     ),
     "data": (
         ("--train-data-path", [str], None, "JSON-lines or Parquet files of training prompts"),
@@ -96,6 +107,12 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
         ("--epsilon", float, 0.2, "clip range of the probability ratio, downwards"),
         ("--epsilon-high", float, None, "clip range upwards [--epsilon]"),
+        (
+            "--router-replay-mode",
+            REPLAY,
+            REPLAY[0],
+            "reuse the experts that the old policy (R2) or the engine (R3) chose",
+        ),
         ("--scale-rewards", ("group", "batch", "none"), "group", "divide advantages by whose standard deviation"),
     ),
     "learning rate": (
@@ -196,6 +213,11 @@ def build_parser() -> Parser:
         dest="recompute_granularity",
         help="the same as --recompute-granularity selective",
     )
+    synonyms.add_argument(
+        "--moe-layer-recompute",
+        action="store_true",
+        help="the same as --recompute-granularity selective --recompute-modules moe",
+    )
     for name, (takes_value, reason) in ACCEPTED.items():
         synonyms.add_argument(
             name,
@@ -284,19 +306,27 @@ def params_dtype(args: Namespace) -> torch.dtype:
 
 
 def transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """megatron-core's ``TransformerConfig``; GrpoError with its words when it refuses the combination."""
+    """megatron-core's ``TransformerConfig`` (for latent attention its subclass); GrpoError with its words when it
+    refuses the combination.
+    """
     dtype = params_dtype(args)
+    derived = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "activation_func": F.silu if args.swiglu else F.gelu,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
+        "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
+        # Not with gloo: a send that is under way reads the memory that this frees, and the next stage gets garbage.
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        "cuda_graph_scope": [],  # no graphs; its default means the same, with a warning
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "moe_enable_routing_replay": args.router_replay_mode != "disabled",
+    }
+    if not args.multi_latent_attention:
+        return core_config(TransformerConfig, args, **derived)
     return core_config(
-        TransformerConfig,
-        args,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        activation_func=F.silu if args.swiglu else F.gelu,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        variable_seq_lengths=args.pipeline_model_parallel_size > 1,
-        deallocate_pipeline_outputs=True,
-        cuda_graph_scope=[],  # no graphs; its default means the same, with a warning
-        batch_p2p_comm=not args.overlap_p2p_comm,
+        MLATransformerConfig, args, **derived, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent
     )
 
 

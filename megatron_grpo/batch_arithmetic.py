@@ -5,6 +5,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.rules import positive
 
 # The six numbers, as they are documented and printed.
 FORMULAS = {
@@ -77,19 +78,6 @@ class BatchArithmetic:
         formulas["updates_per_rollout"] = "steps_per_generation x num_iterations"
         values = {name: round(getattr(self, name), 4) for name in worked}
         return [f"{name:<25} {values[name]:<7} = {how:<18} ({formulas[name]})" for name, how in worked.items()]
-
-
-def flag(dest: str) -> str:
-    """The flag of an attribute of the parsed arguments."""
-    return "--" + dest.replace("_", "-")
-
-
-def positive(args: Namespace, dests: str) -> None:
-    """Refuse zero and negative values of these attributes; None is fine."""
-    for dest in dests.split():
-        value = getattr(args, dest)
-        if value is not None and value <= 0:
-            raise GrpoError(f"{flag(dest)} ({value}) must be greater than 0")
 
 
 def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:

@@ -8,9 +8,11 @@ the disk, and why a kill does no harm, is in checkpoint_directory.py. All ranks 
 and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
 """
 
+import contextlib
+import itertools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,15 @@ ARCHITECTURE = {
     "add_bias_linear": "add_bias_linear",
     "add_qkv_bias": "add_qkv_bias",
     "num_experts": "num_moe_experts",
+    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
+    "moe_router_topk": "moe_router_topk",
+    "moe_router_score_function": "moe_router_score_function",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "multi_latent_attention": "multi_latent_attention",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "v_head_dim": "v_head_dim",
+    "mtp_num_layers": "mtp_num_layers",
 }
 
 
@@ -75,7 +86,8 @@ def save_checkpoint(args, iteration: int, model_chunks, optimizer, opt_param_sch
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
     if optimizer is not None:
         _allocate_state(optimizer)  # a run that saves before its first update has none yet
-        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+        with _positions_without_padding(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
     if opt_param_scheduler is not None:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     state["rng_state"] = _rng_object(_rng_state())
@@ -107,7 +119,8 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     request: dict[str, Any] = _model_state(model_chunks, metadata)
     if not args.no_load_optim:
         _check_optimizer(directory, common, optimizer)
-        request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=metadata)
+        with _positions_without_padding(optimizer):
+            request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=metadata)
     same_layout = common.get("layout") == _layout()
     if same_layout and not args.no_load_rng:
         request["rng_state"] = _rng_object(None)
@@ -253,7 +266,31 @@ def _optimizers(optimizer) -> list:
 
 def _allocate_state(optimizer) -> None:
     for part in _optimizers(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
+        if part.init_state_fn is not None:  # None where this rank has no parameter of the part's
+            part.init_state_fn(part.optimizer, part.config)
+
+
+@contextlib.contextmanager
+def _positions_without_padding(optimizer) -> Iterator[None]:
+    """Correct where megatron-core 0.16.1 looks for a parameter's state in the distributed optimizer.
+
+    It strings a buffer's buckets together without the padding at their ends, but cuts parameters out at positions that
+    count it: with several buckets (``--overlap-grad-reduce``) it would store other numbers than the state's.
+    """
+    buffers = [buffer for part in _optimizers(optimizer) for buffer in getattr(part, "buffers", [])]
+    maps = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        paddings = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
+        before = [0, *itertools.accumulate(paddings)]
+        buffer.param_index_map = {
+            parameter: (start - before[bucket], end - before[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, index_map in zip(buffers, maps, strict=True):
+            buffer.param_index_map = index_map
 
 
 def _layout() -> dict[str, int]:
@@ -261,6 +298,8 @@ def _layout() -> dict[str, int]:
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 

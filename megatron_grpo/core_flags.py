@@ -21,11 +21,11 @@ from typing import Any, Literal, Union
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_grpo.errors import GrpoError
 
-CONFIGS = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+CONFIGS = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)  # the first is a TransformerConfig
 
 # Megatron-LM's name where it is not the field's own. Fields with the same flag are fed by it together.
 RENAMED = {
@@ -68,7 +68,19 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "num_attention_heads": (None, "config.json, the checkpoint or a flag must say it"),
     "hidden_dropout": (0.0, "the trainer's log-probabilities must equal the engine's, which drops nothing"),
     "attention_dropout": (0.0, "the trainer's log-probabilities must equal the engine's, which drops nothing"),
-    "moe_token_dispatcher_type": ("alltoall", "the only one that takes packs of different lengths"),
+    "normalization": ("LayerNorm", "as TransformerConfig has it, for models without multi-latent attention too"),
+    "multi_latent_attention": (False, "grouped-query attention is the usual one"),
+    "q_lora_rank": (None, "as in Megatron-LM: without it queries are projected in one step"),
+    "moe_token_dispatcher_type": (
+        "alltoall",
+        "packs differ in length: the other has to pad all to the longest",
+    ),
+    "moe_router_bias_update_rate": (0.0, "the bias was balanced in pretraining, and completions are no fair sample"),
+    "mtp_loss_scaling_factor": (
+        0.0,
+        "these layers are kept as they are, unless it is asked to train them",
+    ),
+    "optimizer_offload_fraction": (1.0, "as in Megatron-LM: without a fraction all of it"),
     "min_lr": (0.0, "as in Megatron-LM"),
     "grad_reduce_in_fp32": (True, "as Megatron-LM does with --bf16: many small gradients are added up"),
 }
@@ -77,6 +89,8 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
 CHOICES = {
     "transformer_impl": ("local", "transformer_engine"),
     "optimizer": ("adam", "sgd"),
+    "rope_type": ("rope", "yarn"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
 }
 
 EXCLUDED = {
@@ -102,6 +116,9 @@ EXCLUDED = {
         "the norms here are torch's or Transformer Engine's, not apex's": (
             "persist_layer_norm memory_efficient_layer_norm"
         ),
+        "a flag of its own, for every model": "rotary_base rotary_percent",
+        "use --recompute-granularity selective --recompute-modules moe": "moe_layer_recompute",
+        "--router-replay-mode decides": "moe_enable_routing_replay",
         "metrics.py measures instead of megatron-core's timers": "barrier_with_L1_time",
         "not among the metrics": "log_num_zeros_in_grad log_max_attention_logit",
         "use --recompute-granularity, which is the same for every micro-batch": (
@@ -112,15 +129,15 @@ EXCLUDED = {
         ),
         "only megatron-core's own inference reads it; vLLM generates here": (
             "flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers "
-            "inference_fuse_tp_communication mlp_chunks_for_prefill"
+            "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents"
         ),
         "for megatron-core's own tests": "test_mode",
         "Mamba layers are not supported": (
             "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path"
         ),
         "layers that differ are not supported": "heterogeneous_block_specs hetereogenous_dist_checkpoint",
-        "only softmax attention with full keys and values is supported": (
-            "multi_latent_attention experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim "
+        "only softmax attention is supported": (
+            "experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim "
             "dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq "
             "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
             "linear_num_value_heads"
@@ -228,7 +245,7 @@ def core_config(config: type, args: Namespace, **derived: Any) -> Any:
         field: _core_value(getattr(args, flag.dest), flag.annotation)
         for flag in core_flags().values()
         for owner, field in flag.feeds
-        if owner is config
+        if issubclass(owner, config) and field in config.__dataclass_fields__
     }
     try:
         return config(**{**values, **derived})
@@ -341,14 +358,16 @@ def _notes(config: type) -> Iterator[tuple[str, tuple[str, str]]]:
             if isinstance(node, ast.AnnAssign):
                 documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 text = _first_sentence(after.value.value) if documented else ""
-                yield node.target.id, (text, _group(config, [t for line, t in titles.items() if line < node.lineno]))
+                yield node.target.id, (text, _group(cls, [t for line, t in titles.items() if line < node.lineno]))
 
 
-def _group(config: type, titles: list[str]) -> str:
-    if config is OptimizerConfig:
+def _group(owner: type, titles: list[str]) -> str:
+    if owner is OptimizerConfig:
         return "megatron-core: optimizer"
-    if config is DistributedDataParallelConfig:
+    if owner is DistributedDataParallelConfig:
         return "megatron-core: data parallelism"
+    if owner is MLATransformerConfig:
+        return "megatron-core: multi-latent attention"
     return f"megatron-core: {titles[-1].lower().removesuffix(' related')}" if titles else "megatron-core"
 
 

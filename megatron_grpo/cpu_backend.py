@@ -132,6 +132,16 @@ def patch_core_random() -> None:
     silent.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
+def patch_expert_split_sizes() -> None:
+    """The all-to-all dispatcher fetches its split sizes, as numbers, only from tensors that are on a GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_cpu(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
 EARLY = (
     patch_current_device,
     patch_factories,
@@ -142,7 +152,7 @@ EARLY = (
     patch_random_state,
     patch_compile,
 )
-LATE = (patch_core_random,)  # these change megatron-core itself, after its import
+LATE = (patch_core_random, patch_expert_split_sizes)  # these change megatron-core itself, after its import
 _installed = False
 
 

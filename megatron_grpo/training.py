@@ -3,7 +3,7 @@ log-probabilities.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,23 +21,40 @@ from megatron.core.utils import get_model_config
 from megatron_grpo import fused_adam
 from megatron_grpo.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import Pack, RolloutBatch
-from megatron_grpo.data.schedule import schedule
+from megatron_grpo.data.batch import Pack, RolloutBatch, padded_lengths, sequence_multiple
+from megatron_grpo.data.schedule import attention_coefficient, schedule
 from megatron_grpo.initialize import host_group
+from megatron_grpo.models import router_replay
+from megatron_grpo.weights.families.common import query_groups
 
 Model = list[torch.nn.Module]
 
 
 def build_model(args, model_provider: Callable) -> Model:
-    """This rank's pipeline stage (a list of one chunk), on its device, in its dtype, not yet wrapped for training."""
-    chunk = model_provider(
-        args,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
-    chunk.model_type = ModelType.encoder_or_decoder
-    chunk.to(device())
-    return [Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk]
+    """This rank's pipeline stage, one chunk for each of its virtual stages, on its device, in its dtype, not yet
+    wrapped for training.
+    """
+    stages = args.num_virtual_stages_per_pipeline_rank or 1
+    model = []
+    for stage in range(stages):
+        vp_stage = stage if stages > 1 else None
+        chunk = model_provider(
+            args,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunk.vp_stage = vp_stage
+        if args.num_experts and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
+            # megatron-core reduces experts' gradients over their own data-parallel ranks when this mark says so, and
+            # sets it only for EP > 1; but with another tensor-parallel size those ranks are others than the rest's too.
+            for name, parameter in chunk.named_parameters():
+                if ".mlp.experts." in name:
+                    parameter.allreduce = False
+        chunk.to(device())
+        model.append(Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk)
+    return model
 
 
 def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamScheduler]:
@@ -56,8 +73,17 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = model[0].no_sync
+        config.no_sync_func = _for_each(chunk.no_sync for chunk in model)
+        if ddp_config.align_param_gather:
+            config.grad_sync_func = _for_each(chunk.start_grad_sync for chunk in model)
+            config.param_sync_func = _for_each(chunk.start_param_sync for chunk in model)
     return model, optimizer, _learning_rate_schedule(args, optimizer)
+
+
+def _for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
+    """What megatron-core wants of several chunks, a list, and of a single one, the function itself."""
+    functions = list(functions)
+    return functions if len(functions) > 1 else functions[0]
 
 
 def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
@@ -114,16 +140,40 @@ class UpdateReport:
 
 
 def micro_batches(args, batch: RolloutBatch, completions: np.ndarray) -> list[Pack]:
-    """This rank's micro-batches of the given completions (numbers in the batch): as many packs on every rank."""
-    packs = schedule(
-        batch.lengths[completions],
+    """This rank's micro-batches of the given completions (numbers in the batch): as many packs on every rank.
+
+    A pack's tokens are shared out over context-parallel ranks, and under sequence parallelism once more over
+    tensor-parallel ones.
+    """
+    cp_size = parallel_state.get_context_parallel_world_size()
+    lengths = padded_lengths(batch.lengths[completions], cp_size)
+    ranks = schedule(
+        lengths,
         parallel_state.get_data_parallel_world_size(),
         micro_batch_size=None if args.max_tokens_per_microbatch else args.micro_batch_size,
         max_tokens=args.max_tokens_per_microbatch,
-    )[parallel_state.get_data_parallel_rank()]
-    # Under sequence parallelism each tensor-parallel rank holds an equal part of the tokens.
+        microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
+        attention_coefficient=_attention_coefficient(args),
+    )
     pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return [batch.pack(completions[pack], pad_multiple) for pack in packs]
+    total_length = None
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # it gathers as many tokens from each rank
+        multiple = pad_multiple * sequence_multiple(cp_size)
+        total_length = -(-max(int(lengths[pack].sum()) for rank in ranks for pack in rank) // multiple) * multiple
+    return [
+        batch.pack(completions[pack], pad_multiple, total_length, cp_size, parallel_state.get_context_parallel_rank())
+        for pack in ranks[parallel_state.get_data_parallel_rank()]
+    ]
+
+
+def _attention_coefficient(args) -> float:
+    """How attention, whose work grows with the square of a length, compares with the linear layers."""
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
+    key_value_heads = args.num_attention_heads if args.multi_latent_attention else query_groups(args)
+    head = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
+    return attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
 
 
 def train_step(
@@ -168,16 +218,18 @@ def forward_log_probs(forward_step: Callable, packs: Sequence[Pack], model: Mode
 
 def _run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:
     """What ``loss_func`` returned for each micro-batch (on the last pipeline stage; an empty list elsewhere)."""
-    return get_forward_backward_func()(
+    results = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(packs),
-        model=model[0] if len(model) == 1 else model,
+        data_iterator=_for_each(iter(packs) for _ in model),
+        model=_for_each(model),
         num_microbatches=len(packs),
         seq_length=1,  # packs differ in length: stages tell each other the shapes (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    router_replay.end_of_pass(model)
+    return results
 
 
 def _reduce_reports(
@@ -191,7 +243,7 @@ def _reduce_reports(
     if parallel_state.is_pipeline_last_stage():
         table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
         values = torch.stack([table.sum(0), table.amax(0)])
-        data_parallel = parallel_state.get_data_parallel_group()
+        data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(values[0], dist.ReduceOp.SUM, group=data_parallel)
         dist.all_reduce(values[1], dist.ReduceOp.MAX, group=data_parallel)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -219,12 +271,18 @@ def parameters_complete(args, model: Model) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
+def _weights(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers: a router's expert bias is a buffer."""
+    yield from chunk.parameters()
+    yield from chunk.buffers()
+
+
 class ReferencePolicy:
     """Frozen weights, the reference of the KL term: they lie in host memory and take the model's place for one pass."""
 
     def __init__(self, model: Model):
         """Copy the model's present weights."""
-        self.weights = [[p.detach().to("cpu", copy=True) for p in chunk.parameters()] for chunk in model]
+        self.weights = [[t.detach().to("cpu", copy=True) for t in _weights(chunk)] for chunk in model]
         if torch.cuda.is_available():
             self.weights = [[w.pin_memory() for w in weights] for weights in self.weights]
 
@@ -232,8 +290,8 @@ class ReferencePolicy:
     def copy_to(self, model: Model) -> None:
         """Overwrite the model's weights."""
         for chunk, weights in zip(model, self.weights, strict=True):
-            for parameter, weight in zip(chunk.parameters(), weights, strict=True):
-                parameter.copy_(weight, non_blocking=True)
+            for tensor, weight in zip(_weights(chunk), weights, strict=True):
+                tensor.copy_(weight, non_blocking=True)
 
     @contextlib.contextmanager
     def in_place_of(self, model: Model) -> Iterator[None]:

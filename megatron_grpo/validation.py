@@ -9,48 +9,65 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_grpo.arguments import (
+    FAMILIES,
     ddp_config_from_args,
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from megatron_grpo.batch_arithmetic import batch_arithmetic, flag, positive
+from megatron_grpo.batch_arithmetic import batch_arithmetic
+from megatron_grpo.data.batch import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.metrics import check_wandb
-from megatron_grpo.weights.families.common import query_groups
+from megatron_grpo.parallel_rules import check_heads, check_parallelism
+from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 
 # What describes a model; a checkpoint's stored arguments and a translated config.json both have these.
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
     "rotary_base rotary_percent use_rope_scaling rope_scaling_factor max_position_embeddings vocab_size "
-    "untie_embeddings_and_output_weights"
+    "untie_embeddings_and_output_weights num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk "
+    "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
+    "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mtp_num_layers"
 ).split()
 
-_FAMILIES = "the model families here (qwen3, qwen2, llama)"
+_FAMILIES = "the model families here (" + ", ".join(FAMILIES) + ")"
+_ENGINE = "the engine does not, and its log-probabilities must be the trainer's: leave it out"
 
 # What must have one of a few values: (attributes, values, reason and cure).
 ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("context_parallel_size", (1,), "context parallelism is not supported yet: leave it at 1"),
-    ("hybrid_context_parallel", (False,), "context parallelism is not supported yet: leave it out"),
-    ("num_virtual_stages_per_pipeline_rank", (None, 1), "virtual stages are not supported yet: leave it out"),
     (
-        "overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step align_param_gather",
-        (False,),
-        "it belongs to virtual pipeline stages, which are not supported yet: leave it out",
-    ),
-    (
-        "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        "hybrid_context_parallel hierarchical_context_parallel_sizes",
         (None, False),
-        "uneven pipeline stages are not supported yet: leave it out",
+        "Transformer Engine refuses packed batches in it: use --context-parallel-size with p2p or a2a",
     ),
-    ("num_experts", (None,), "mixture of experts is not supported yet: train a dense model"),
-    ("expert_model_parallel_size", (1,), "mixture of experts is not supported yet: leave it at 1"),
-    ("expert_tensor_parallel_size", (None, 1), "mixture of experts is not supported yet: leave it out"),
-    ("mtp_num_layers", (None, 0), "multi-token prediction is not supported yet: leave it out"),
+    (
+        "overlap_moe_expert_parallel_comm delay_wgrad_compute",
+        (False,),
+        "megatron-core's combined schedule computes its own loss, not GRPO's: leave it out",
+    ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        (False,),
+        "gathering overlaps with the forward pass: leave it out",
+    ),
+    ("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", (None, False), "it drops tokens; " + _ENGINE),
+    ("moe_input_jitter_eps", (None,), "it adds noise to the router; " + _ENGINE),
+    ("moe_router_force_load_balancing", (False,), "it routes at random; " + _ENGINE),
+    ("moe_apply_probs_on_input", (False,), "it weighs before the experts; " + _ENGINE),
+    ("moe_use_legacy_grouped_gemm", (False,), "it needs a package of its own: --moe-grouped-gemm alone does not"),
+    ("moe_enable_deepep", (False,), "the dispatchers here are allgather and alltoall: leave it out"),
+    (
+        "moe_router_padding_for_fp8 moe_router_padding_for_quantization",
+        (False,),
+        "training in 8 bits is not supported yet",
+    ),
     ("fp8_format fp4_format", (None,), "training in 8 or 4 bits is not supported yet: leave it out"),
     ("mrope_section", (None,), "multimodal models are not supported yet: leave it out"),
     (
@@ -65,17 +82,12 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("softmax_type", ("vanilla",), f"{_FAMILIES} have a plain softmax: leave it out"),
     (
         "softmax_scale window_size window_attn_skip_freq no_rope_freq activation_func_clamp_value glu_linear_offset "
-        "rotary_interleaved qk_l2_norm attention_output_gate apply_layernorm_1p "
+        "rotary_interleaved qk_l2_norm attention_output_gate apply_layernorm_1p moe_latent_size "
         "apply_residual_connection_post_layernorm",
         (None, False, 0.0),
         f"{_FAMILIES} have no such thing, so the engine could not run the model: leave it out",
     ),
 )
-
-NEED_TRANSFORMER_ENGINE = (
-    "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
-    "fine_grained_activation_offloading fused_single_qkv_rope symmetric_ar_type use_te_activation_func"
-).split()
 
 
 def merge_architecture(args: Namespace, source: Mapping[str, Any], source_name: str) -> None:
@@ -106,7 +118,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     args.global_batch_size, args.generation_batch_size = sizes.global_batch_size, sizes.generation_batch_size
     args.steps_per_generation, args.updates_per_rollout = sizes.steps_per_generation, sizes.updates_per_rollout
     _check_model(args)
-    _check_parallelism(args)
+    check_parallelism(args)
     _check_lengths(args)
     _check_data(args)
     _check_rollout(args, world_size)
@@ -117,33 +129,6 @@ def validate_args(args: Namespace, world_size: int) -> None:
     _check_checkpoints(args)
     _check_logging(args)
     _check_libraries(args)
-
-
-def _within(args: Namespace, dest: str, low: float, high: float) -> None:
-    value = getattr(args, dest)
-    if value is not None and not low <= value <= high:
-        raise GrpoError(f"{flag(dest)} ({value}) must lie between {low:g} and {high:g}")
-
-
-def _required(args: Namespace, dest: str, cure: str) -> None:
-    if getattr(args, dest) in (None, []) and not args.dry_run:
-        raise GrpoError(f"{flag(dest)} is missing: {cure}")
-
-
-def _needs(args: Namespace, dest: str, other: str, reason: str) -> None:
-    """Refuse a flag that was given without the one on which its effect depends."""
-    if dest in args.explicit and getattr(args, dest) and not getattr(args, other):
-        raise GrpoError(f"{flag(dest)} needs {flag(other)}: {reason}")
-
-
-def _excludes(args: Namespace, first: str, second: str, reason: str) -> None:
-    if getattr(args, first) and getattr(args, second):
-        raise GrpoError(f"{flag(first)} and {flag(second)} cannot both be given: {reason}")
-
-
-def _divides(args: Namespace, dest: str, size: int, what: str) -> None:
-    if getattr(args, dest) % size:
-        raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must be divisible by {what} ({size})")
 
 
 def _check_finite(args: Namespace) -> None:
@@ -164,13 +149,13 @@ def _check_model(args: Namespace) -> None:
         for dest in dests.split():
             if getattr(args, dest) not in values:
                 raise GrpoError(f"{flag(dest)} is {getattr(args, dest)}: {reason}")
-    _needs(args, "num_query_groups", "group_query_attention", "without it each head has its own keys and values")
+    needs(args, "num_query_groups", "group_query_attention", "without it each head has its own keys and values")
     if args.group_query_attention:
         if args.num_query_groups is None:
             raise GrpoError("--group-query-attention needs --num-query-groups: how many heads keys and values have")
-        _divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
+        divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     if args.kv_channels is None:
-        _divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
+        divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
         # Megatron-LM's: SwiGLU with as many weights as a plain MLP of four times the width
@@ -184,39 +169,20 @@ def padded_vocab_size(args: Namespace) -> int:
     return -(-args.vocab_size // multiple) * multiple
 
 
-def _check_heads(args: Namespace, size: int, what: str) -> None:
-    """``size`` ranks can share the heads out: query heads evenly, key/value heads evenly or each on several ranks."""
-    _divides(args, "num_attention_heads", size, what)
-    groups = query_groups(args)
-    if groups % size and size % groups:
-        raise GrpoError(f"--num-query-groups ({groups}) must be a multiple or a divisor of {what} ({size})")
-
-
-def _check_parallelism(args: Namespace) -> None:
-    tp = args.tensor_model_parallel_size
-    _check_heads(args, tp, "tensor parallel size")
-    _divides(args, "ffn_hidden_size", tp, "tensor parallel size")
-    _divides(args, "num_layers", args.pipeline_model_parallel_size, "pipeline parallel size")
-    if args.sequence_parallel and tp == 1:
-        raise GrpoError("--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits over those ranks")
-    if args.transformer_impl == "local":
-        for dest in NEED_TRANSFORMER_ENGINE:
-            if getattr(args, dest):
-                raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
-    backends = ("auto", "local") if args.transformer_impl == "local" else ("auto", "flash", "fused", "unfused")
-    if args.attention_backend not in backends:
-        raise GrpoError(
-            f"--attention-backend is {args.attention_backend}, but --transformer-impl {args.transformer_impl} has "
-            f"{', '.join(backends)}"
-        )
-
-
 def _check_lengths(args: Namespace) -> None:
     positive(args, "max_prompt_length max_completion_length vllm_max_model_len")
     longest = args.max_prompt_length + args.max_completion_length
     if args.vllm_max_model_len is None:
         args.vllm_max_model_len = longest
-    for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len", "max_tokens_per_microbatch"):
+    budget = args.max_tokens_per_microbatch
+    padded = int(padded_lengths(np.array([longest]), args.context_parallel_size)[0])
+    if budget is not None and padded > budget:
+        raise GrpoError(
+            f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length ({args.max_completion_length}), "
+            f"as a context-parallel pack holds them, are {padded} tokens: --max-tokens-per-microbatch ({budget}) must "
+            "be at least that"
+        )
+    for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len"):
         limit = getattr(args, dest)
         if limit is not None and longest > limit:
             raise GrpoError(
@@ -231,13 +197,13 @@ def _check_lengths(args: Namespace) -> None:
 
 
 def _check_data(args: Namespace) -> None:
-    _required(args, "train_data_path", "name the files of training prompts")
+    required(args, "train_data_path", "name the files of training prompts")
     if args.tokenizer_model is None:
         args.tokenizer_model = args.load_hf
-    _required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
+    required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
     positive(args, "eval_interval eval_max_prompts")
     for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):
-        _needs(args, dest, "valid_data_path", "there are no held-out prompts to evaluate on")
+        needs(args, dest, "valid_data_path", "there are no held-out prompts to evaluate on")
     if args.valid_data_path and not args.eval_interval and not args.val_before_train:
         raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: it would not be used")
     if args.eval_num_generations < 0:
@@ -247,13 +213,13 @@ def _check_data(args: Namespace) -> None:
 def _check_rollout(args: Namespace, world_size: int) -> None:
     positive(args, "vllm_tensor_parallel_size vllm_max_num_seqs vllm_gpu_memory_utilization temperature top_p")
     for dest in ("vllm_gpu_memory_utilization", "top_p", "min_p", "mismatch_sample_rate"):
-        _within(args, dest, 0, 1)
+        within(args, dest, 0, 1)
     if args.top_k != -1 and args.top_k < 1:
         raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
     width = args.vllm_tensor_parallel_size
     if world_size % width:
         raise GrpoError(f"world_size ({world_size}) must be divisible by --vllm-tensor-parallel-size ({width})")
-    _check_heads(args, width, "--vllm-tensor-parallel-size")
+    check_heads(args, width, "--vllm-tensor-parallel-size")
     if args.mismatch_sample_rate > 0 and (args.top_p < 1 or args.top_k != -1 or args.min_p > 0):
         raise GrpoError(
             f"--top-p {args.top_p}, --top-k {args.top_k}, --min-p {args.min_p} change the engine's probabilities, so "
@@ -264,7 +230,7 @@ def _check_rollout(args: Namespace, world_size: int) -> None:
 
 
 def _check_rewards(args: Namespace) -> None:
-    _required(args, "reward_funcs", "name at least one reward function")
+    required(args, "reward_funcs", "name at least one reward function")
     functions = args.reward_funcs or []
     if len(set(functions)) < len(functions):
         raise GrpoError(f"--reward-funcs {' '.join(functions)}: name each once, and weigh it by --reward-weights")
@@ -279,20 +245,20 @@ def _check_rewards(args: Namespace) -> None:
 
 def _check_algorithm(args: Namespace) -> None:
     positive(args, "epsilon epsilon_high")
-    _within(args, "epsilon", 0, 1)
+    within(args, "epsilon", 0, 1)
     if args.epsilon_high is None:
         args.epsilon_high = args.epsilon
     if args.beta < 0:
         raise GrpoError(f"--beta ({args.beta}) must not be negative")
-    _needs(args, "ref_load", "beta", "without the KL term there is no reference policy")
+    needs(args, "ref_load", "beta", "without the KL term there is no reference policy")
 
 
 def _check_duration(args: Namespace) -> None:
     positive(args, "train_iters num_epochs exit_interval save_interval log_interval distributed_timeout_minutes")
-    _within(args, "seed", 0, 2**31)  # numpy's limit is 2**32 - 1, and stages add to it
-    _excludes(args, "train_iters", "num_epochs", "each says how long to train")
+    within(args, "seed", 0, 2**31)  # numpy's limit is 2**32 - 1, and stages add to it
+    excludes(args, "train_iters", "num_epochs", "each says how long to train")
     if args.num_epochs is None:
-        _required(args, "train_iters", "give it, or --num-epochs")
+        required(args, "train_iters", "give it, or --num-epochs")
     per_rollout = args.updates_per_rollout
     for dest in ("train_iters", "exit_interval", "eval_interval", "save_interval"):
         value = getattr(args, dest)
@@ -304,14 +270,14 @@ def _check_duration(args: Namespace) -> None:
 
 
 def _check_optimizer(args: Namespace) -> None:
-    _excludes(args, "bf16", "fp16", "parameters have one dtype")
-    _required(args, "lr", "give the learning rate, such as 1e-6")
+    excludes(args, "bf16", "fp16", "parameters have one dtype")
+    required(args, "lr", "give the learning rate, such as 1e-6")
     positive(args, "lr lr_decay_iters")
     if args.lr is not None and not 0 <= args.min_lr <= args.lr:
         raise GrpoError(f"--min-lr ({args.min_lr}) must lie between 0 and --lr ({args.lr})")
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
         raise GrpoError(f"--lr-warmup-fraction ({args.lr_warmup_fraction}) must be at least 0 and less than 1")
-    _excludes(args, "lr_warmup_iters", "lr_warmup_fraction", "each says how long to warm up")
+    excludes(args, "lr_warmup_iters", "lr_warmup_fraction", "each says how long to warm up")
     check_warmup(args)
     for dest in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         if not 0 <= getattr(args, dest) < 1:
@@ -322,8 +288,8 @@ def _check_optimizer(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must not be negative")
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
-    _needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
-    _needs(args, "overlap_param_gather", "overlap_grad_reduce", "megatron-core overlaps both or neither")
+    needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
+    needs(args, "overlap_param_gather", "overlap_grad_reduce", "megatron-core overlaps both or neither")
 
 
 def check_warmup(args: Namespace) -> None:
@@ -338,16 +304,16 @@ def check_warmup(args: Namespace) -> None:
 def _check_checkpoints(args: Namespace) -> None:
     positive(args, "max_checkpoints_to_keep")
     for dest in ("save_interval", "max_checkpoints_to_keep", "num_completions_to_log"):
-        _needs(args, dest, "save", "there is no directory to write to")
+        needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
-        _needs(args, dest, "load", "it says what to take from there")
+        needs(args, dest, "load", "it says what to take from there")
     one_place = "the first weights come from one place"
-    _excludes(args, "load_hf", "pretrained_checkpoint", one_place)
-    _excludes(args, "load_hf", "finetune", one_place)
-    _excludes(args, "pretrained_checkpoint", "finetune", one_place)
+    excludes(args, "load_hf", "pretrained_checkpoint", one_place)
+    excludes(args, "load_hf", "finetune", one_place)
+    excludes(args, "pretrained_checkpoint", "finetune", one_place)
     if args.use_checkpoint_args and not (args.load or args.pretrained_checkpoint):
         raise GrpoError("--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint that has them")
-    _excludes(args, "save_hf", "no_save_hf", "one asks for the export, the other for none")
+    excludes(args, "save_hf", "no_save_hf", "one asks for the export, the other for none")
     if args.save and not args.save_hf and not args.no_save_hf:
         args.save_hf = f"{args.save}/hf_model"
 
@@ -355,7 +321,7 @@ def _check_checkpoints(args: Namespace) -> None:
 def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
-    _needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
+    needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
     if not args.dry_run:
         check_wandb(args)
 
@@ -371,6 +337,8 @@ def _check_libraries(args: Namespace) -> None:
             "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of them is absent: "
             "install it (requirements-gpu.txt), or give --transformer-impl local"
         )
+    if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
+        raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
     if args.gradient_accumulation_fusion and not have_apex and not args.dry_run:
         raise GrpoError("--gradient-accumulation-fusion needs apex built with --cuda_ext: install it, or leave it out")
     transformer_config_from_args(args)

@@ -19,14 +19,28 @@ from conftest import REPO
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_grpo import arguments
 from megatron_grpo.arguments import args_from_json, args_to_json, parse_args
-from megatron_grpo.core_flags import DEFAULTS, EXCLUDED, RENAMED, SWITCHED_OFF_BY, core_flags, integer_or_pattern
+from megatron_grpo.core_flags import (
+    CHOICES,
+    DEFAULTS,
+    EXCLUDED,
+    RENAMED,
+    SWITCHED_OFF_BY,
+    core_flags,
+    integer_or_pattern,
+)
+
+
+def latent_config(args):
+    args.multi_latent_attention = True
+    return arguments.transformer_config_from_args(args)
+
 
 BUILD = {
-    TransformerConfig: arguments.transformer_config_from_args,
+    MLATransformerConfig: latent_config,
     OptimizerConfig: arguments.optimizer_config_from_args,
     DistributedDataParallelConfig: arguments.ddp_config_from_args,
 }
@@ -86,11 +100,11 @@ def other_value(flag):
         return [flag.option, "7,-1"], (7, -1)
     if int in kinds and list in origins:
         return [flag.option, "([1]+[0]*2)*2"], [1, 0, 0, 1, 0, 0]
+    if flag.dest in CHOICES:
+        choice = next(c for c in CHOICES[flag.dest] if c != flag.default)
+        return [flag.option, choice], choice
     if kinds == [str]:
-        return [
-            flag.option,
-            "sgd" if flag.dest == "optimizer" else "word",
-        ], "sgd" if flag.dest == "optimizer" else "word"
+        return [flag.option, "word"], "word"
     if list in origins:
         (member,) = typing.get_args(kinds[origins.index(list)])
         values = [member(17), member(19)]
@@ -121,9 +135,10 @@ def test_without_flags_the_defaults_are_megatron_cores(monkeypatch):
     args = parse_args([])
     expected = {
         (OptimizerConfig, "fp8_recipe"): "delayed",  # one flag for two fields: TransformerConfig's default
-        (TransformerConfig, "pipeline_dtype"): torch.float32,
-        (TransformerConfig, "deallocate_pipeline_outputs"): True,
-        (TransformerConfig, "cuda_graph_scope"): [],  # what the default "full" becomes
+        (MLATransformerConfig, "multi_latent_attention"): True,
+        (MLATransformerConfig, "pipeline_dtype"): torch.float32,
+        (MLATransformerConfig, "deallocate_pipeline_outputs"): torch.cuda.is_available(),
+        (MLATransformerConfig, "cuda_graph_scope"): [],  # what the default "full" becomes
     }
     for config, field in FIELDS:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -1,6 +1,6 @@
 """RolloutBatch: a pack laid out by hand, round trips, and that no packing changes what is learnt."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithm.weighting import token_weights
-from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch
+from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch, padded_lengths
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.errors import GrpoError
 
@@ -35,6 +35,7 @@ def filled(batch):
     batch.rewards = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
     batch.old_log_probs = -np.arange(total, dtype=np.float32)
     batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
+    batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
     batch.advantages = np.arange(n, dtype=np.float32) - 1
     batch.weights = np.arange(n, dtype=np.float32) + 0.5
     return batch
@@ -95,6 +96,7 @@ def test_pack_by_hand():
     assert pack.tokens.tolist() == [30, 31, 32, 33, 20, 10, 11, 12, 13, 0, 0, 0]
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 2]
     assert pack.labels.tolist() == [-100, -100, 33, -100, -100, -100, 12, 13, -100, -100, -100, -100]
+    assert pack.padding.tolist() == [False] * 9 + [True] * 3
     assert pack.cu_seqlens.tolist() == [0, 4, 5, 9, 12]
     assert pack.cu_seqlens.dtype == np.int32
     assert pack.tokens.dtype == pack.labels.dtype == pack.position_ids.dtype == np.int64
@@ -107,12 +109,141 @@ def test_pack_by_hand():
     assert pack.ref_log_probs.tolist() == [-1008, -1002, -1003]
     assert pack.advantages.tolist() == [1, -1, -1]
     assert pack.weights.tolist() == [2.5, 0.5, 0.5]
+    # experts stand at their own token, not at the place where it is predicted
+    assert pack.source.tolist() == [5, 6, 7, 8, 4, 0, 1, 2, 3, -1, -1, -1]
+    assert pack.routed_experts.shape == (12, 3, 2) and pack.routed_experts.dtype == np.int16
+    assert pack.routed_experts[:, 0, 0].tolist() == [30, 36, 42, 48, 24, 0, 6, 12, 18, -1, -1, -1]
+    assert pack.routed_experts[1].tolist() == [[36, 37], [38, 39], [40, 41]]
+
+
+def test_experts_of_an_engine_that_has_not_routed_the_last_token():
+    experts = [np.full((tokens, 2, 1), number, np.int16) for number, tokens in enumerate([3, 0, 3])]
+    batch = RolloutBatch.from_completions(
+        prompts=[[10, 11], [20], [30, 31, 32]],
+        completions=[[12, 13], [], [33]],
+        log_probs=[None] * 3,
+        weight_version=0,
+        group_ids=[0] * 3,
+        row_ids=[0] * 3,
+        sample_ids=[0, 1, 2],
+        finish_reasons=[FinishReason.STOP] * 3,
+        routed_experts=experts,
+    )
+    assert batch.routed_experts[:, 0, 0].tolist() == [0, 0, 0, -1, -1, 2, 2, 2, -1]
+    assert batch.routed_experts.shape == (9, 2, 1)
 
 
 def test_pack_without_padding_and_before_anything_is_computed():
     pack = hand_batch().pack([0, 1], pad_multiple=5)
     assert pack.cu_seqlens.tolist() == [0, 4, 5]
-    assert pack.old_log_probs is pack.ref_log_probs is pack.advantages is pack.weights is None
+    assert pack.old_log_probs is pack.ref_log_probs is pack.advantages is pack.weights is pack.routed_experts is None
+
+
+def test_pack_of_two_context_ranks_by_hand():
+    """Each sequence fills 4 chunks: 30 31 32 33 | 20 0 0 0 | 10 11 12 13 | 0 0 0 0. Rank 0 holds the first and the last
+    of each, rank 1 the others, and all labels.
+    """
+    batch = filled(hand_batch())
+    first, second = (batch.pack([2, 1, 0], pad_multiple=2, cp_size=2, cp_rank=rank) for rank in (0, 1))
+    assert first.tokens.tolist() == [30, 33, 20, 0, 10, 13, 0, 0]
+    assert second.tokens.tolist() == [31, 32, 0, 0, 11, 12, 0, 0]
+    assert first.position_ids.tolist() == [0, 3] * 4
+    assert second.position_ids.tolist() == [1, 2] * 4
+    assert first.padding.tolist() == [False, False, False, True, False, False, True, True]
+    assert second.padding.tolist() == [False, False, True, True, False, False, True, True]
+    assert first.source.tolist() == [5, 8, 4, -1, 0, 3, -1, -1]
+    assert first.routed_experts[:, 2, 1].tolist() == [35, 53, 29, -1, 5, 23, -1, -1]
+    assert second.routed_experts[:, 2, 1].tolist() == [41, 47, -1, -1, 11, 17, -1, -1]
+    for pack in (first, second):
+        assert pack.cu_seqlens.tolist() == [0, 4, 8, 12, 16]
+        assert pack.max_seqlen == 4
+
+    assert first.labels.tolist() == [-100] * 8
+    assert first.num_labels == 0
+    for name in ("token_index", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "weights"):
+        values = getattr(first, name)
+        assert values.shape == (0,)
+        assert values.dtype == getattr(second, name).dtype == (np.int64 if name == "token_index" else np.float32)
+    assert second.labels.tolist() == [-100, 33, -100, -100, 12, 13, -100, -100]
+    assert second.token_index.tolist() == [8, 2, 3]
+    np.testing.assert_array_equal(second.rollout_log_probs, np.float32([NAN, -0.5, -0.25]))
+    assert second.old_log_probs.tolist() == [-8, -2, -3]
+    assert second.ref_log_probs.tolist() == [-1008, -1002, -1003]
+    assert second.advantages.tolist() == [1, -1, -1]
+    assert second.weights.tolist() == [2.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("cp_size", "total"), [(1, 9), (1, 11), (2, 12), (2, 20)])
+def test_pack_of_a_given_length(cp_size, total):
+    packs = [hand_batch().pack([0, 1, 2], total_length=total, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
+    assert {len(pack.tokens) for pack in packs} == {total // cp_size}
+    assert {pack.cu_seqlens[-1] for pack in packs} == {total}
+    assert sum(pack.padding.sum() for pack in packs) == total - 9
+
+
+@pytest.mark.parametrize("options", [{"total_length": 8}, {"total_length": 10, "pad_multiple": 4}])
+def test_pack_refuses_a_length_that_it_cannot_have(options):
+    with pytest.raises(ValueError, match="a pack of 9 tokens cannot be padded"):
+        hand_batch().pack([0, 1, 2], **options)
+
+
+def test_padded_lengths_by_hand():
+    assert padded_lengths(np.array([1, 4, 5, 9]), 1).tolist() == [1, 4, 5, 9]
+    assert padded_lengths(np.array([1, 4, 5, 9]), 2).tolist() == [4, 4, 8, 12]
+
+
+@settings(deadline=None)
+@given(
+    batch=batches(min_size=1),
+    cp_size=st.integers(1, 4),
+    pad_multiple=st.integers(1, 3),
+    more=st.none() | st.integers(0, 3),
+    data=st.data(),
+)
+def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
+    """Written token by token: the whole pack, cut into chunks; its labels are each in one rank's part, once."""
+    order = data.draw(st.permutations(range(batch.num_completions)))
+    chosen = order[: data.draw(st.integers(1, len(order)))]
+    unit = 2 * cp_size if cp_size > 1 else 1
+    whole = []  # sequences of (token, its place in the flat arrays, the place of its label), None where there is none
+    for i in chosen:
+        a, b = batch.cu_seqlens[i : i + 2].tolist()
+        rows = [(int(batch.tokens[k]), k, k + 1 if k + 1 < b and batch.loss_mask[k + 1] else None) for k in range(a, b)]
+        whole.append(rows + [(0, None, None)] * (-len(rows) % unit))
+    used = sum(map(len, whole))
+    total = used + -used % (unit * pad_multiple) + (more or 0) * unit * pad_multiple
+    if total > used:
+        whole.append([(0, None, None)] * (total - used))
+
+    options = {} if more is None else {"total_length": total}
+    owner = np.repeat(np.arange(batch.num_completions), batch.lengths)
+    seen = []
+    for rank in range(cp_size):
+        pack = batch.pack(chosen, pad_multiple, cp_size=cp_size, cp_rank=rank, **options)
+        expected = []  # rows with their position
+        for rows in whole:
+            rows = list(enumerate(rows))
+            chunk = len(rows) // (2 * cp_size)
+            early, late = rank * chunk, (2 * cp_size - 1 - rank) * chunk
+            expected += rows if cp_size == 1 else rows[early : early + chunk] + rows[late : late + chunk]
+        assert len(pack.tokens) == total // cp_size
+        assert pack.cu_seqlens.tolist() == np.cumsum([0, *map(len, whole)]).tolist()
+        assert pack.max_seqlen == max(map(len, whole))
+        assert pack.position_ids.tolist() == [position for position, _ in expected]
+        assert pack.tokens.tolist() == [token for _, (token, _, _) in expected]
+        assert pack.padding.tolist() == [place is None for _, (_, place, _) in expected]
+        labels = [label for _, (_, _, label) in expected]
+        assert pack.labels.tolist() == [-100 if label is None else batch.tokens[label] for label in labels]
+        assert pack.token_index.tolist() == [label for label in labels if label is not None]
+        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "weights"):
+            source, values = getattr(batch, name), getattr(pack, name)
+            assert (values is None) == (source is None)
+            if values is not None:
+                at = owner[pack.token_index] if name in ("advantages", "weights") else pack.token_index
+                np.testing.assert_array_equal(values, source[at])
+        seen += pack.token_index.tolist()
+    in_loss = [k for i in chosen for k in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) if batch.loss_mask[k]]
+    assert sorted(seen) == sorted(in_loss)
 
 
 def test_pack_of_an_empty_completion_has_no_label():
@@ -131,21 +262,32 @@ def test_pack_refuses_log_probs_that_were_never_computed():
 
 
 @settings(deadline=None)
-@given(batch=batches(min_size=1), dp_size=st.integers(1, 2), pad_multiple=st.integers(1, 8), data=st.data())
-def test_no_packing_changes_what_is_learnt(batch, dp_size, pad_multiple, data):
-    """Each token in the loss comes in one pack, once, predicted by its predecessor, with its own values."""
+@given(
+    batch=batches(min_size=1),
+    dp_size=st.integers(1, 2),
+    cp_size=st.integers(1, 2),
+    pad_multiple=st.integers(1, 8),
+    data=st.data(),
+)
+def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple, data):
+    """Each token in the loss comes in one pack of one context rank, once, with its own values; no pack is over the
+    budget but for its padding sequence.
+    """
     batch = filled(batch.select(np.arange(batch.num_completions // dp_size * dp_size)))
     if not batch.num_completions:
         return
     batch.weights = token_weights("grpo", batch.loss_lengths, 1, 10).astype(np.float32)
-    budget = int(batch.lengths.max()) + data.draw(st.integers(0, 20))
+    lengths = padded_lengths(batch.lengths, cp_size)
+    budget = int(lengths.max()) + data.draw(st.integers(0, 20))
+    multiple = pad_multiple * (2 * cp_size if cp_size > 1 else 1)
     owner = np.repeat(np.arange(batch.num_completions), batch.lengths)
     seen, total = [], 0.0
-    for rank in schedule(batch.lengths, dp_size, max_tokens=budget):
-        for indices in rank:
-            pack = batch.pack(indices, pad_multiple)
+    for indices in chain(*schedule(lengths, dp_size, max_tokens=budget)):
+        for cp_rank in range(cp_size):
+            pack = batch.pack(indices, pad_multiple, cp_size=cp_size, cp_rank=cp_rank)
             assert len(pack.tokens) % pad_multiple == 0
-            assert pack.cu_seqlens[-1] == len(pack.tokens) < pack.cu_seqlens[len(indices)] + pad_multiple
+            assert pack.cu_seqlens[-1] == len(pack.tokens) * cp_size < pack.cu_seqlens[len(indices)] + multiple
+            assert pack.cu_seqlens[len(indices)] <= budget
             assert pack.max_seqlen == np.diff(pack.cu_seqlens).max()
             at = np.flatnonzero(pack.labels != -100)
             np.testing.assert_array_equal(pack.labels[at], batch.tokens[pack.token_index])
@@ -260,6 +402,12 @@ def test_load_refuses_what_is_not_a_rollout(tmp_path):
         ("advantages", np.float32([0, NAN, 0]), "advantages are finite, but not at index 1"),
         ("weights", np.float32([np.inf, 0, 0]), "weights are finite, but not at index 0"),
         ("old_log_probs", np.zeros(3, np.float32), r"old_log_probs has shape \(3,\), expected \(9,\)"),
+        (
+            "routed_experts",
+            np.zeros((8, 3, 2), np.int16),
+            r"routed_experts has shape \(8, 3, 2\), expected \(9, 3, 2\)",
+        ),
+        ("routed_experts", np.zeros((9, 3), np.int16), r"routed_experts has shape \(9, 3\), expected \(9, 3, 0\)"),
     ],
 )
 def test_validate_names_what_is_wrong(name, value, message):

@@ -105,8 +105,17 @@ def core_random():
     assert not messages, messages
 
 
+def expert_split_sizes():
+    """The split sizes of the all-to-all become numbers."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 5]), as_numpy=True)
+    assert not torch.is_tensor(sizes) and sizes.tolist() == [3, 5]
+    assert torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 5])))
+
+
 EARLY = (current_device, factories, tensor_cuda, tensor_type, synchronize, streams, random_state, compile)
-LATE = (core_random,)
+LATE = (core_random, expert_split_sizes)
 
 
 def spoiled() -> list[str]:

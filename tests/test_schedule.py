@@ -2,46 +2,80 @@
 
 import itertools
 import math
+import time
+from statistics import NormalDist
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_grpo.data.schedule import schedule
+from megatron_grpo.data.schedule import attention_coefficient, schedule
 from megatron_grpo.errors import GrpoError
 
 sizes = st.integers(1, 1000)
+coefficients = st.sampled_from([0.0, 1e-4, 0.01, 1.0])
+ROUNDING = 1e-9  # work is a float: sums in another order differ in the last digits
 
 
-def loads(lengths, result):
-    """Tokens of every micro-batch, and of every rank."""
-    packs = [[sum(lengths[i] for i in pack) for pack in rank] for rank in result]
-    return [tokens for rank in packs for tokens in rank], [sum(rank) for rank in packs]
+def work_of(lengths, coefficient):
+    return [length + coefficient * length**2 for length in lengths]
 
 
-def check_every_completion_once_and_equal_counts(lengths, result, dp_size):
+def loads(values, result):
+    """The sum of `values` over each micro-batch, and over each rank."""
+    packs = [[sum(values[i] for i in pack) for pack in rank] for rank in result]
+    return [load for rank in packs for load in rank], [sum(rank) for rank in packs]
+
+
+def spread(values):
+    return max(values) - min(values)
+
+
+def check_every_completion_once_and_equal_counts(lengths, result, dp_size, multiple):
     assert len(result) == dp_size
     assert len({len(rank) for rank in result}) == 1
+    assert len(result[0]) % multiple == 0
     assert all(pack for rank in result for pack in rank)
     assert sorted(i for rank in result for pack in rank for i in pack) == list(range(len(lengths)))
 
 
-def check_spread(lengths, result, allowed):
-    for values in loads(lengths, result):
-        assert max(values) - min(values) <= allowed
-        lower_bound = max(math.ceil(sum(lengths) / len(values)), max(lengths))  # no division has a smaller maximum
-        assert max(values) <= lower_bound + allowed
+def check_order_and_ranks(work, result):
+    """Heaviest first; the ranks' totals differ, and exceed the best possible ones, by no more than the micro-batches
+    do.
+    """
+    packs, ranks = loads(work, result)
+    for rank in result:
+        in_rank = [sum(work[i] for i in pack) for pack in rank]
+        assert all(a >= b * (1 - ROUNDING) for a, b in itertools.pairwise(in_rank))
+    assert spread(ranks) <= spread(packs) + ROUNDING * max(ranks)
+    assert max(ranks) <= sum(work) / len(ranks) + spread(packs) + ROUNDING * max(ranks)  # no maximum is below the mean
 
 
-def fewest_possible_maximum(lengths, bins):
-    """The optimum by trying every assignment."""
-    best = sum(lengths)
-    for assignment in itertools.product(range(bins), repeat=len(lengths)):
-        totals = [0] * bins
-        for size, b in zip(lengths, assignment, strict=True):
-            totals[b] += size
-        best = min(best, max(totals))
+def least_possible_maximum(work, bins, allowed=lambda groups: True):
+    """The optimum by trying every assignment of at most 8 items to bins that are alike."""
+    best = math.inf
+
+    def assign(groups, item):
+        nonlocal best
+        if item == len(work):
+            if allowed(groups):
+                best = min(best, max(sum(work[i] for i in group) for group in groups))
+            return
+        for b in range(bins):
+            groups[b].append(item)
+            assign(groups, item + 1)
+            groups[b].pop()
+            if not groups[b]:
+                break  # the further empty bins are the same
+
+    assign([[] for _ in range(bins)], 0)
     return best
+
+
+# ---- by hand
 
 
 def test_fixed_by_hand():
@@ -54,65 +88,168 @@ def test_budget_by_hand():
     assert schedule([9, 1, 8, 2, 6, 4], 2, max_tokens=10) == [[[0], [3, 5]], [[2], [1, 4]]]
 
 
-@settings(deadline=None)
-@given(data=st.data(), dp_size=st.integers(1, 5), micro_batch_size=st.integers(1, 4), count=st.integers(1, 5))
-def test_fixed(data, dp_size, micro_batch_size, count):
-    n = dp_size * micro_batch_size * count
-    lengths = data.draw(st.lists(sizes, min_size=n, max_size=n))
-    result = schedule(lengths, dp_size, micro_batch_size=micro_batch_size)
-    check_every_completion_once_and_equal_counts(lengths, result, dp_size)
-    assert all(len(pack) == micro_batch_size for rank in result for pack in rank)
-    check_spread(lengths, result, max(lengths) - min(lengths))
-    for rank in result:
-        tokens = [sum(lengths[i] for i in pack) for pack in rank]
-        assert tokens == sorted(tokens, reverse=True)
-    assert schedule(list(lengths), dp_size, micro_batch_size=micro_batch_size) == result
+def test_work_by_hand():
+    # c = 1, work 6: 42, 2: 6. By tokens {6} {2,2,2}; by work also while there is room for all the short ones ...
+    assert schedule([6, 2, 2, 2, 2], 1, max_tokens=8, attention_coefficient=1.0) == [[[0], [1, 2, 3, 4]]]
+    # (by tokens the fourth short one goes to the long one: 8 and 6, work 48 and 18)
+    assert schedule([6, 2, 2, 2, 2], 1, max_tokens=8) == [[[0, 4], [1, 2, 3]]]
+    # ... and the budget of 7 lets neither {6, 2} nor {2,2,2,2} pass: the next M
+    assert schedule([6, 2, 2, 2, 2], 1, max_tokens=7, attention_coefficient=1.0) == [[[0], [1, 3], [2, 4]]]
+
+
+def test_budget_overrules_work_by_hand():
+    # c = 1: 20 goes to the first, ten of 2 to the second, which is full then (work 60 against 420): 1 joins the 20
+    result = schedule([20, *[2] * 10, 1], 1, max_tokens=21, attention_coefficient=1.0)
+    assert result == [[[0], list(range(1, 12))]]
+    result = schedule([19, *[2] * 10, 1], 1, max_tokens=20, attention_coefficient=1.0)
+    assert result == [[[0, 11], list(range(1, 11))]]
+
+
+def test_attention_coefficient_of_a_published_shape():
+    # Llama 3 8B: hidden 4096, 32 heads and 8 groups of 128, feed-forward 14336: 218,103,808 weights a layer
+    assert attention_coefficient(4096, 32 * 128, 8 * 128, 14336) == pytest.approx(4096 / 218_103_808)
+
+
+def test_attention_coefficient_is_what_torch_counts():
+    """The flops, forward and backward, of one layer written in plain torch, counted by torch."""
+    hidden, heads, groups, head_size, ffn, length = 24, 4, 2, 8, 40, 12
+    x = torch.randn(length, hidden, requires_grad=True)
+
+    def weight(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    with FlopCounterMode(display=False) as linear:
+        q, k, v = (x @ weight(hidden, n * head_size) for n in (heads, groups, groups))
+        inner = (x @ weight(hidden, ffn)).sigmoid() * (x @ weight(hidden, ffn))
+        out = inner @ weight(ffn, hidden) + q @ weight(heads * head_size, hidden)
+        (out.sum() + k.sum() + v.sum()).backward()
+    q, k, v = (torch.randn(heads, length, head_size, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as attention:
+        ((q @ k.transpose(1, 2)).softmax(-1) @ v).sum().backward()
+    coefficient = attention_coefficient(hidden, heads * head_size, groups * head_size, ffn)
+    assert attention.get_total_flops() / 2 == coefficient * length * linear.get_total_flops()  # half is masked
+
+
+# ---- the promises
 
 
 @settings(deadline=None)
 @given(
     data=st.data(),
-    dp_size=st.integers(1, 5),
-    per_rank=st.integers(1, 12),
-    slack=st.integers(0, 3000),
-    min_microbatches=st.integers(1, 6),
+    dp_size=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    multiple=st.integers(1, 3),
+    coefficient=coefficients,
 )
-def test_budget(data, dp_size, per_rank, slack, min_microbatches):
-    lengths = data.draw(st.lists(sizes, min_size=dp_size * per_rank, max_size=dp_size * per_rank))
-    max_tokens = max(lengths) + slack
-    result = schedule(lengths, dp_size, max_tokens=max_tokens, min_microbatches=min_microbatches)
-    check_every_completion_once_and_equal_counts(lengths, result, dp_size)
-    pack_tokens, _ = loads(lengths, result)
-    assert max(pack_tokens) <= max_tokens
-    check_spread(lengths, result, max(lengths))
-    count = len(result[0])
-    assert count >= min(min_microbatches, per_rank)
-    assert count <= max(min_microbatches, math.ceil(2 * sum(lengths) / (dp_size * max_tokens)))
+def test_fixed(data, dp_size, micro_batch_size, groups, multiple, coefficient):
+    n = dp_size * micro_batch_size * groups * multiple
+    lengths = data.draw(st.lists(sizes, min_size=n, max_size=n))
+    options = {"micro_batch_size": micro_batch_size, "microbatch_multiple": multiple}
+    result = schedule(lengths, dp_size, **options, attention_coefficient=coefficient)
+    check_every_completion_once_and_equal_counts(lengths, result, dp_size, multiple)
+    assert all(len(pack) == micro_batch_size for rank in result for pack in rank)
+    work = work_of(lengths, coefficient)
+    check_order_and_ranks(work, result)
+    assert spread(loads(work, result)[0]) <= spread(work) + ROUNDING * sum(work)
+    assert schedule(np.array(lengths), dp_size, **options, attention_coefficient=coefficient) == result
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=4, max_size=8), coefficient=coefficients)
+def test_fixed_beside_the_optimum(lengths, coefficient):
+    lengths = lengths[: len(lengths) // 2 * 2]
+    work = work_of(lengths, coefficient)
+    packs, _ = loads(work, schedule(lengths, 1, micro_batch_size=2, attention_coefficient=coefficient))
+    best = least_possible_maximum(work, len(packs), lambda groups: all(len(group) == 2 for group in groups))
+    assert best * (1 - ROUNDING) <= max(packs) <= best + spread(work) + ROUNDING * sum(work)
+
+
+# Long and short ones apart, so that many short ones fill a budget with little work.
+two_kinds = st.one_of(sizes, st.integers(1, 20), st.integers(400, 1000))
 
 
 @settings(deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=7),
-    dp_size=st.integers(1, 2),
-    min_microbatches=st.integers(1, 2),
+    data=st.data(),
+    dp_size=st.integers(1, 4),
+    per_rank=st.integers(1, 12),
+    slack=st.integers(0, 3000),
+    multiple=st.integers(1, 4),
+    coefficient=coefficients,
 )
-def test_budget_within_grahams_bound_of_the_optimum(lengths, dp_size, min_microbatches):
-    result = schedule(lengths, dp_size, max_tokens=sum(lengths), min_microbatches=min_microbatches)
-    pack_tokens, _ = loads(lengths, result)
-    bins = len(pack_tokens)
-    assert 3 * bins * max(pack_tokens) <= (4 * bins - 1) * fewest_possible_maximum(lengths, bins)
+def test_budget(data, dp_size, per_rank, slack, multiple, coefficient):
+    n = dp_size * math.ceil(per_rank / multiple) * multiple
+    lengths = data.draw(st.lists(two_kinds, min_size=n, max_size=n))
+    max_tokens = max(lengths) + slack
+    options = {"max_tokens": max_tokens, "microbatch_multiple": multiple, "attention_coefficient": coefficient}
+    result = schedule(lengths, dp_size, **options)  # never refused: n is a multiple of both
+    check_every_completion_once_and_equal_counts(lengths, result, dp_size, multiple)
+    assert max(loads(lengths, result)[0]) <= max_tokens
+    enough = math.ceil(2 * sum(lengths) / (dp_size * max_tokens))
+    assert len(result[0]) <= math.ceil(enough / multiple) * multiple
+
+    work = work_of(lengths, coefficient)
+    check_order_and_ranks(work, result)
+    rounding = ROUNDING * sum(work)
+    packs = [pack for rank in result for pack in rank]
+    totals, _ = loads(work, result)
+    tokens, _ = loads(lengths, result)
+    assert max(totals) <= 2 * sum(work) / len(packs) + max(work) + rounding
+    for a, b in itertools.permutations(range(len(packs)), 2):
+        shortest = min(lengths[i] for i in packs[a])
+        excess = totals[a] - totals[b] - (shortest + coefficient * shortest**2)
+        assert excess <= rounding or tokens[b] + shortest > max_tokens
+    if coefficient == 0.0 or max_tokens >= sum(lengths):
+        assert spread(totals) <= max(work) + rounding
 
 
 @settings(deadline=None)
-@given(lengths=st.lists(sizes, min_size=1, max_size=30), dp_size=st.integers(1, 6), slack=st.integers(0, 500))
-def test_budget_with_any_number_of_completions_is_right_or_refused(lengths, dp_size, slack):
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=4, max_size=8),
+    multiple=st.integers(1, 4),
+    slack=st.integers(0, 60),
+    coefficient=coefficients,
+)
+def test_budget_beside_the_optimum(lengths, multiple, slack, coefficient):
+    """Below 3 times it; within Graham's bound when there is room for all or only tokens count; M within its own."""
+    lengths = lengths[: len(lengths) // multiple * multiple]
+    work = work_of(lengths, coefficient)
+    options = {"microbatch_multiple": multiple, "attention_coefficient": coefficient}
+
+    packs, _ = loads(work, schedule(lengths, 1, max_tokens=sum(lengths), **options))
+    best = least_possible_maximum(work, len(packs))
+    assert best * (1 - ROUNDING) <= max(packs)
+    assert 3 * len(packs) * max(packs) <= (4 * len(packs) - 1) * best * (1 + ROUNDING)
+
+    max_tokens = max(lengths) + slack
+    packs, _ = loads(work, schedule(lengths, 1, max_tokens=max_tokens, **options))
+    best = least_possible_maximum(
+        work, len(packs), lambda groups: all(sum(lengths[i] for i in group) <= max_tokens for group in groups)
+    )
+    assert best * (1 - ROUNDING) <= max(packs) < 3 * best
+    if coefficient == 0.0:
+        assert 3 * len(packs) * max(packs) <= (4 * len(packs) - 1) * best
+    if multiple == 1:
+        for fewer in range(1, math.ceil(len(packs) / 2)):  # fewer than half as many are too few
+            assert least_possible_maximum(lengths, fewer) > max_tokens
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(sizes, min_size=1, max_size=30),
+    dp_size=st.integers(1, 6),
+    slack=st.integers(0, 500),
+    multiple=st.integers(1, 3),
+)
+def test_budget_with_any_number_of_completions_is_right_or_refused(lengths, dp_size, slack, multiple):
     max_tokens = max(lengths) + slack
     try:
-        result = schedule(lengths, dp_size, max_tokens=max_tokens)
+        result = schedule(lengths, dp_size, max_tokens=max_tokens, microbatch_multiple=multiple)
     except GrpoError:
-        assert len(lengths) % dp_size != 0
+        assert len(lengths) % (dp_size * multiple) != 0
         return
-    check_every_completion_once_and_equal_counts(lengths, result, dp_size)
+    check_every_completion_once_and_equal_counts(lengths, result, dp_size, multiple)
     assert max(loads(lengths, result)[0]) <= max_tokens
 
 
@@ -120,18 +257,40 @@ def test_budget_replaces_the_micro_batch_size():
     assert schedule([5, 5], 1, micro_batch_size=1, max_tokens=10) == [[[0, 1]]]
 
 
-def test_a_full_pipeline_when_n_allows():
-    assert [len(rank) for rank in schedule([1] * 8, 2, max_tokens=100, min_microbatches=4)] == [4, 4]
-    assert [len(rank) for rank in schedule([1] * 6, 2, max_tokens=100, min_microbatches=4)] == [3, 3]
+def test_whole_groups_of_micro_batches():
+    assert [len(rank) for rank in schedule([1] * 8, 2, max_tokens=100, microbatch_multiple=4)] == [4, 4]
+    assert [len(rank) for rank in schedule([60] * 20, 2, max_tokens=120, microbatch_multiple=4)] == [8, 8]  # 5 would do
 
 
-def test_a_rollout_of_realistic_size_is_nearly_even():
-    """512 completions of 100 to 1,123 tokens on 8 ranks: ranks within 1% of each other, few micro-batches wasted."""
-    lengths = [100 + (i * i * 7919) % 1024 for i in range(512)]
-    result = schedule(lengths, 8, max_tokens=8192)
-    _, ranks = loads(lengths, result)
-    assert max(ranks) <= 1.01 * min(ranks)
-    assert len(result[0]) <= math.ceil(sum(lengths) / (8 * 8192)) + 1
+# ---- a rollout of realistic size
+
+
+def test_work_keeps_ranks_in_step_where_tokens_do_not():
+    """512 completions on 8 ranks, log-normal lengths (median 1,800 tokens, at most 16,384), the shape of Qwen3-0.6B."""
+    normal = NormalDist(math.log(1800), 0.8)
+    lengths = [min(int(math.exp(normal.inv_cdf((i + 0.5) / 512))), 16384) for i in range(512)]
+    coefficient = attention_coefficient(1024, 2048, 1024, 3072)
+    work = work_of(lengths, coefficient)
+
+    def slowest_in_step(c):
+        """Number of micro-batches; and the time over the mean when the ranks wait for each other after each one."""
+        result = schedule(lengths, 8, max_tokens=32768, attention_coefficient=c)
+        packs = [[sum(work[i] for i in pack) for pack in rank] for rank in result]
+        return len(packs[0]), sum(map(max, zip(*packs, strict=True))) * len(packs) / sum(work)
+
+    by_tokens, by_work = slowest_in_step(0.0), slowest_in_step(coefficient)
+    assert by_work[0] == by_tokens[0] == math.ceil(sum(lengths) / (8 * 32768))
+    assert by_work[1] < 1.03 < 1.2 < by_tokens[1]
+
+
+def test_a_large_schedule_takes_no_time():
+    """8,192 completions on 64 ranks: 0.01 s when this was written."""
+    lengths = [100 + (i * i * 7919) % 8192 for i in range(8192)]
+    begin = time.perf_counter()
+    result = schedule(lengths, 64, max_tokens=16384, microbatch_multiple=4, attention_coefficient=1e-4)
+    assert time.perf_counter() - begin < 1.0
+    _, ranks = loads(work_of(lengths, 1e-4), result)
+    assert max(ranks) <= 1.001 * min(ranks)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +299,13 @@ def test_a_rollout_of_realistic_size_is_nearly_even():
         ([5, 12, 3], {"max_tokens": 10}, r"completion 1 has 12 tokens.*--max-tokens-per-microbatch 10"),
         ([5], {"dp_size": 2, "max_tokens": 10}, "1 completions are too few for 2"),
         ([], {"max_tokens": 10}, "0 completions are too few"),
-        ([10, 10, 10], {"dp_size": 2, "max_tokens": 10}, "3 completions do not fit into 2 micro-batches of 10"),
+        ([5] * 7, {"dp_size": 2, "max_tokens": 10, "microbatch_multiple": 4}, "at least 4 micro-batches.*at least 8"),
+        ([10, 10, 10], {"dp_size": 2, "max_tokens": 10}, "3 completions do not fit into 2 x 1 micro-batches of 10"),
+        ([10] * 6, {"max_tokens": 10, "microbatch_multiple": 4}, "6 completions do not fit into 1 x 4.*multiple of 4"),
         ([1, 2, 3], {"micro_batch_size": 2}, "3 completions cannot be divided.*multiple of 2"),
         ([1, 2, 3, 4, 5, 6], {"dp_size": 4, "micro_batch_size": 1}, "6 completions cannot.* 4 data-parallel ranks"),
         ([], {"micro_batch_size": 1}, "0 completions cannot be divided"),
+        ([1] * 6, {"micro_batch_size": 1, "microbatch_multiple": 4}, "in groups of 4.*multiple of 4"),
     ],
 )
 def test_refusals(lengths, options, message):

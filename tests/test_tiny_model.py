@@ -33,7 +33,13 @@ def test_parameter_count_of_the_default_shape(tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "has", "lacks"),
-    [("qwen3", "q_norm.weight", "q_proj.bias"), ("qwen2", "q_proj.bias", "q_norm"), ("llama", "q_proj.weight", "bias")],
+    [
+        ("qwen3", "q_norm.weight", "q_proj.bias"),
+        ("qwen2", "q_proj.bias", "q_norm"),
+        ("llama", "q_proj.weight", "bias"),
+        ("qwen3_moe", "mlp.gate.weight", "shared_experts"),
+        ("deepseek_v3", "mlp.gate.e_score_correction_bias", "q_norm"),
+    ],
 )
 def test_shapes(tmp_path, shape, has, lacks):
     make(arguments(tmp_path, "--steps", "0", "--shape", shape, "--num-layers", "2", "--tie-embeddings"))
@@ -41,6 +47,17 @@ def test_shapes(tmp_path, shape, has, lacks):
     names = list(model.state_dict())
     assert model.config.model_type == shape and model.config.tie_word_embeddings
     assert any(name.endswith(has) for name in names) and not any(lacks in name for name in names)
+
+
+@torch.no_grad()
+def test_the_bias_of_the_experts_matters(tmp_path):
+    model = make_model(arguments(tmp_path, "--shape", "deepseek_v3"), make_tokenizer("characters"))
+    ids = torch.arange(14)[None]
+    before = model(ids).logits
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    assert (model(ids).logits - before).abs().max() > 1e-3
 
 
 def test_weights_follow_the_seed(tmp_path):

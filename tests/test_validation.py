@@ -69,6 +69,9 @@ def test_what_is_missing_is_named(dest):
         validated("", base=without(flag))
 
 
+PP2 = "--pipeline-model-parallel-size 2"
+MOE = "--model-family qwen3_moe --num-experts 8"
+
 REFUSED = {
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4": "product of all model parallel sizes (16): TP 4",
     "--tensor-model-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
@@ -97,7 +100,8 @@ REFUSED = {
     "--seq-length 1000": "= 1024 must be at most --seq-length (1000)",
     "--vllm-max-model-len 1000": "= 1024 must be at most --vllm-max-model-len (1000)",
     "--vllm-max-model-len 4096": "--vllm-max-model-len (4096) must be at most --max-position-embeddings (2048)",
-    "--max-tokens-per-microbatch 1000": "= 1024 must be at most --max-tokens-per-microbatch (1000)",
+    "--max-tokens-per-microbatch 1000": "are 1024 tokens: --max-tokens-per-microbatch (1000) must be at least that",
+    "--max-tokens-per-microbatch 1025 --max-prompt-length 513 --context-parallel-size 2": "are 1028 tokens: --max",
     "--max-completion-length 0": "--max-completion-length (0) must be greater than 0",
     "--vllm-tensor-parallel-size 3": "world_size (8) must be divisible by --vllm-tensor-parallel-size (3)",
     "--vllm-tensor-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
@@ -145,10 +149,30 @@ REFUSED = {
     "--use-checkpoint-args": "--use-checkpoint-args needs --load or --pretrained-checkpoint",
     "--save-hf a --no-save-hf": "--save-hf and --no-save-hf cannot both be given",
     "--wandb-exp-name run": "--wandb-exp-name needs --wandb-project",
-    "--context-parallel-size 2": "--context-parallel-size is 2: context parallelism is not supported yet",
-    "--num-virtual-stages-per-pipeline-rank 2": "virtual stages are not supported yet",
-    "--num-experts 8": "--num-experts is 8: mixture of experts is not supported yet",
-    "--decoder-first-pipeline-num-layers 1": "uneven pipeline stages are not supported yet",
+    "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
+    "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local local gathers keys and values",
+    "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
+    "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 4": "divisible by pipeline parallel size x virtual stages (8)",
+    f"{PP2} --num-layers-per-virtual-pipeline-stage 3": "must be divisible by --pipeline-model-parallel-size (2) x",
+    f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2": "cannot both be given",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": "gradients would be wrong",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24 --micro-batch-size 2": (
+        "an update has 3 micro-batches on each data-parallel rank"
+    ),
+    f"{PP2} --overlap-p2p-comm": "it belongs to the interleaved schedule",
+    "--expert-model-parallel-size 2": "--expert-model-parallel-size needs --num-experts",
+    "--moe-router-topk 4": "--moe-router-topk needs --num-experts",
+    "--router-replay-mode R2": "--router-replay-mode needs --num-experts",
+    f"{MOE} --expert-model-parallel-size 3": "--num-experts (8) must be divisible by expert parallel size (3)",
+    f"{MOE} --moe-ffn-hidden-size 90 --expert-tensor-parallel-size 4": "--moe-ffn-hidden-size (90) must be divisible",
+    f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
+    f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
+    f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own part",
+    f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
+    f"{MOE} --moe-expert-capacity-factor 1.5": "it drops tokens; the engine does not",
+    f"{MOE} --moe-router-fusion": "--moe-router-fusion needs --transformer-impl transformer_engine",
     "--fp8-format hybrid": "--fp8-format is hybrid: training in 8 or 4 bits is not supported yet",
     "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine drops nothing",
     "--normalization LayerNorm": "give --normalization RMSNorm",

@@ -3,10 +3,20 @@
 from argparse import Namespace
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import families
+from megatron_grpo.weights.families.moe import moe_layers
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -75,8 +85,115 @@ LLAMA31_8B = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
-CONFIGS = {"qwen3": QWEN3_06B, "qwen2": QWEN25_05B, "llama": LLAMA31_8B}
-CLASSES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+DEEPSEEK_V3 = {
+    **DEEPSEEK_V2_LITE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rope_scaling": {**DEEPSEEK_V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+CONFIGS = {
+    "qwen3": QWEN3_06B,
+    "qwen2": QWEN25_05B,
+    "llama": LLAMA31_8B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "deepseek_v2": DEEPSEEK_V2_LITE,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+CLASSES = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+}
 
 
 def test_published_configurations_become_megatron_arguments():
@@ -103,12 +220,92 @@ def test_published_configurations_become_megatron_arguments():
         "untie_embeddings_and_output_weights": False,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
+        "num_experts": None,
+        "multi_latent_attention": False,
     }
     qwen2 = families.for_hf_config(QWEN25_05B).args_from_hf(QWEN25_05B)
     assert (qwen2["add_qkv_bias"], qwen2["qk_layernorm"], qwen2["kv_channels"]) == (True, False, 64)
     llama = families.for_hf_config(LLAMA31_8B).args_from_hf(LLAMA31_8B)
     assert (llama["use_rope_scaling"], llama["rope_scaling_factor"], llama["rotary_base"]) == (True, 8.0, 500000)
     assert (llama["untie_embeddings_and_output_weights"], llama["kv_channels"]) == (True, 128)
+
+
+def test_published_mixtures_of_experts_become_megatron_arguments():
+    """The flags of Megatron-LM's own recipe for DeepSeek-V3, and of Qwen3's."""
+    qwen3 = families.for_hf_config(QWEN3_30B_A3B).args_from_hf(QWEN3_30B_A3B)
+    deepseek = families.for_hf_config(DEEPSEEK_V3).args_from_hf(DEEPSEEK_V3)
+    expected = {
+        "num_experts": (128, 256),
+        "moe_ffn_hidden_size": (768, 2048),
+        "ffn_hidden_size": (6144, 18432),
+        "moe_layer_freq": (1, [0] * 3 + [1] * 58),
+        "moe_router_topk": (8, 8),
+        "moe_router_score_function": ("softmax", "sigmoid"),
+        "moe_router_enable_expert_bias": (False, True),
+        "moe_router_group_topk": (None, 4),
+        "moe_router_topk_scaling_factor": (None, 2.5),
+        "moe_shared_expert_intermediate_size": (None, 2048),
+        "multi_latent_attention": (False, True),
+        "qk_layernorm": (True, True),
+        "kv_channels": (128, 128),
+    }
+    assert {key: (qwen3[key], deepseek[key]) for key in expected} == expected
+    assert qwen3["moe_router_pre_softmax"] is False
+    alone = {
+        "moe_router_num_groups": 8,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "mtp_num_layers": 1,
+        "group_query_attention": False,
+    }
+    assert {key: deepseek[key] for key in alone} == alone
+    lite = families.for_hf_config(DEEPSEEK_V2_LITE).args_from_hf(DEEPSEEK_V2_LITE)
+    assert (lite["moe_router_pre_softmax"], lite["q_lora_rank"], lite["mscale"]) == (True, None, 0.707)
+    assert lite["moe_shared_expert_intermediate_size"] == 2816
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 3]}),
+        ("deepseek_v3", {"first_k_dense_replace": 2}),
+        ("deepseek_v2", {"first_k_dense_replace": 0}),
+    ],
+)
+def test_layers_with_experts_are_those_of_transformers(name, change):
+    config = {**CONFIGS[name], **change, "num_hidden_layers": 5}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CLASSES[name].from_dict(dict(config)))
+    expected = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    family = families.for_hf_config(config)
+    arguments = family.args_from_hf(config)
+    args = Namespace(**arguments)
+    assert moe_layers(args) == expected
+    assert family.args_from_hf(family.hf_from_args(args)) == arguments
+
+
+def test_megatron_counts_every_nth_layer_from_the_first():
+    assert moe_layers(Namespace(num_layers=5, moe_layer_freq=2)) == [True, False, True, False, True]
+
+
+def test_dense_layers_after_others_are_no_deepseek():
+    args = Namespace(**families.FAMILIES["deepseek_v3"].args_from_hf(DEEPSEEK_V3))
+    args.moe_layer_freq = 2
+    with pytest.raises(GrpoError, match="deepseek_v3 has its dense layers before all others: not moe_layer_freq 2"):
+        families.for_args(args).hf_from_args(args)
+    args.moe_layer_freq, args.moe_shared_expert_intermediate_size = 1, 3000
+    with pytest.raises(GrpoError, match=r"moe_shared_expert_intermediate_size \(3000\) is no multiple"):
+        families.for_args(args).hf_from_args(args)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -169,6 +366,22 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("llama", {"rope_scaling": {**LLAMA31_8B["rope_scaling"], "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "each kind of layer"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),
+        ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob true with one expert per token"),
+        ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy: only greedy"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func softmax: only sigmoid"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave False"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v3", {"topk_group": 2}, r"Megatron-Core by their best .* \(8\) // topk_group \(2\) = 4"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads 8 and num_attention_heads 128"),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.7}}, "mscale 0.7 and mscale_all"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "attention_factor": 1.5}}, "attention_factor"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40}}, "lacks 'original_max_position_embeddings'"),
     ],
 )
 def test_what_the_model_would_not_be_is_refused(name, change, message):
@@ -189,7 +402,7 @@ def test_arguments_outside_the_family_are_refused():
     with pytest.raises(GrpoError, match="qwen3 has qk_layernorm = True"):
         families.for_args(args).hf_from_args(args)
     args.model_family = "gpt5"
-    with pytest.raises(GrpoError, match="'gpt5': give one of llama, qwen2, qwen3"):
+    with pytest.raises(GrpoError, match="'gpt5': give one of llama, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3"):
         families.for_args(args)
     args = Namespace(**families.FAMILIES["qwen2"].args_from_hf(QWEN25_05B))
     args.kv_channels = 128

@@ -3,7 +3,19 @@
 import json
 
 import pytest
-from toy_checkpoints import FAMILIES, PADDED_VOCAB, VOCAB, build, logits, make, same_bits, tensors_of, toy_args
+from toy_checkpoints import (
+    FAMILIES,
+    PADDED_VOCAB,
+    VOCAB,
+    add_mtp,
+    build,
+    logits,
+    make,
+    packed,
+    same_bits,
+    tensors_of,
+    toy_args,
+)
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -43,6 +55,55 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
     assert expected.std() > 0.5
     assert (found[:, :VOCAB] - expected).abs().max() < 1e-4
     assert (found[:, VOCAB:] == 0).all() and found.shape[1] == PADDED_VOCAB
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_scaling": None, "first_k_dense_replace": 0}),
+        ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 1}),
+        ("deepseek_v2", {"q_lora_rank": 24, "first_k_dense_replace": 1}),
+    ],
+)
+def test_logits_of_other_members_of_the_families(world, tmp_path, family, config):
+    theirs = make(tmp_path, family, tied=False, **config)
+    args = toy_args(tmp_path)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    assert (logits(model, ids)[:, :VOCAB] - expected).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_multi_token_prediction_equals_transformers(world, tmp_path):
+    theirs = make(tmp_path, "deepseek_v3", tied=False)
+    extra = add_mtp(tmp_path, theirs)
+    args = toy_args(tmp_path)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(6))
+
+    # Position t combines the hidden state there with the embedding of token t + 1.
+    embedded, positions = extra.embed_tokens(ids[None, 1:]), torch.arange(39)[None]
+    layer, rotary = extra.layers[0], extra.rotary_emb(embedded, positions)
+    causal = torch.full((39, 39), -torch.inf).triu(1)[None, None]
+    expected = extra.shared_head(layer(embedded, hidden[None, :39], rotary, causal, positions, None))[0]
+
+    out, _, _ = model.mtp.layers[0](
+        ids[None],
+        torch.arange(40)[None],
+        hidden[:, None],
+        attention_mask=None,
+        packed_seq_params=packed(ids),
+        embedding=model.embedding,
+    )
+    found = out[:39, 0] @ model.output_layer.weight[:VOCAB].T
+    assert expected.std() > 0.5
+    assert (found - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,33 +183,60 @@ def test_names_of_wrapped_and_fused_models(world, tmp_path):
     assert {name for name, _ in mapping.named_weights([wrapped])} == expected
 
     class Stage(torch.nn.Module):
-        """The second stage of a model with Transformer Engine's names: layers 2 and 3, counted from 0."""
+        """The last stage of a model with Transformer Engine's names: layers 2 (dense) and 3 (experts 4 and 5)."""
 
         share_embeddings_and_output_weights = True
 
         def __init__(self):
             super().__init__()
-            self.decoder = torch.nn.Module()
-            self.decoder.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
-            for number, layer in enumerate(self.decoder.layers):
-                layer.layer_number = number + 3  # megatron-core counts layers from 1
-                layer.self_attention, layer.mlp = torch.nn.Module(), torch.nn.Module()
-                for part, linear in ((layer.self_attention, "linear_qkv"), (layer.mlp, "linear_fc1")):
-                    setattr(part, linear, torch.nn.Linear(2, 2, bias=False))
-                    getattr(part, linear).layer_norm_weight = torch.nn.Parameter(torch.ones(2))
+            dense, sparse, deep = (modules("self_attention mlp") for _ in range(3))
+            linear(dense.self_attention, "linear_qkv"), linear(dense.mlp, "linear_fc1")
+            for block in (sparse, deep):
+                linear(block.self_attention, "linear_q_up_proj"), linear(block.self_attention, "linear_kv_up_proj")
+                block.mlp.experts, block.mlp.router = modules("linear_fc1 linear_fc2"), torch.nn.Module()
+                block.mlp.local_expert_indices = [4, 5]
+                for part in block.mlp.experts.children():
+                    part.weight0, part.weight1 = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+                block.mlp.router.register_buffer("expert_bias", torch.ones(6, dtype=torch.bfloat16))
+            self.decoder, self.mtp = torch.nn.Module(), torch.nn.Module()
+            self.decoder.layers = torch.nn.ModuleList([dense, sparse])
+            self.mtp.layers = torch.nn.ModuleList([modules("enorm")])
+            self.mtp.layers[0].transformer_layer = deep
+            self.mtp.layers[0].enorm.weight = torch.nn.Parameter(torch.ones(2))
+            # megatron-core counts layers from 1
+            dense.layer_number, sparse.layer_number, self.mtp.layers[0].layer_number = 3, 4, 1
             self.output_layer = torch.nn.Linear(2, 2, bias=False)
 
-    assert sorted(name for name, _ in mapping.named_weights([Stage()])) == [
-        "decoder.layers.2.input_layernorm.weight",
-        "decoder.layers.2.mlp.linear_fc1.weight",
-        "decoder.layers.2.pre_mlp_layernorm.weight",
-        "decoder.layers.2.self_attention.linear_qkv.weight",
-        "decoder.layers.3.input_layernorm.weight",
-        "decoder.layers.3.mlp.linear_fc1.weight",
-        "decoder.layers.3.pre_mlp_layernorm.weight",
-        "decoder.layers.3.self_attention.linear_qkv.weight",
-        "embedding.word_embeddings.weight",
-    ]
+    def modules(names):
+        parent = torch.nn.Module()
+        for name in names.split():
+            parent.add_module(name, torch.nn.Module())
+        return parent
+
+    def linear(parent, name):
+        setattr(parent, name, torch.nn.Linear(2, 2, bias=False))
+        getattr(parent, name).layer_norm_weight = torch.nn.Parameter(torch.ones(2))
+
+    sparse = """
+        self_attention.linear_q_up_proj.weight self_attention.q_layernorm.weight
+        self_attention.linear_kv_up_proj.weight self_attention.kv_layernorm.weight mlp.router.expert_bias
+        mlp.experts.local_experts.4.linear_fc1.weight mlp.experts.local_experts.5.linear_fc1.weight
+        mlp.experts.local_experts.4.linear_fc2.weight mlp.experts.local_experts.5.linear_fc2.weight
+    """.split()
+    found = dict(mapping.named_weights([Stage()]))
+    assert sorted(found) == sorted(
+        [
+            "decoder.layers.2.input_layernorm.weight",
+            "decoder.layers.2.mlp.linear_fc1.weight",
+            "decoder.layers.2.pre_mlp_layernorm.weight",
+            "decoder.layers.2.self_attention.linear_qkv.weight",
+            *(f"decoder.layers.3.{name}" for name in sparse),
+            *(f"mtp.layers.0.transformer_layer.{name}" for name in sparse),
+            "mtp.layers.0.enorm.weight",
+            "embedding.word_embeddings.weight",
+        ]
+    )
+    assert found["decoder.layers.3.mlp.router.expert_bias"].dtype == torch.float32
 
 
 # ---- refusals
@@ -237,6 +325,60 @@ def test_wrong_shape(untied):
     edit_file(directory, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}))
     with pytest.raises(GrpoError, match=r"tensor model\.norm\.weight has shape \(65,\), but the conf.* says \(64,\)"):
         load()
+
+
+EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(EXPERT), rf"lacks the tensor {EXPERT}, of which de.*\.1\.mlp\..*\.7\.linear_fc2"),
+        (
+            lambda tensors: tensors.update({EXPERT.replace("7", "8"): tensors[EXPERT].clone()}),
+            rf"holds the tensor {EXPERT.replace('7', '8')}, for which the family has no place",
+        ),
+        (
+            lambda tensors: tensors.update({EXPERT: torch.zeros(64, 33)}),
+            rf"tensor {EXPERT} has shape \(64, 33\), but the configuration says \(64, 32\)",
+        ),
+    ],
+    ids=["missing", "too many", "misshaped"],
+)
+def test_wrong_experts(world, tmp_path, change, message):
+    make(tmp_path, "qwen3_moe", tied=False)
+    args = toy_args(tmp_path)
+    chunks = build(args)
+    tensors = tensors_of(tmp_path)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(GrpoError, match=message):
+        hf.load_hf(chunks, args, tmp_path)
+    assert all(parameter.isnan().all() for parameter in chunks[0].parameters())
+
+
+def test_copies_that_differ(world, tmp_path):
+    add_mtp(tmp_path, make(tmp_path, "deepseek_v3", tied=False))
+    args = toy_args(tmp_path)
+    name = "model.layers.4.shared_head.head.weight"
+    edit_file(tmp_path, lambda tensors: tensors[name].view(-1)[-1].add_(1), name)
+    with pytest.raises(GrpoError, match=rf"{name} differs from lm_head\.weight, but the model has one parameter"):
+        hf.load_hf(build(args), args, tmp_path)
+
+
+def test_checkpoints_that_transformers_saved_without_their_multi_token_prediction(world, tmp_path):
+    make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
+    weights = mapping.table(toy_args(tmp_path))
+    with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, of which mtp.*set num_nextn_predict_layers to 0"):
+        hf.check_tensors(hf.Safetensors(tmp_path), weights)
+
+
+def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
+    make(tmp_path, "qwen3_moe", tied=False)
+    with pytest.raises(GrpoError, match="qwen3_moe has no multi-token prediction: leave --mtp-num-layers out"):
+        mapping.table(toy_args(tmp_path, mtp_num_layers=1))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])

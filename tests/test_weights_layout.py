@@ -164,10 +164,13 @@ def test_fill_converts_the_dtype_in_place():
     assert torch.equal(shard, down[:, 4:].to(torch.bfloat16))
 
 
-def test_names_carry_the_layer():
+def test_names_carry_the_layer_and_the_expert():
     row = Row("decoder.layers.{layer}.x", {"model.layers.{layer}.y": "hidden"})
     weight = row.weight(dims(), layer=11)
-    assert (weight.name, weight.hf) == ("decoder.layers.11.x", {"model.layers.11.y": (6,)})
+    assert (weight.name, weight.hf, weight.expert) == ("decoder.layers.11.x", {"model.layers.11.y": (6,)}, None)
+    row = Row("mtp.layers.{mtp}.e.{expert}.x", {"model.layers.{layer}.e.{expert}.y": "hidden"})
+    weight = row.weight(dims(), layer=11, mtp=0, expert=7)
+    assert (weight.name, weight.hf, weight.expert) == ("mtp.layers.0.e.7.x", {"model.layers.11.e.7.y": (6,)}, 7)
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name():

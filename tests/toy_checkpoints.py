@@ -1,5 +1,6 @@
 """Toy Hugging Face checkpoints made by transformers, and the Megatron model that belongs to one."""
 
+import json
 from pathlib import Path
 
 from megatron_grpo import cpu_backend
@@ -7,20 +8,79 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()
 
 import torch
-from safetensors.torch import load_file
+from megatron.core.packed_seq_params import PackedSeqParams
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from megatron_grpo import training
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.weights import families, hf
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+DENSE = ("qwen3", "qwen2", "llama")
+MOE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = DENSE + MOE
 VOCAB, PADDED_VOCAB = 109, 112
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+SHAPES = {
+    "qwen3": {"head_dim": 16},  # 8 heads of 16: more than hidden_size, as in Qwen3 0.6B
+    "llama": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
+    },
+    "deepseek_v2": {
+        "num_key_value_heads": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "q_lora_rank": None,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_scaling": {"rope_type": "yarn", **_YARN},
+    },
+    "deepseek_v3": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_scaling": {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.2, **_YARN},
+        "num_nextn_predict_layers": 0,
+    },
+}
 
 
 def make(directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, **config) -> torch.nn.Module:
-    """Save a model of 2 layers with every tensor random, in several shards; returns it."""
+    """Save a model of a few layers with every tensor random, in several shards; returns it."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -34,51 +94,87 @@ def make(directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.fl
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
-    if family == "qwen3":
-        shape["head_dim"] = 16  # 8 heads of 16: more than hidden_size, as in Qwen3 0.6B
-    if family == "llama":
-        shape["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
     torch.manual_seed(17)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**shape, **config})).to(dtype)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config})
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0
             parameter.copy_(centre + 0.1 * torch.randn(parameter.shape))
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub
+                buffer.copy_(0.2 * torch.randn(buffer.shape))
     model.save_pretrained(directory, max_shard_size="60KB")
     assert len(list(directory.glob("*.safetensors"))) > 1
     return model
 
 
-def toy_args(directory: Path, tp: int = 1, pp: int = 1, bf16: bool = False):
-    """Arguments of the Megatron model for a checkpoint."""
+def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel:
+    """Add a random multi-token-prediction layer to a DeepSeek-V3 checkpoint, under DeepSeek's names; returns it."""
+    torch.manual_seed(18)
+    mtp = MtpModel(model, 1)
+    for name, tensor in mtp.layers.state_dict().items():
+        tensor.copy_((1.0 if "norm" in name else 0.0) + 0.1 * torch.randn(tensor.shape))
+    path = f"model.layers.{model.config.num_hidden_layers}."
+    tensors = {
+        path + "embed_tokens.weight": model.model.embed_tokens.weight,
+        path + "shared_head.head.weight": model.lm_head.weight,
+    }
+    for name, tensor in mtp.layers[0].state_dict().items():
+        name = path + name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    tensors[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = half
+        elif name.endswith("experts.down_proj"):
+            for expert, part in enumerate(tensor):
+                tensors[name.replace("down_proj", f"{expert}.down_proj.weight")] = part
+        else:
+            tensors[name] = tensor
+    save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, directory / "mtp.safetensors")
+    for file, change in (
+        ("model.safetensors.index.json", {"weight_map": dict.fromkeys(tensors, "mtp.safetensors")}),
+        ("config.json", {"num_nextn_predict_layers": 1}),
+    ):
+        content = json.loads((directory / file).read_text())
+        for key, value in change.items():
+            content[key] = {**content[key], **value} if isinstance(value, dict) else value
+        (directory / file).write_text(json.dumps(content))
+    return mtp
+
+
+def toy_args(directory: Path, **more):
+    """Arguments of the Megatron model for a checkpoint; `more` are arguments to set."""
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
     vars(args).update(families.for_hf_config(config).args_from_hf(config))
-    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
-    args.padded_vocab_size, args.bf16 = PADDED_VOCAB, bf16
+    vars(args).update(padded_vocab_size=PADDED_VOCAB, **more)
+    # megatron-core wants experts and tensor parallelism to go with it
+    args.sequence_parallel = args.tensor_model_parallel_size > 1 and bool(args.num_experts)
     return args
 
 
 def build(args) -> list[torch.nn.Module]:
-    """The Megatron model with every parameter not a number, so that one left out is seen."""
+    """The Megatron model with every weight not a number, so that one left out is seen."""
     chunks = training.build_model(args, model_provider)
-    with torch.no_grad():
-        for parameter in chunks[0].parameters():
-            parameter.fill_(torch.nan)
+    for chunk in chunks:
+        biases = [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
+        for tensor in [*chunk.parameters(), *biases]:
+            tensor.data.fill_(torch.nan)
     return chunks
+
+
+def packed(ids: torch.Tensor) -> PackedSeqParams:
+    """A pack of one sequence."""
+    return packed_seq_params(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids), "local")
 
 
 @torch.no_grad()
 def forward(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """What this stage gives for one sequence: logits [1, tokens, vocabulary of this rank] on the last, else hidden."""
-    packed = packed_seq_params(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids), "local")
-    return model(ids[None], torch.arange(len(ids))[None], attention_mask=None, packed_seq_params=packed)
+    return model(ids[None], torch.arange(len(ids))[None], attention_mask=None, packed_seq_params=packed(ids))
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:

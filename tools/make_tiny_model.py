@@ -30,6 +30,7 @@ from megatron_grpo.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
 IGNORED = -100
+SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings"
@@ -59,6 +60,32 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     )
 
 
+def family_sizes(args: argparse.Namespace) -> dict:
+    """What config.json has in this family beside the common sizes; experts have a quarter of the dense width."""
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": max(1, args.ffn_hidden_size // 4)}
+    if args.shape == "qwen3_moe":
+        return {"head_dim": args.kv_channels, "num_experts": 8, "norm_topk_prob": True, **experts}
+    if args.shape == "deepseek_v3":
+        return {
+            "num_key_value_heads": args.num_attention_heads,
+            "qk_nope_head_dim": args.kv_channels,
+            "v_head_dim": args.kv_channels,
+            "q_lora_rank": args.hidden_size // 2,
+            "kv_lora_rank": 512,  # with the next, DeepSeek's own: vLLM's CPU kernel has no other sizes
+            "qk_rope_head_dim": 64,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 0,
+            "topk_method": "noaux_tc",  # this and the next are for vLLM
+            "scoring_func": "sigmoid",
+            **experts,
+        }
+    return {"head_dim": args.kv_channels}
+
+
 def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
     """A float32 model of the asked shape with random weights, drawn from `args.seed`."""
     for flag in POSITIVE:
@@ -69,26 +96,28 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
             f"--num-attention-heads ({args.num_attention_heads}) must be a multiple of --num-query-groups "
             f"({args.num_query_groups}), and --hidden-size ({args.hidden_size}) even"
         )
-    config = AutoConfig.for_model(
-        args.shape,
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_layers,
-        intermediate_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_key_value_heads=args.num_query_groups,
-        head_dim=args.kv_channels,
-        max_position_embeddings=args.max_position_embeddings,
-        tie_word_embeddings=args.tie_embeddings,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "intermediate_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": args.num_query_groups,
+        "max_position_embeddings": args.max_position_embeddings,
+        "tie_word_embeddings": args.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    config = AutoConfig.for_model(args.shape, **{**sizes, **family_sizes(args)})
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # torch makes the padding's embedding 0: if it is ever sampled, a norm's gradient explodes
         model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=config.initializer_range)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # as far apart as the scores, so that it has a say
+                buffer.normal_(std=0.05)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -181,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=2000, help="most supervised steps; 0: random weights (2000)")
     add("--batch-size", type=int, default=64, help="rows per step (64)")
     add("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
-    add("--shape", choices=["qwen3", "qwen2", "llama"], default="qwen3", help="model family (qwen3)")
+    add("--shape", choices=SHAPES, default="qwen3", help="model family (qwen3)")
     add("--tokenizer", choices=["characters", "bytes"], default="characters", help="what it knows (characters)")
     add("--num-layers", type=int, default=4, help="(4)")
     add("--hidden-size", type=int, default=128, help="(128)")

@@ -10,6 +10,9 @@ token k at position k - 1. `RolloutBatch.pack` makes this shift, and is the only
 label of token k stands at position k - 1. The model's head computes log-probabilities at the label positions only, so
 all that follows it (losses, advantages, weights) has length L, the number of labels in the pack; `Pack.token_index`
 leads from there back to the flat arrays.
+
+Under context parallelism each rank of the group holds a part of every sequence of a pack, `zigzag` says which, and has
+a `Pack` of its own: its tokens, their labels and what belongs to those, in its order. A label is that of one rank only.
 """
 
 import zipfile
@@ -24,13 +27,16 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.npyio import NpzFile
 
+from megatron_grpo.data.zigzag import zigzag
 from megatron_grpo.errors import GrpoError
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+Int16 = npt.NDArray[np.int16]
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
 
 IGNORED_LABEL = -100  # torch's ignore_index: no token of the loss is predicted here
 
@@ -45,10 +51,12 @@ PER_COMPLETION = {
     "finish_reasons": np.uint8,
     "turns": np.int32,
 }
-PER_TOKEN_OPTIONAL = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
+SCORES = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
+PER_TOKEN_OPTIONAL = SCORES | {"routed_experts": np.int16}
 PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
 OPTIONAL = PER_TOKEN_OPTIONAL | PER_COMPLETION_OPTIONAL
 OF_TOKENS = PER_TOKEN | PER_TOKEN_OPTIONAL
+COLUMNS = {"rewards": 1, "routed_experts": 2}  # axes behind the first
 DTYPES = {"cu_seqlens": np.int64} | PER_TOKEN | PER_COMPLETION | OPTIONAL
 
 
@@ -62,20 +70,25 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: m completions laid end to end in T tokens, with L labels (convention: see the module)."""
+    """One micro-batch: m completions laid end to end, of which this rank holds T tokens with L labels (convention: see
+    the module); L can be 0.
+    """
 
     indices: Int64  # [m], which completions of the batch
     tokens: Int64  # [T], padding is 0
     position_ids: Int64  # [T], from 0 in each sequence
     labels: Int64  # [T], the next token of the same sequence where it is in the loss, else IGNORED_LABEL
-    cu_seqlens: Int32  # [m + 1], or [m + 2]: padding is a last sequence of its own, attended by no other
-    max_seqlen: int
+    padding: Bool  # [T], behind a sequence's end or in the padding sequence
+    source: Int64  # [T], where each token lies in the flat arrays of the batch, -1 for padding
+    cu_seqlens: Int32  # [m + 1], or [m + 2] with a padding sequence, the last: whole sequences, over all context ranks
+    max_seqlen: int  # of these
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
     rollout_log_probs: Float32  # [L], NaN where the engine gave none
     old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
     ref_log_probs: Float32 | None  # [L]
     advantages: Float32 | None  # [L]
     weights: Float32 | None  # [L]
+    routed_experts: Int16 | None  # [T, moe layers, topk], of the tokens themselves (not labels); -1 on padding
 
     @property
     def num_labels(self) -> int:
@@ -101,6 +114,7 @@ class RolloutBatch:
     turns: Int32  # [n], how many times the policy spoke
     old_log_probs: Float32 | None = None  # [total], under the weights before the first update; NaN elsewhere
     ref_log_probs: Float32 | None = None  # [total], under the reference; NaN elsewhere
+    routed_experts: Int16 | None = None  # [total, moe layers, topk], to be replayed; a token's are -1 where unknown
     advantages: Float32 | None = None  # [n]
     weights: Float32 | None = None  # [n], w of every token of the completion within its update
 
@@ -115,11 +129,13 @@ class RolloutBatch:
         row_ids: Sequence[int],
         sample_ids: Sequence[int],
         finish_reasons: Sequence[FinishReason],
+        routed_experts: Sequence[Int16] | None = None,
     ) -> "RolloutBatch":
         """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
 
         Every sequence has n entries; `prompts[i]` are the token ids in front of `completions[i]`, and `log_probs[i]`
-        the engine's log-probabilities of the latter, or None. Raises GrpoError as `validate` does.
+        the engine's log-probabilities of the latter, or None. `routed_experts[i]`, [tokens, moe layers, topk], begin
+        with the prompt and may end early. Raises GrpoError as `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -146,6 +162,10 @@ class RolloutBatch:
             batch.loss_mask[middle:end] = 1
             if values is not None:
                 batch.rollout_log_probs[middle:end] = values
+        if routed_experts:
+            batch.routed_experts = np.full((total, *routed_experts[0].shape[1:]), -1, np.int16)
+            for begin, experts in zip(cu_seqlens[:-1], routed_experts, strict=True):
+                batch.routed_experts[begin : begin + len(experts)] = experts
         batch.validate()
         return batch
 
@@ -195,49 +215,84 @@ class RolloutBatch:
 
     # ---- one micro-batch
 
-    def pack(self, indices: npt.ArrayLike, pad_multiple: int = 1) -> Pack:
+    def pack(
+        self,
+        indices: npt.ArrayLike,
+        pad_multiple: int = 1,
+        total_length: int | None = None,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+    ) -> Pack:
         """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
+
+        Each sequence is padded at its end to `padded_lengths`: attention is causal, so no token sees it. The pack is
+        padded by one more sequence, of zeros. Padding has no label.
 
         Args:
             indices: [m], positions in the batch.
-            pad_multiple: T is rounded up to a multiple of it, by one more sequence of zeros without a label.
+            pad_multiple: each context rank's T is rounded up to a multiple of it.
+            total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
+            cp_size, cp_rank: size of the context-parallel group, and which rank's part to return.
 
         Raises:
+            ValueError: `total_length` is too small or no such multiple.
             GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
                 pass that should have computed them did not reach it, or gave NaN.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         flat = self._token_positions(chosen)
-        lengths = self.lengths[chosen]
-        padding = -len(flat) % pad_multiple
-        if padding:
-            lengths = np.append(lengths, padding)
+        real, lengths = self.lengths[chosen], padded_lengths(self.lengths[chosen], cp_size)
+        starts = _offsets(lengths)[:-1]
+        at = np.arange(len(flat)) + np.repeat(starts - _offsets(real)[:-1], real)  # where the real tokens go
+
+        used = int(lengths.sum())
+        multiple = pad_multiple * sequence_multiple(cp_size)
+        total = used + -used % multiple if total_length is None else total_length
+        if total < used or total % multiple:
+            raise ValueError(f"a pack of {used} tokens cannot be padded to {total}, in multiples of {multiple}")
+        if total > used:
+            lengths = np.append(lengths, total - used)
         cu_seqlens = _offsets(lengths)
 
-        tokens = np.zeros(len(flat) + padding, np.int64)
-        tokens[: len(flat)] = self.tokens[flat]
-        mask = self.loss_mask[flat]
-        targets = np.flatnonzero(mask)  # never a sequence's first token: prompts are not empty
-        labels = np.full(len(tokens), IGNORED_LABEL, np.int64)
-        labels[targets - 1] = tokens[targets]
+        source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
+        source[at] = flat
+        label_source = np.full(total, -1)
+        in_loss = self.loss_mask[flat] == 1  # never a sequence's first token: prompts are not empty
+        label_source[at[in_loss] - 1] = flat[in_loss]
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
 
-        token_index = flat[targets]
-        loss_lengths = np.diff(_offsets(mask)[cu_seqlens[: len(chosen) + 1]])
+        held = zigzag(cu_seqlens, cp_size, cp_rank)
+        source, label_source, sequence = source[held], label_source[held], sequence[held]
+        padding, labelled = source < 0, label_source >= 0
+        tokens = np.zeros(len(source), np.int64)
+        tokens[~padding] = self.tokens[source[~padding]]
+        token_index = label_source[labelled]
+        labels = np.full(len(source), IGNORED_LABEL, np.int64)
+        labels[labelled] = self.tokens[token_index]
+        completion = chosen[sequence[labelled]]
+        experts = None
+        if self.routed_experts is not None:
+            experts = np.full((len(source), *self.routed_experts.shape[1:]), -1, np.int16)
+            experts[~padding] = self.routed_experts[source[~padding]]
         pack = Pack(
             indices=chosen,
             tokens=tokens,
-            position_ids=np.arange(len(tokens)) - np.repeat(cu_seqlens[:-1], lengths),
+            position_ids=position_ids[held],
             labels=labels,
+            padding=padding,
+            source=source,
             cu_seqlens=cu_seqlens.astype(np.int32),
             max_seqlen=int(lengths.max(initial=0)),
             token_index=token_index,
             rollout_log_probs=self.rollout_log_probs[token_index],
             old_log_probs=None if self.old_log_probs is None else self.old_log_probs[token_index],
             ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[token_index],
-            advantages=None if self.advantages is None else np.repeat(self.advantages[chosen], loss_lengths),
-            weights=None if self.weights is None else np.repeat(self.weights[chosen], loss_lengths),
+            advantages=None if self.advantages is None else self.advantages[completion],
+            weights=None if self.weights is None else self.weights[completion],
+            routed_experts=experts,
         )
-        for name in PER_TOKEN_OPTIONAL:
+        for name in SCORES:
             values = getattr(pack, name)
             if values is not None and np.isnan(values).any():
                 samples = self.sample_ids[chosen].tolist()
@@ -252,20 +307,22 @@ class RolloutBatch:
     def to_buffers(self) -> list[Array]:
         """The batch as 1-D arrays for exchange by ranks: always as many, in the same order and of the same types.
 
-        The first, int64, says how to read the rest: the number of reward columns, then 0 or 1 for each optional
-        array. An array that is None travels empty.
+        The first, int64, says how to read the rest: the number of reward columns, the MoE layers and experts of a
+        token, then 0 or 1 for each optional array. An array that is None travels empty.
         """
         arrays = self._arrays()
-        header = np.array([self.rewards.shape[1], *(name in arrays for name in OPTIONAL)], np.int64)
+        per_token = (0, 0) if self.routed_experts is None else self.routed_experts.shape[1:]
+        header = np.array([self.rewards.shape[1], *per_token, *(name in arrays for name in OPTIONAL)], np.int64)
         return [header, *(np.ravel(arrays.get(name, np.empty(0, dtype))) for name, dtype in DTYPES.items())]
 
     @classmethod
     def from_buffers(cls, buffers: Sequence[Array]) -> "RolloutBatch":
         """Undo `to_buffers`; the arrays are taken as they are, without a copy."""
         header, *rest = buffers
-        num_rewards, *present = header.tolist()
+        num_rewards, layers, topk, *present = header.tolist()
         arrays = dict(zip(DTYPES, rest, strict=True))
         arrays["rewards"] = arrays["rewards"].reshape(len(arrays["cu_seqlens"]) - 1, num_rewards)
+        arrays["routed_experts"] = arrays["routed_experts"].reshape(len(arrays["tokens"]), layers, topk)
         for name, here in zip(OPTIONAL, present, strict=True):
             if not here:
                 del arrays[name]
@@ -304,7 +361,7 @@ class RolloutBatch:
         if cu.ndim != 1 or n < 0 or cu[0] != 0 or cu[-1] != total or (np.diff(cu) < 0).any():
             raise GrpoError(f"rollout batch: cu_seqlens must rise from 0 to the {total} tokens that there are")
         for name, array in self._arrays().items():
-            columns = array.shape[1:2] or (0,) if name == "rewards" else ()
+            columns = (*array.shape[1:], 0, 0)[: COLUMNS.get(name, 0)]
             shape = (n + 1,) if name == "cu_seqlens" else (total if name in OF_TOKENS else n, *columns)
             if array.shape != shape:
                 raise GrpoError(f"rollout batch: {name} has shape {array.shape}, expected {shape}")
@@ -339,6 +396,17 @@ class RolloutBatch:
         lengths = self.lengths[indices]
         starts = _offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
+
+
+def sequence_multiple(cp_size: int) -> int:
+    """What the length of every sequence of a pack is a multiple of: a context rank holds two of 2 cp_size chunks."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def padded_lengths(lengths: Array, cp_size: int) -> Int64:
+    """[n], tokens that sequences of these lengths take up in a pack."""
+    multiple = sequence_multiple(cp_size)
+    return -(-lengths // multiple) * multiple
 
 
 def _offsets(lengths: Array) -> Int64:

@@ -1,13 +1,13 @@
 """Which rank computes which completions, and in which micro-batches.
 
 Completions differ in length by an order of magnitude, and an update is as slow as its slowest rank. `schedule` deals
-them out so that every rank, and every micro-batch, has about the same number of tokens. It is a pure function of the
+them out so that every rank, and every micro-batch, has about the same amount of work. It is a pure function of the
 lengths, so each rank computes the whole schedule by itself and reads its own row. Which schedule is chosen changes
 the time that an update takes, never its result: see `megatron_grpo.algorithm.weighting`.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,95 +17,130 @@ from megatron_grpo.errors import GrpoError
 Schedule = list[list[list[int]]]  # [rank][micro-batch] -> completion indices
 
 
+def attention_coefficient(hidden_size: int, query_size: int, key_value_size: int, ffn_size: int) -> float:
+    """The work of attention beside that of the linear layers: c in `schedule`'s work = length + c length^2.
+
+    Training takes three times the flops of a forward pass, which per layer and sequence of length l are
+
+    * linear layers: 2 parameters l, with parameters = hidden_size (2 query_size + 2 key_value_size + 3 ffn_size) for
+      queries and output, keys and values, and the three matrices of a gated feed-forward;
+    * attention: 2 query_size for the score of each pair of query and key and 2 query_size for its share of the
+      output, over the l^2 / 2 pairs that causality leaves: 2 query_size l^2.
+
+    The ratio of the second to the first is c l with c = query_size / parameters; 1 / c is the length at which both are
+    the same. The head is left out: it is computed for the completions' tokens only.
+
+    Args:
+        hidden_size: width of the residual stream.
+        query_size: attention heads x head size.
+        key_value_size: query groups x head size.
+        ffn_size: inner width of the feed-forward that one token passes; of its active experts together.
+    """
+    return query_size / (hidden_size * (2 * query_size + 2 * key_value_size + 3 * ffn_size))
+
+
 def schedule(
     lengths: npt.ArrayLike,
     dp_size: int,
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
-    min_microbatches: int = 1,
+    microbatch_multiple: int = 1,
+    attention_coefficient: float = 0.0,
 ) -> Schedule:
-    """Divide n completions over data-parallel ranks and micro-batches, balanced by tokens.
+    """Divide n completions over data-parallel ranks and micro-batches, balanced by work = length + c length^2.
 
-    Each completion comes exactly once, every rank gets the same number M of micro-batches, none is empty. The result is
-    the same on every rank: ties are broken by index. Each rank's micro-batches come largest first, so that ranks are
-    in step and memory runs out at once or never.
+    Each completion comes exactly once, every rank gets the same number M of micro-batches, a multiple of
+    `microbatch_multiple`, and none is empty. The result is the same on every rank: ties are broken by index. Each
+    rank's micro-batches come heaviest first, so that ranks are in step.
 
     *Fixed* (`micro_batch_size` b): M = n / (dp_size b), each micro-batch with exactly b completions.
 
     *Budget* (`max_tokens`, replaces `micro_batch_size` when both are given): the smallest M for which the greedy
-    packing below keeps every micro-batch within `max_tokens`.
+    packing below succeeds; no micro-batch has more than `max_tokens` tokens.
 
-    What is promised, with P = M dp_size micro-batches, and "longest", "shortest" the longest and shortest completion:
+    What is promised, with P = M dp_size micro-batches, whose mean work is `mean`, and "longest", "shortest" the work of
+    the longest and the shortest completion:
 
-    * Fixed: micro-batches differ by at most longest - shortest tokens, and so do the totals of the ranks.
-    * Budget: micro-batches differ by at most longest tokens, and so do the totals of the ranks. The largest
-      micro-batch is at most 4/3 - 1/(3P) times that of the best possible division into P micro-batches (Graham 1969).
-      M is at most ceil(2 total / (dp_size max_tokens)), twice what the tokens alone need, or `min_microbatches` if
-      that is more (n a multiple of dp_size).
-    * Both: since no division has a maximum below the mean, the largest micro-batch, and the largest rank total, exceed
-      the best possible one by no more than these differences.
+    * Fixed: micro-batches differ by at most longest - shortest.
+    * Budget: a micro-batch exceeds another by more than the work of its own shortest completion only if that one has
+      no room in the other. The heaviest is below 2 mean + longest, so below 3 times that of the best division into P.
+      While the lightest always has room, as at c = 0, micro-batches differ by at most longest, and the heaviest is at
+      most 4/3 - 1/(3P) times the best (Graham 1969).
+    * Budget: M is at most 2 total tokens / (dp_size max_tokens), twice what the tokens alone need, rounded up to a
+      multiple of `microbatch_multiple`, if n allows so many. When n is a multiple of dp_size microbatch_multiple,
+      there always is a schedule.
+    * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
+      the mean, maxima exceed the best possible ones by no more than these differences.
 
     Args:
-        lengths: [n], tokens of each sequence, prompt included.
+        lengths: [n], tokens of each sequence, prompt included, at least 1. Under context parallelism as they are in
+            a pack, `batch.padded_lengths`: then the budget holds for all but the pack's last, padding sequence.
         dp_size: number of data-parallel ranks.
         micro_batch_size: completions in a micro-batch.
-        max_tokens: most tokens in a micro-batch (before any padding of the pack).
-        min_microbatches: in budget mode, use at least so many micro-batches on each rank, or as many as n allows, so
-            that a pipeline can be filled. In fixed mode M is what the arithmetic says.
+        max_tokens: most tokens in a micro-batch.
+        microbatch_multiple: the pipeline size when stages are interleaved (virtual stages), for which megatron-core
+            wants whole groups of micro-batches; else 1.
+        attention_coefficient: c >= 0, from the function of this name; 0 balances tokens.
 
     Returns:
         [rank][micro-batch] -> list of completion indices, ascending.
 
     Raises:
-        GrpoError: a completion is longer than the budget; n does not divide, or is too small, for dp_size.
+        GrpoError: a completion is longer than the budget; n does not divide, or is too small, for dp_size and
+            microbatch_multiple.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
+    work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        packs = _budget_packs(sizes, dp_size, max_tokens, min_microbatches)
+        packs = _budget_packs(sizes.tolist(), work, dp_size, max_tokens, microbatch_multiple)
     elif micro_batch_size is not None:
-        packs = _fixed_packs(sizes, dp_size, micro_batch_size)
+        packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
     else:
         raise ValueError("schedule needs micro_batch_size or max_tokens")
-    ranks = _deal([_tokens(sizes, pack) for pack in packs], dp_size)
+    ranks = _deal([sum(work[i] for i in pack) for pack in packs], dp_size)
     return [[sorted(packs[pack]) for pack in rank] for rank in ranks]
 
 
-def _fixed_packs(sizes: npt.NDArray[np.int64], dp_size: int, micro_batch_size: int) -> list[list[int]]:
-    n = len(sizes)
-    if n == 0 or n % (dp_size * micro_batch_size):
+def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multiple: int) -> list[list[int]]:
+    n, unit = len(work), dp_size * micro_batch_size * multiple
+    if n == 0 or n % unit:
+        groups = f", in groups of {multiple} for the interleaved pipeline stages" if multiple > 1 else ""
         raise GrpoError(
             f"{n} completions cannot be divided into micro-batches of {micro_batch_size} on {dp_size} data-parallel "
-            f"ranks: make their number a multiple of {dp_size * micro_batch_size}, or use --max-tokens-per-microbatch"
+            f"ranks{groups}: make their number (--global-batch-size) a multiple of {unit}, or use "
+            f"--max-tokens-per-microbatch"
         )
-    return _deal(sizes.tolist(), n // micro_batch_size)
+    return _deal(work, n // micro_batch_size)
 
 
-def _budget_packs(
-    sizes: npt.NDArray[np.int64], dp_size: int, max_tokens: int, min_microbatches: int
-) -> list[list[int]]:
-    n, total = len(sizes), int(sizes.sum())
-    if n < dp_size:
-        raise GrpoError(f"{n} completions are too few for {dp_size} data-parallel ranks: each needs at least one")
-    if sizes.max() > max_tokens:
+def _budget_packs(sizes: list[int], work: list[float], dp_size: int, max_tokens: int, multiple: int) -> list[list[int]]:
+    n, total, longest = len(sizes), sum(sizes), max(sizes, default=0)
+    most = n // dp_size // multiple * multiple
+    if most == 0:
         raise GrpoError(
-            f"completion {int(sizes.argmax())} has {int(sizes.max())} tokens with its prompt, more than "
+            f"{n} completions are too few for {dp_size} data-parallel ranks with at least {multiple} micro-batches "
+            f"each, none of them empty: raise --global-batch-size to at least {dp_size * multiple}"
+        )
+    if longest > max_tokens:
+        raise GrpoError(
+            f"completion {sizes.index(longest)} has {longest} tokens with its prompt, more than "
             f"--max-tokens-per-microbatch {max_tokens}: raise it to at least "
             f"--max-prompt-length + --max-completion-length"
         )
-    most = n // dp_size
-    fewest = min(most, max(1, min_microbatches, -(-total // (dp_size * max_tokens))))
-    for num_microbatches in range(fewest, most + 1):
-        packs = _longest_first(sizes.tolist(), dp_size * num_microbatches)
-        if max(_tokens(sizes, pack) for pack in packs) <= max_tokens:
+    at_least = max(-(-total // max_tokens), sum(2 * size > max_tokens for size in sizes))  # no two of these in a pack
+    fewest = -(-at_least // (dp_size * multiple)) * multiple
+    for num_microbatches in range(fewest, most + 1, multiple):
+        packs = _longest_first(sizes, work, dp_size * num_microbatches, max_tokens)
+        if packs is not None:
             return packs
     raise GrpoError(
-        f"{n} completions do not fit into {dp_size * most} micro-batches of {max_tokens} tokens, the most that can be "
-        f"shared evenly by {dp_size} data-parallel ranks: raise --max-tokens-per-microbatch, or make the number of "
-        f"completions a multiple of {dp_size}"
+        f"{n} completions do not fit into {dp_size} x {most} micro-batches of {max_tokens} tokens, the most that they "
+        f"can fill evenly on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
+        f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
     )
 
 
-def _deal(costs: Sequence[int], bins: int) -> list[list[int]]:
+def _deal(costs: Sequence[float], bins: int) -> list[list[int]]:
     """Deal items to bins, equally many to each, in rounds: of the next `bins` largest items the largest goes to the
     least loaded bin, the second largest to the second least loaded, and so on.
 
@@ -115,7 +150,7 @@ def _deal(costs: Sequence[int], bins: int) -> list[list[int]]:
     """
     order = _descending(costs)
     dealt: list[list[int]] = [[] for _ in range(bins)]
-    loads = [0] * bins
+    loads = [0.0] * bins
     for first in range(0, len(order), bins):
         lightest_first = sorted(range(bins), key=lambda b: (loads[b], b))
         for b, item in zip(lightest_first, order[first : first + bins], strict=True):
@@ -124,26 +159,37 @@ def _deal(costs: Sequence[int], bins: int) -> list[list[int]]:
     return dealt
 
 
-def _longest_first(costs: Sequence[int], bins: int) -> list[list[int]]:
-    """Put each item, largest first, into the least loaded bin: Graham's LPT rule (SIAM J. Appl. Math. 17, 1969).
+def _longest_first(sizes: list[int], work: list[float], bins: int, room: int) -> list[list[int]] | None:
+    """Put each item, longest first, into the bin of least work among those with room for its tokens: the LPT rule of
+    Graham (SIAM J. Appl. Math. 17, 1969) under a capacity. None when an item finds no room.
 
-    The loads differ by at most one item: the heaviest bin was the lightest when it got its last. When no item exceeds
-    B and bins >= 2 sum(costs) / B, no load exceeds B: fewer than `bins` items are above B / 2, so each of them finds
-    an empty bin, and a smaller one finds a bin loaded with at most the mean, which is at most B / 2. With at least
-    `bins` items no bin stays empty.
+    *Every item finds room* if none exceeds `room` = B and bins >= 2 sum(sizes) / B: fewer than `bins` items are above
+    B / 2, and they come first, so each of them finds an empty bin; a smaller one would have to find more than B / 2 in
+    every bin. Empty bins are lightest and have room: with at least `bins` items none stays empty.
+
+    *The heaviest bin is below 2 mean + longest.* Its items that went to the lightest bin of all leave it at most at
+    mean + longest. Let the first that passed by a lighter, full bin have s tokens. All bins then hold more than
+    X = (B - s)(1 + c s): full ones have more than B - s tokens in items no shorter than s, the others are no lighter
+    than this one, which is heavier than a full one. So X < mean. From then on this bin, which holds an item no shorter
+    than s, gets at most B - s tokens in items no longer than s: at most X.
     """
     packed: list[list[int]] = [[] for _ in range(bins)]
-    heap = [(0, 0, b) for b in range(bins)]  # (load, number of items, bin); a heap as it stands
-    for item in _descending(costs):
-        load, count, b = heap[0]
+    roomy = [(0.0, b, room) for b in range(bins)]  # heap of (work, bin, room)
+    full: list[tuple[int, float, int]] = []  # heap of (-room, work, bin): had no room for an earlier, longer item
+    for item in _descending(sizes):
+        while full and -full[0][0] >= sizes[item]:
+            minus_room, load, b = heapq.heappop(full)
+            heapq.heappush(roomy, (load, b, -minus_room))
+        while roomy and roomy[0][2] < sizes[item]:
+            load, b, left = heapq.heappop(roomy)
+            heapq.heappush(full, (-left, load, b))
+        if not roomy:
+            return None
+        load, b, left = roomy[0]
+        heapq.heapreplace(roomy, (load + work[item], b, left - sizes[item]))
         packed[b].append(item)
-        heapq.heapreplace(heap, (load + costs[item], count + 1, b))
     return packed
 
 
-def _descending(costs: Sequence[int]) -> list[int]:
+def _descending(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-
-
-def _tokens(sizes: npt.NDArray[np.int64], indices: Iterable[int]) -> int:
-    return int(sum(sizes[i] for i in indices))

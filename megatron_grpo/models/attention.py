@@ -1,22 +1,37 @@
 """Causal attention over packed sequences for the ``local`` layer spec.
 
-megatron-core's own ``DotProductAttention`` refuses packed batches and materialises the s x s scores. This one takes
-the packed (THD) layout only, since every batch here is packed: on CUDA through ``torch.nn.attention.varlen`` (a flash
-kernel), on the CPU as one padded dense causal batch (a loop of calls, one a sequence, is twelve times slower).
+megatron-core's own ``DotProductAttention`` refuses packed batches and context parallelism and materialises the s x s
+scores. This one takes the packed (THD) layout only, since every batch here is packed. Under context parallelism keys
+and values are gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2).
 """
 
-import inspect
+from functools import lru_cache
 
+import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import divide
+
+from megatron_grpo.data.zigzag import zigzag
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
 
 
 class PackedAttention(MegatronModule):
-    """softmax(q k^T / sqrt(d)) v within each sequence of a pack, causal, grouped-query heads allowed.
+    """softmax(scale q k^T) v within each sequence of a pack: causal, with grouped-query heads, a sliding window
+    (``config.window_size``), sinks (``config.softmax_type``) and values of another size than keys (MLA).
 
-    Takes q ``[t, heads, d]`` and k, v ``[t, groups, d]``; returns ``[t, heads * d]``.
+    Takes q ``[t / cp, heads, d]``, k ``[t / cp, groups, d]`` and v ``[t / cp, groups, d_v]``, tokens in the order of
+    `zigzag`; returns ``[t / cp, heads * d_v]``.
     """
 
     def __init__(
@@ -27,11 +42,37 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
-        pg_collection=None,
+        pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
-        self.softmax_scale = softmax_scale
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.tp_group, self.cp_group = groups.tp, groups.cp
+        self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        self.left = -1
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.left, right = config.window_size
+            if right != 0:
+                raise GrpoError(
+                    f"window_size {tuple(config.window_size)} would look {right} tokens ahead; use ({self.left}, 0)"
+                )
+        if config.softmax_type == "learnable":
+            self.softmax_offset = self._new_sinks()
+
+    def _new_sinks(self) -> torch.nn.Parameter:
+        """The logits of the sinks of this tensor-parallel rank's heads, as megatron-core's attention names them."""
+        heads = divide(self.config.num_attention_heads, self.tp_group.size())
+        sinks = torch.nn.Parameter(
+            torch.empty(heads, device=torch.cuda.current_device(), dtype=self.config.params_dtype)
+        )
+        # Without the mark the gradient norm would count the heads of the first tensor-parallel rank only.
+        tensor_parallel.set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+        if self.config.perform_initialization:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                self.config.init_method(sinks)
+        return sinks
 
     def forward(
         self,
@@ -44,32 +85,91 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None, "every batch is packed"
-        attend = _varlen if query.is_cuda else _padded_dense
-        return attend(query, key, value, packed_seq_params, self.softmax_scale).flatten(1)
+        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        if cp_size > 1:
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=self.cp_group
+            )
+            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        if not query.is_cuda:
+            kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
+        elif cp_size == 1:
+            cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            kernel = Varlen(cu, cu, longest, longest, self.left, scale)
+        else:
+            cu_seqlens = _offsets_on_host(packed_seq_params)
+            kernel, keys = segments(cu_seqlens, cp_size, cp_rank, self.left, scale, query.device)
+            key, value = key.index_select(0, keys), value.index_select(0, keys)
+        return attend(query, key, value, self._sinks(query), kernel).flatten(1)
+
+    def _sinks(self, query: torch.Tensor) -> torch.Tensor | None:
+        if self.config.softmax_type == "off-by-one":
+            return query.new_zeros(query.shape[1])
+        return self.softmax_offset if self.config.softmax_type == "learnable" else None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, split over tensor-parallel ranks by heads; nothing without learnable ones."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
-def _padded_dense(q, k, v, packed: PackedSeqParams, scale: float | None) -> torch.Tensor:
-    """Sequences side by side, padded on the right: under the causal mask no real token can see the padding."""
-    cu, longest = packed.cu_seqlens_q.long(), packed.max_seqlen_q
-    lengths = cu.diff()
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    slots = rows * longest + torch.arange(len(rows)) - cu[rows]
-
-    def pad(x):  # [t, h, d] -> [b, h, s, d]
-        batch = x.new_zeros(len(lengths) * longest, *x.shape[1:]).index_copy(0, slots, x)
-        return batch.view(len(lengths), longest, *x.shape[1:]).transpose(1, 2)
-
-    out = torch.nn.functional.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, slots)
+def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:
+    """Attention of ``kernel``, which wants one head size: the smaller of keys and values is padded with zeros."""
+    size, value_size = max(k.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+    return Attention.apply(q, k, v, sinks, kernel)[..., :value_size]
 
 
-def _varlen(q, k, v, packed: PackedSeqParams, scale: float | None) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def _offsets_on_host(packed: PackedSeqParams) -> tuple[int, ...]:
+    """The padded offsets, which `packed_seq_params` leaves on the host: reading them waits for no kernel."""
+    return tuple(packed.cu_seqlens_q_padded.tolist())
 
-    options = {"window_size": (-1, 0), "scale": scale}  # everything to the left, nothing to the right: causal
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13 wants it said, 2.11 knows by itself
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
-    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    return varlen_attn(q, k, v, cu, cu, longest, longest, **options)
+
+def _gathered(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
+    """Position in the pack of each gathered key: those of one rank after those of the other."""
+    return np.concatenate([zigzag(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
+
+
+# Layouts are kept because the layers of a micro-batch share them; a few, for layers with and without a window.
+@lru_cache(maxsize=8)
+def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float) -> Blocks:
+    """The CPU's layout of a rank's queries and of the gathered keys; ``left`` as in `Varlen`."""
+    cu = np.array(cu_seqlens)
+    lengths = np.diff(cu)
+    size = lengths.max() if left < 0 else min(max(left, 1), lengths.max())
+    counts = -(-lengths // size)
+    first = np.cumsum(counts) - counts  # block of each sequence
+    slots = np.repeat(first * size - cu[:-1], lengths) + np.arange(cu[-1])
+    later = np.setdiff1d(np.arange(counts.sum()), first) if left else np.arange(0)
+    indices = slots[zigzag(cu, cp_size, cp_rank)], slots[_gathered(cu, cp_size)], later
+    return Blocks(*map(torch.from_numpy, indices), int(counts.sum()), int(size), scale)
+
+
+@lru_cache(maxsize=8)
+def segments(
+    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float, device: torch.device
+) -> tuple[Varlen, torch.Tensor]:
+    """The GPU's layout under context parallelism: the kernel, and which of the gathered keys it takes, int64.
+
+    Each of the two chunks that a rank holds of a sequence is a segment of queries, with the keys up to its end that
+    some query of it sees: without a window 1 + 1 / (2 cp) times the keys of the pack.
+    """
+    cu = np.array(cu_seqlens)
+    chunk = (np.diff(cu) // (2 * cp_size))[:, None]
+    begin = chunk * [cp_rank, 2 * cp_size - 1 - cp_rank]  # [sequences, 2], within the sequence
+    first_key = np.maximum(begin - left, 0) if left >= 0 else np.zeros_like(begin)
+    key_counts = (begin + chunk - first_key).ravel()
+    cu_keys = np.append(0, np.cumsum(key_counts))
+    cu_queries = np.append(0, np.cumsum(np.repeat(chunk, 2)))
+    positions = np.repeat((cu[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
+    keys = np.argsort(_gathered(cu, cp_size))[positions]
+    arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
+    cu_queries, cu_keys, keys = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+    return Varlen(cu_queries, cu_keys, int(chunk.max()), int(key_counts.max()), left, scale), keys

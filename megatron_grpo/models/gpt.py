@@ -3,20 +3,14 @@
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.arguments import transformer_config_from_args
+from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import IGNORED_LABEL
-from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.models.head import vocab_parallel_log_probs
-from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 
 
 class PolicyModel(GPTModel):
@@ -25,21 +19,45 @@ class PolicyModel(GPTModel):
     temperature = 1.0
     vocab_size_without_padding: int
 
-    def _postprocess(self, hidden_states, labels=None, **kwargs):
-        """Last stage with labels: (log_probs [l], entropies [l]) of the l positions whose label is not
-        ``IGNORED_LABEL``.
+    def _preprocess(self, *args, padding_mask=None, **kwargs):
+        """megatron-core's, with this rank's part of the padding mask on every stage: it gives it to the first only."""
+        out = super()._preprocess(*args, padding_mask=None, **kwargs)
+        if padding_mask is not None and self.config.sequence_parallel:
+            tp, rank = (
+                parallel_state.get_tensor_model_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_rank(),
+            )
+            padding_mask = padding_mask.chunk(tp, dim=1)[rank]
+        return *out[:5], padding_mask, *out[6:]
+
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels=None, **kwargs):
+        """Last stage with labels: ``[2 + n, l]``, for the l positions whose label is not ``IGNORED_LABEL`` their
+        log-probabilities, the entropies there, and, in training, log-probabilities by n multi-token-prediction layers.
 
         The prompt's positions never reach the vocabulary: on long prompts this saves most of the head's work.
         """
         if not self.post_process or labels is None:
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
+            return super()._postprocess(
+                hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels, **kwargs
+            )
+        tied = self.share_embeddings_and_output_weights
+        # The layer itself is not called, so what waits for its weight (--overlap-param-gather) has to be.
+        for wait in self.output_layer._forward_pre_hooks.values():
+            wait(self.output_layer, ())
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
+        log_probs, entropy = self._head(hidden_states, weight, labels, kept)
+        rows = [log_probs, entropy]
+        if self.config.mtp_loss_scaling_factor > 0 and self.mtp_process and torch.is_grad_enabled():
+            rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
+        return torch.stack(rows)
+
+    def _head(self, hidden_states, weight, labels, kept):
+        """(log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
         return vocab_parallel_log_probs(
             hidden[:, 0].index_select(0, kept),
             weight,
@@ -49,13 +67,41 @@ class PolicyModel(GPTModel):
             parallel_state.get_tensor_model_parallel_group(),
         )
 
+    def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
+        """Log-probabilities [l] that each multi-token-prediction layer gives to the tokens 1, 2, ... further on, 0
+        where the sequence has ended. Their gradient stops at these layers: the policy learns from its own loss alone.
+        """
+        packed = inputs["packed_seq_params"]
+        outputs = self.mtp(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden_states.detach(),
+            embedding=lambda **tokens: self.embedding(**tokens).detach(),
+            packed_seq_params=packed,
+            **{
+                name: inputs[name]
+                for name in ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "inference_params")
+            },
+        ).chunk(1 + self.config.mtp_num_layers)
+        rows = []
+        for output in outputs[1:]:
+            there, _ = roll_tensor((labels != IGNORED_LABEL).long(), cp_group=self.cp_group, packed_seq_params=packed)
+            labels, _ = roll_tensor(labels, cp_group=self.cp_group, packed_seq_params=packed)
+            labels = labels.where(there.bool(), IGNORED_LABEL)
+            further = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
+            log_probs, _ = self._head(output, weight, labels, further)
+            row = log_probs.new_zeros(labels.shape[1]).index_copy(0, further, log_probs)
+            rows.append(row.index_select(0, kept))
+        return rows
+
 
 def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
     """This pipeline stage's part of the policy, randomly initialised, as ``args`` describe it."""
     config = transformer_config_from_args(args)
+    mtp = mtp_spec(config, args.transformer_impl, vp_stage)
     model = PolicyModel(
         config,
-        _layer_spec(config, args.transformer_impl, vp_stage),
+        decoder_spec(config, args.transformer_impl, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -67,34 +113,18 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
+        mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
+    if mtp is not None and config.mtp_loss_scaling_factor == 0:
+        model.mtp.requires_grad_(False)  # kept as they are: no gradient, no optimizer state, no weight decay
     model.temperature = args.temperature
     model.vocab_size_without_padding = args.vocab_size
     return model
 
 
-def _layer_spec(
-    config: TransformerConfig, transformer_impl: str, vp_stage: int | None
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layers, or megatron-core's own with our norm and packed attention in their places."""
-    if transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
-    )
-
-
 def packed_seq_params(cu_seqlens: torch.Tensor, max_seqlen: int, transformer_impl: str) -> PackedSeqParams:
     """megatron-core's description of a pack from ``cu_seqlens`` (int32 ``[n + 1]``, on the host)."""
-    from megatron_grpo.cpu_backend import device
-
     on_device = cu_seqlens.to(device(), non_blocking=True)
     # megatron-core's unfused rope reads the padded offsets as numbers in every layer: on the host no kernel stalls.
     for_rope = on_device if transformer_impl == "transformer_engine" else cu_seqlens

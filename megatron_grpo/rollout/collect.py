@@ -77,6 +77,7 @@ def _to_batch(prompts: Sequence[Prompt], completions: list[Completion], num_gene
         row_ids=[prompts[group].id for group in groups],
         sample_ids=[completion.id for completion in completions],
         finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
+        routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
     )
 
 

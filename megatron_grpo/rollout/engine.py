@@ -3,7 +3,7 @@
 An engine is driven by all ranks of one replica in step. Ids are never decoded and encoded again: what the engine
 sampled is what is trained on. Log-probabilities are those of the sampling distribution after the temperature and
 before any truncation (top-k, top-p, min-p), the same that the trainer computes; they are returned only when asked
-for.
+for. Under --router-replay-mode R3 a mixture of experts also tells which experts it chose for each token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -46,6 +48,9 @@ class Completion:
     log_probs: list[float] | None
     finish_reason: str  # "stop" or "length"
     weight_version: int
+    # [tokens, MoE layers, topk] of the prompt and of the sampled tokens but the last, which was never routed; None
+    # unless --router-replay-mode is R3
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 class Engine(Protocol):

@@ -27,6 +27,7 @@ from megatron_grpo.arguments import params_dtype
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import host_group
 from megatron_grpo.rollout.engine import Completion, Request, Sampling
+from megatron_grpo.weights.families.moe import moe_layers
 
 
 class VllmColocate:
@@ -40,6 +41,7 @@ class VllmColocate:
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
         self._version = 0
         self._eos_id = eos_id
+        self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
         with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
@@ -59,8 +61,22 @@ class VllmColocate:
                 if sample.logprobs is not None:
                     log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
                 reason = sample.finish_reason or "length"
-                finished.append(Completion(int(output.request_id), ids, log_probs, reason, self._version))
+                experts = None
+                if self._moe_layers is not None:
+                    experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
+                finished.append(Completion(int(output.request_id), ids, log_probs, reason, self._version, experts))
         return finished
+
+    def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
+        """The experts of ``Completion``, of vLLM's ``[tokens, layers, topk]``, which has rows for dense layers too."""
+        experts = None if routed is None else routed[:routed_tokens, self._moe_layers].astype(np.int16)
+        # vLLM's buffer holds zeros where a kernel keeps its choice to itself.
+        if experts is None or (experts.shape[2] > 1 and (experts[..., 0] == experts[..., 1]).any()):
+            raise GrpoError(
+                "--router-replay-mode R3: vLLM does not tell which experts it chose, with the kernels that it uses "
+                "here: give R2"
+            )
+        return experts
 
     def abort(self, ids: Iterable[int]) -> None:
         self._engine.abort_request([str(i) for i in ids])
@@ -112,6 +128,11 @@ def _build(args, directory: str):
                 f"--kv-channels is {args.kv_channels}, but vLLM on a CPU has attention for heads of "
                 f"{', '.join(map(str, sizes))} channels only: take a model with such heads, or a GPU"
             )
+        if args.router_replay_mode == "R3":
+            raise GrpoError(
+                "--router-replay-mode R3: vLLM on a CPU does not tell which experts it chose (that is for its model "
+                "runner V2, which needs Triton): give R2, or take a GPU"
+            )
     try:
         return LLM(
             model=directory,
@@ -126,6 +147,7 @@ def _build(args, directory: str):
             max_num_seqs=args.vllm_max_num_seqs,
             enforce_eager=args.vllm_enforce_eager,
             enable_prefix_caching=args.vllm_enable_prefix_caching,
+            enable_return_routed_experts=args.router_replay_mode == "R3",
             # After the temperature, and before any truncation, because validation.py refuses them with one.
             logprobs_mode="processed_logprobs",
             seed=args.seed,

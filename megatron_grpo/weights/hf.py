@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from megatron_grpo.arguments import params_dtype
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import families, mapping
 from megatron_grpo.weights.layout import Weight
-from megatron_grpo.weights.stream import stream_hf
+from megatron_grpo.weights.stream import stream_hf, units
 
 _INDEX = "model.safetensors.index.json"
 # Buffers that older checkpoints hold and that the configuration gives anyway.
@@ -152,18 +151,15 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     """
     weights = mapping.table(args)
     local = mapping.local_weights(model_chunks, weights)
-    mapping.owning_stages(weights, local)
+    mapping.owning_stages(weights, {weight.name for weight, _ in local})
     source = Safetensors(hf_dir)
     check_tensors(source, weights)
     tied = not args.untie_embeddings_and_output_weights
     if tied and "lm_head.weight" in source.names():
         _check_tied(source)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    with torch.no_grad():
-        for weight in weights:
-            if weight.name in local:
-                weight.fill(local[weight.name], tp_rank, tp_size, source.read)
+    _check_copies(source, weights, local)
+    for weight, tensor in local:
+        weight.fill(tensor, *mapping.tensor_parallel(weight), source.read)
 
 
 def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
@@ -174,7 +170,9 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
         found.discard("lm_head.weight")  # tied: compared with the embedding by load_hf
     for name, (shape, weight) in expected.items():
         if name not in found:
-            raise GrpoError(f"{source.dir} lacks the tensor {name}, of which {weight.name} is made")
+            # transformers leaves these layers out when it saves a model, but config.json still counts them
+            cure = "; set num_nextn_predict_layers to 0 in config.json" if weight.name.startswith("mtp.") else ""
+            raise GrpoError(f"{source.dir} lacks the tensor {name}, of which {weight.name} is made{cure}")
         if source.shape(name) != shape:
             raise GrpoError(
                 f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
@@ -195,15 +193,32 @@ def _check_tied(source: Safetensors) -> None:
         )
 
 
+def _check_copies(source: Safetensors, weights: Sequence[Weight], local: Sequence[tuple[Weight, Tensor]]) -> None:
+    """Raise GrpoError when the files hold two different tensors for one parameter that this rank has."""
+    held = {weight.name: (weight, tensor) for weight, tensor in local}
+    for copy in weights:
+        if copy.name not in held or held[copy.name][0] is copy:
+            continue
+        original, tensor = held[copy.name]
+        shards = torch.empty_like(tensor), torch.empty_like(tensor)
+        for weight, shard in zip((original, copy), shards, strict=True):
+            weight.fill(shard, *mapping.tensor_parallel(weight), source.read)
+        if not torch.equal(*shards):
+            raise GrpoError(
+                f"{source.dir}: {next(iter(copy.hf))} differs from {next(iter(original.hf))}, but the model has one "
+                f"parameter for both: make them equal"
+            )
+
+
 def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> int:
     """Compare the model bit by bit with the checkpoint's tensors in the model's dtype; returns how many. Collective.
 
     Raises GrpoError naming the first tensor that differs.
     """
-    source, dtype, count = Safetensors(hf_dir), params_dtype(args), 0
+    source, count = Safetensors(hf_dir), 0
     check_tensors(source, mapping.table(args))
     for name, tensor in stream_hf(model_chunks, args):
-        stored = source.read(name).to(dtype)
+        stored = source.read(name).to(tensor.dtype)
         if not torch.equal(_bits(stored), _bits(tensor.cpu())):
             raise GrpoError(f"{source.dir}: tensor {name} differs from the model's")
         count += 1
@@ -221,17 +236,19 @@ def save_hf(
     """Write the model as a Hugging Face directory: safetensors shards, index, config.json, tokenizer. Collective.
 
     `tokenizer_dir`: where tokenizer files, generation_config.json and the special token ids of config.json are taken
-    from. `dtype`: None for the model's. Rank 0 writes, and holds one shard of at most `max_shard_bytes` (one tensor, if
-    that is larger) in host memory. The directory is written beside `out_dir` and renamed at the end, so a directory of
-    that name is always complete. GrpoError when `out_dir` exists and is no Hugging Face model directory: it would be
-    replaced.
+    from. `dtype`: None for the model's; a weight that has a dtype of its own keeps it. Rank 0 writes, and holds one
+    shard of at most `max_shard_bytes` (one tensor, if that is larger) in host memory. The directory is written beside
+    `out_dir` and renamed at the end, so a directory of that name is always complete. GrpoError when `out_dir` exists
+    and is no Hugging Face model directory: it would be replaced.
     """
     config = families.for_args(args).hf_from_args(args)
     out_dir, dtype = Path(out_dir).resolve(), dtype or params_dtype(args)
     if out_dir.exists() and not is_replaceable(out_dir):
         raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
-    weights = mapping.table(args)
-    sizes = {name: prod(shape) * dtype.itemsize for weight in weights for name, shape in weight.hf.items()}
+    weights = [weight for unit in units(mapping.table(args)) for weight in unit]
+    dtypes = {name: weight.dtype or dtype for weight in weights for name in weight.hf}
+    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
+    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     shards = _plan_shards(sizes, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     writes = dist.get_rank() == 0
@@ -245,7 +262,7 @@ def save_hf(
             for _ in names:
                 name, tensor = next(stream)
                 if writes:
-                    tensors[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+                    tensors[name] = tensor.to(device="cpu", dtype=dtypes[name]).contiguous()
             if writes:
                 save_file(tensors, partial / file, metadata={"format": "pt"})
         if writes:

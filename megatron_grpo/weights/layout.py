@@ -8,6 +8,7 @@ reads, its shard, the full tensor, and, backwards, the Hugging Face tensors from
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,43 +57,67 @@ def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> l
     return [Piece(0, 0, lines[0])] + ([Piece(None, 0, padding)] if padding else [])
 
 
+# (arguments, number of the decoder layer, None for a row outside the layers) -> whether the model has the row there
+Condition = Callable[[Namespace, int | None], bool]
+
+
+def always(args: Namespace, layer: int | None) -> bool:
+    """A row of every model, in every layer."""
+    return True
+
+
+def untied(args: Namespace, layer: int | None) -> bool:
+    """A row of models whose input and output embeddings are separate parameters."""
+    return args.untie_embeddings_and_output_weights
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a family's table: a Megatron name pattern and the Hugging Face tensors that it is made of.
 
     `mcore` is the name in GPTModel with the local spec; "{layer}" stands for the layer's number, from 0, counted over
-    the whole model. `hf` maps Hugging Face name patterns, in the layout's order, to shapes spelled in dimension names
-    (mapping.dimensions): {"model.embed_tokens.weight": "vocab hidden"}. `axis` is the axis that tensor parallelism
-    splits and that the layout speaks of; None: every rank holds the whole (and the layout speaks of axis 0).
-    `untied`: the row exists only when input and output embeddings are separate parameters.
+    the whole model, "{expert}" for the expert's, counted over all expert-parallel ranks, and "{mtp}" for that of the
+    multi-token-prediction layer. `hf` maps Hugging Face name patterns, in the layout's order, to shapes spelled in
+    dimension names (mapping.dimensions): {"model.embed_tokens.weight": "vocab hidden"}. `axis` is the axis that tensor
+    parallelism splits (an expert's own, for a row with "{expert}") and that the layout speaks of; None: every rank
+    holds the whole (and the layout speaks of axis 0). `when`: which models and layers have it. `dtype`: None for that
+    of the model's parameters.
     """
 
     mcore: str
     hf: Mapping[str, str]
     layout: Layout = same
     axis: int | None = None
-    untied: bool = False
+    when: Condition = always
+    dtype: torch.dtype | None = None
 
-    def weight(self, dims: Mapping[str, int], layer: int | None = None) -> Weight:
-        """The row for one layer of a model with dimensions `dims`."""
+    def weight(self, dims: Mapping[str, int], **numbers: int) -> Weight:
+        """The row for one layer, expert or multi-token-prediction layer of a model with dimensions `dims`."""
         return Weight(
-            name=self.mcore.format(layer=layer),
-            hf={name.format(layer=layer): tuple(dims[d] for d in shape.split()) for name, shape in self.hf.items()},
+            name=self.mcore.format(**numbers),
+            hf={name.format(**numbers): tuple(dims[d] for d in shape.split()) for name, shape in self.hf.items()},
             layout=self.layout,
             axis=self.axis,
             dims=dims,
+            expert=numbers.get("expert"),
+            dtype=self.dtype,
         )
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A row made concrete: one Megatron parameter, its Hugging Face names and shapes, and the way between them."""
+    """A row made concrete: one Megatron parameter, its Hugging Face names and shapes, and the way between them.
+
+    `expert`: the number of the expert that it belongs to, None outside experts.
+    """
 
     name: str
     hf: Mapping[str, tuple[int, ...]]
     layout: Layout
     axis: int | None
     dims: Mapping[str, int]
+    expert: int | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def lines_axis(self) -> int:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,61 +18,114 @@ from megatron_grpo.cpu_backend import device
 from megatron_grpo.weights import mapping
 from megatron_grpo.weights.layout import Weight
 
+# Weights that are gathered at once: one, or of experts one from each expert-parallel rank, in the order of the ranks.
+Unit = Sequence[Weight]
+
 
 def stream_hf(
     model_chunks: Sequence[nn.Module], args: Namespace, bucket_bytes: int = 256 * 2**20
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) for the whole model, on every rank in the same order. Collective.
 
-    Every rank must iterate to the end. The tensors are on the model's device and never alias its parameters. Weights
-    travel in buckets of at most `bucket_bytes` (one weight, if that is larger), and a rank needs at most three times
-    that: shards go from the owning pipeline stage to its peers of the same tensor-parallel rank, then every
-    tensor-parallel group gathers, so that between stages nothing is sent twice. Tied embeddings come once, as the
-    embedding; vocabulary padding does not come. Raises GrpoError when model and table disagree, before anything is
-    sent.
+    Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device and never
+    alias its parameters. Weights travel in buckets of at most `bucket_bytes` (one unit, if that is larger), and a rank
+    needs at most three times that: shards go from the owning pipeline stage to its peers of the same place in the
+    stage, then every tensor-parallel group gathers (of experts: every expert- and tensor-parallel group), so that
+    between stages nothing is sent twice. Tied embeddings come once, as the embedding; vocabulary padding does not come.
+    Raises GrpoError when model and table disagree, before anything is sent.
     """
     weights = mapping.table(args)
-    local = mapping.local_weights(model_chunks, weights)
-    owners = mapping.owning_stages(weights, local)
-    tp_group, pp_group = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
-    tp_size, pp_size, stage = dist.get_world_size(tp_group), dist.get_world_size(pp_group), dist.get_rank(pp_group)
-    dtype = params_dtype(args)
+    local = {weight.name: tensor for weight, tensor in mapping.local_weights(model_chunks, weights)}
+    stages = mapping.owning_stages(weights, local)
+    dense, experts = _dense_group(), _expert_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
 
-    for owner, bucket in _buckets(weights, owners, bucket_bytes // dtype.itemsize, tp_size):
-        shapes = [weight.shard_shape(tp_size) for weight in bucket]
+    for stage, dtype, bucket in _buckets(units(weights), stages, params_dtype(args), bucket_bytes):
+        group = dense if bucket[0][0].expert is None else experts
+        shapes = [unit[0].shard_shape(group.tp_size) for unit in bucket]
         sizes = [prod(shape) for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device())
-        if stage == owner:
-            for weight, part in zip(bucket, flat.split(sizes), strict=True):
-                part.copy_(local[weight.name].detach().reshape(-1))
-        if pp_size > 1:
-            dist.broadcast(flat, src=dist.get_global_rank(pp_group, owner), group=pp_group)
-        if tp_size > 1:
-            gathered = torch.empty(tp_size * flat.numel(), dtype=dtype, device=device())
-            dist.all_gather_into_tensor(gathered, flat, group=tp_group)
+        if dist.get_rank(pp_group) == stage:
+            for unit, part in zip(bucket, flat.split(sizes), strict=True):
+                part.copy_(local[unit[group.place].name].reshape(-1))
+        if dist.get_world_size(pp_group) > 1:
+            dist.broadcast(flat, src=dist.get_global_rank(pp_group, stage), group=pp_group)
+        if len(group.members) > 1:
+            gathered = torch.empty(len(group.members) * flat.numel(), dtype=dtype, device=device())
+            dist.all_gather_into_tensor(gathered, flat, group=group.handle)
         else:
             gathered = flat
-        by_rank = [part.split(sizes) for part in gathered.chunk(tp_size)]
-        for number, (weight, shape) in enumerate(zip(bucket, shapes, strict=True)):
-            shards = [parts[number].view(shape) for parts in by_rank]
-            yield from zip(weight.hf, weight.split(shards), strict=True)
+        by_member = [part.split(sizes) for part in gathered.chunk(len(group.members))]
+        for number, (unit, shape) in enumerate(zip(bucket, shapes, strict=True)):
+            for place, weight in enumerate(unit):
+                ranks = [group.members.index((place, tp_rank)) for tp_rank in range(group.tp_size)]
+                shards = [by_member[rank][number].view(shape) for rank in ranks]
+                yield from zip(weight.hf, weight.split(shards), strict=True)
+
+
+def units(weights: Sequence[Weight]) -> Iterator[Unit]:
+    """The table's weights as they travel, in its order, except that experts of equal place on their ranks go together.
+
+    With 4 experts on 2 ranks, those of a row come as 0, 2, 1, 3.
+    """
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    for row, run in groupby(weights, key=_row_of_experts):
+        alike = list(run)
+        if row is None:
+            yield from ([weight] for weight in alike)
+        else:
+            share = len(alike) // ranks
+            yield from (alike[place::share] for place in range(share))
+
+
+def _row_of_experts(weight: Weight) -> str | None:
+    """The same for all experts of one row and layer; None outside experts."""
+    return None if weight.expert is None else weight.name.replace(f".{weight.expert}.linear", ".linear")
+
+
+class _Group(NamedTuple):
+    """The ranks that hold the shards of a unit: `members[r]` is (place in the unit, tensor-parallel rank) of rank r."""
+
+    handle: dist.ProcessGroup
+    members: list[tuple[int, int]]
+    place: int
+    tp_size: int
+
+
+def _dense_group() -> _Group:
+    group = parallel_state.get_tensor_model_parallel_group()
+    size = dist.get_world_size(group)
+    return _Group(group, [(0, rank) for rank in range(size)], 0, size)
+
+
+def _expert_group() -> _Group:
+    """Each member says where it stands, so that nothing depends on the order in which megatron-core numbers ranks."""
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    place, tp_rank = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    mine = torch.tensor([place, tp_rank], device=device())
+    everyone = mine.new_empty(2 * dist.get_world_size(group))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    members = [(a, b) for a, b in everyone.view(-1, 2).tolist()]
+    return _Group(group, members, place, parallel_state.get_expert_tensor_parallel_world_size())
 
 
 def _buckets(
-    weights: Sequence[Weight], owners: Sequence[int], limit: int, tp_size: int
-) -> Iterator[tuple[int, list[Weight]]]:
-    """(owning stage, consecutive weights of at most `limit` gathered elements together, or a single one)."""
-    for owner, run in groupby(zip(owners, weights, strict=True), key=lambda pair: pair[0]):
-        bucket: list[Weight] = []
+    all_units: Iterator[Unit], stages: dict[str, int], params: torch.dtype, limit: int
+) -> Iterator[tuple[int, torch.dtype, list[Unit]]]:
+    """(owning stage, dtype, consecutive units of at most `limit` gathered bytes together, or a single one)."""
+
+    def kind(unit: Unit) -> tuple[int, torch.dtype, bool]:
+        return stages[unit[0].name], unit[0].dtype or params, unit[0].expert is not None
+
+    for (stage, dtype, _), run in groupby(all_units, key=kind):
+        bucket: list[Unit] = []
         total = 0
-        for _, weight in run:
-            size = tp_size * prod(weight.shard_shape(tp_size))
+        for unit in run:
+            tp_size = mapping.tensor_parallel(unit[0])[1]
+            size = len(unit) * tp_size * prod(unit[0].shard_shape(tp_size)) * dtype.itemsize
             if bucket and total + size > limit:
-                yield owner, bucket
+                yield stage, dtype, bucket
                 bucket, total = [], 0
-            bucket.append(weight)
+            bucket.append(unit)
             total += size
-        yield owner, bucket
+        yield stage, dtype, bucket

@@ -122,9 +122,8 @@ def hf_to_megatron(options: argparse.Namespace) -> None:
         hf.copy_assets(options.load, Path(options.save) / hf.ASSETS_DIR)
     dist.barrier()
     if options.verify:
-        with torch.no_grad():
-            for parameter in model[0].parameters():
-                parameter.fill_(torch.nan)
+        for _, tensor in mapping.named_weights(model):
+            tensor.fill_(torch.nan)
         checkpointing.load_weights(options.save, model)
         print_rank_0(f"verified: {hf.verify_hf(model, args, options.load)} tensors are the same bit by bit")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, vocabulary
+from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
 
@@ -16,47 +16,115 @@ Config = dict[str, Any]
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 # Rotary embedding, RMSNorm and SwiGLU without biases: true of every family here.
-DENSE = {
+COMMON = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "add_bias_linear": False,
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
 }
-
+DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
 MCORE = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
 
+EMBEDDING = Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0)
+OUTPUT = Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied)
+DENSE_MLP = (
+    Row(
+        MCORE + "mlp.linear_fc1.weight",
+        {HF + "mlp.gate_proj.weight": "ffn hidden", HF + "mlp.up_proj.weight": "ffn hidden"},
+        stacked,
+        axis=0,
+    ),
+    Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+)
+
+
+def grouped_attention(*more: Row) -> tuple[Row, ...]:
+    """Grouped-query attention; `more` are the rows that a family adds after the QKV weight."""
+    qkv = Row(
+        MCORE + "self_attention.linear_qkv.weight",
+        {
+            HF + "self_attn.q_proj.weight": "q hidden",
+            HF + "self_attn.k_proj.weight": "kv hidden",
+            HF + "self_attn.v_proj.weight": "kv hidden",
+        },
+        grouped_qkv,
+        axis=0,
+    )
+    projection = Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1)
+    return (qkv, *more, projection)
+
 
 def dense_rows(*attention: Row) -> tuple[Row, ...]:
     """The table of a dense Llama-like model; `attention` are the rows that a family adds after the QKV weight."""
+    return decoder_rows(grouped_attention(*attention), DENSE_MLP)
+
+
+def decoder_rows(attention: Sequence[Row], mlp: Sequence[Row]) -> tuple[Row, ...]:
+    """The table of a Llama-like model with these rows for attention and MLP."""
     return (
-        Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0),
+        EMBEDDING,
         Row(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
-        Row(
-            MCORE + "self_attention.linear_qkv.weight",
-            {
-                HF + "self_attn.q_proj.weight": "q hidden",
-                HF + "self_attn.k_proj.weight": "kv hidden",
-                HF + "self_attn.v_proj.weight": "kv hidden",
-            },
-            grouped_qkv,
-            axis=0,
-        ),
         *attention,
-        Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
         Row(MCORE + "pre_mlp_layernorm.weight", {HF + "post_attention_layernorm.weight": "hidden"}),
-        Row(
-            MCORE + "mlp.linear_fc1.weight",
-            {HF + "mlp.gate_proj.weight": "ffn hidden", HF + "mlp.up_proj.weight": "ffn hidden"},
-            stacked,
-            axis=0,
-        ),
-        Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+        *mlp,
         Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-        Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, untied=True),
+        OUTPUT,
     )
+
+
+def need(config: Mapping[str, Any], key: str) -> Any:
+    """config[key]; GrpoError when it is missing or null."""
+    if config.get(key) is None:
+        raise GrpoError(f"config.json lacks {key!r}: it does not describe a model of type {config.get('model_type')!r}")
+    return config[key]
+
+
+def rope_of(config: Config) -> tuple[str, int | float, Mapping[str, Any]]:
+    """(type, theta, parameters) of the rotary embedding.
+
+    Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise GrpoError("config.json has rope parameters for each kind of layer: only one kind of layer is supported")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise GrpoError(f"config.json has partial_rotary_factor {partial}: only 1.0 is supported")
+    return rope.get("rope_type") or rope.get("type") or "default", int(theta) if theta == int(theta) else theta, rope
+
+
+def read_rope(config: Config) -> dict[str, Any]:
+    """Arguments of the rotary embedding of whole heads: plain, or scaled as in Llama 3.1."""
+    kind, theta, rope = rope_of(config)
+    if kind not in ("default", "llama3"):
+        raise GrpoError(f"config.json has rope scaling of type {kind!r}: only 'default' and 'llama3' are supported")
+    found = {"rotary_base": theta, "use_rope_scaling": kind == "llama3"}
+    if kind == "llama3":
+        for key, value in LLAMA3_SCALING.items():
+            if rope.get(key) != value:
+                raise GrpoError(
+                    f"config.json has llama3 rope scaling with {key} {rope.get(key)}: Megatron-Core fixes it at {value}"
+                )
+        found["rope_scaling_factor"] = need(rope, "factor")
+    return found
+
+
+def write_rope(args: Namespace) -> Config:
+    """The keys that read_rope reads."""
+    scaling = None
+    if args.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **LLAMA3_SCALING}
+    return rope_keys(args, scaling)
+
+
+def rope_keys(args: Namespace, scaling: Config | None) -> Config:
+    """Both spellings, because readers of either kind take a default theta in silence when theirs is missing."""
+    parameters = {"rope_theta": args.rotary_base, **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": args.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 @dataclass(frozen=True)
@@ -64,7 +132,9 @@ class Family:
     """One model family: names, the table of its weights, and its configuration in both directions.
 
     `fixed`: arguments that every member has. `read(config)`: the family's own arguments from a config.json, GrpoError
-    for what cannot be represented. `write(args)`: the config.json keys that `read` reads.
+    for what cannot be represented. `write(args)`: the config.json keys that `read` reads. `read_rope` and `write_rope`
+    do the same for the rotary embedding. `mtp_rows`: what a multi-token-prediction layer has beside its decoder layer;
+    none in families without such layers.
     """
 
     name: str
@@ -73,6 +143,9 @@ class Family:
     fixed: Mapping[str, Any]
     read: Callable[[Config], dict[str, Any]]
     write: Callable[[Namespace], Config]
+    read_rope: Callable[[Config], dict[str, Any]] = read_rope
+    write_rope: Callable[[Namespace], Config] = write_rope
+    mtp_rows: tuple[Row, ...] = ()
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:
         """Argument values (by Megatron-LM's attribute names) of the model that a config.json describes.
@@ -80,7 +153,8 @@ class Family:
         Raises GrpoError for a missing key, or for a setting that the model built from these arguments would not have.
         """
         try:
-            return {"model_family": self.name, **self.fixed, **_read_common(config), **self.read(config)}
+            found = {**self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
+            return {"model_family": self.name, **found}
         except (AttributeError, TypeError, ValueError) as error:
             raise GrpoError(f"config.json has a value of the wrong type: {error}") from error
 
@@ -96,14 +170,7 @@ class Family:
                     f"correct the flag or choose another --model-family"
                 )
         names = {"architectures": [self.architecture], "model_type": self.name}
-        return {**names, **_write_common(args), **self.write(args)}
-
-
-def need(config: Config, key: str) -> Any:
-    """config[key]; GrpoError when it is missing or null."""
-    if config.get(key) is None:
-        raise GrpoError(f"config.json lacks {key!r}: it does not describe a model of type {config.get('model_type')!r}")
-    return config[key]
+        return {**names, **_write_common(args), **self.write_rope(args), **self.write(args)}
 
 
 def refuse_sliding_window(config: Config) -> None:
@@ -145,7 +212,6 @@ def _read_common(config: Config) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "vocab_size": need(config, "vocab_size"),
         "max_position_embeddings": need(config, "max_position_embeddings"),
-        **_read_rope(config),
     }
 
 
@@ -161,7 +227,6 @@ def _write_common(args: Namespace) -> Config:
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         "vocab_size": args.vocab_size,
         "max_position_embeddings": args.max_position_embeddings,
-        **_write_rope(args),
     }
 
 
@@ -173,35 +238,3 @@ def head_dim(config: Config) -> int:
 def query_groups(args: Namespace) -> int:
     """Number of key/value heads; without grouped queries, one for each query head."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
-
-
-def _read_rope(config: Config) -> dict[str, Any]:
-    """Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5)."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise GrpoError("config.json has rope parameters for each kind of layer: only one kind of layer is supported")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        raise GrpoError(f"config.json has rope scaling of type {kind!r}: only 'default' and 'llama3' are supported")
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise GrpoError(f"config.json has partial_rotary_factor {partial}: only 1.0 is supported")
-    found = {"rotary_base": int(theta) if theta == int(theta) else theta, "use_rope_scaling": kind == "llama3"}
-    if kind == "llama3":
-        for key, value in LLAMA3_SCALING.items():
-            if rope.get(key) != value:
-                raise GrpoError(
-                    f"config.json has llama3 rope scaling with {key} {rope.get(key)}: Megatron-Core fixes it at {value}"
-                )
-        found["rope_scaling_factor"] = need(rope, "factor")
-    return found
-
-
-def _write_rope(args: Namespace) -> Config:
-    """Both spellings, because readers of either kind take a default theta in silence when theirs is missing."""
-    scaling = None
-    if args.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **LLAMA3_SCALING}
-    parameters = {"rope_theta": args.rotary_base, **(scaling or {"rope_type": "default"})}
-    return {"rope_theta": args.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters}

@@ -11,7 +11,7 @@ from megatron_grpo.weights.families.common import (
 )
 from megatron_grpo.weights.layout import Row
 
-ROWS = dense_rows(
+HEAD_NORMS = (
     Row(MCORE + "self_attention.q_layernorm.weight", {HF + "self_attn.q_norm.weight": "head"}),
     Row(MCORE + "self_attention.k_layernorm.weight", {HF + "self_attn.k_norm.weight": "head"}),
 )
@@ -30,7 +30,7 @@ def _write(args):
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    rows=ROWS,
+    rows=dense_rows(*HEAD_NORMS),
     fixed={**DENSE, "qk_layernorm": True, "add_qkv_bias": False},
     read=_read,
     write=_write,

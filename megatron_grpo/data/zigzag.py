@@ -1,0 +1,29 @@
+"""Which tokens of a pack a context-parallel rank holds.
+
+Under a causal mask late tokens attend to more than early ones. So every sequence is cut into 2 * cp equal chunks, and
+rank r holds chunks r and 2 * cp - 1 - r: an early and a late one, the same work on every rank. megatron-core's rotary
+embedding and Transformer Engine expect this order.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+def zigzag(cu_seqlens: Int64, cp_size: int, cp_rank: int) -> Int64:
+    """Position in the pack of each token that the rank holds, in its local order: int64 ``[cu_seqlens[-1] / cp_size]``.
+
+    ``cu_seqlens`` ``[n + 1]`` are the offsets of the whole sequences. Raises ValueError unless each sequence's length
+    is a multiple of 2 * cp_size (any length for cp_size 1, where the rank holds everything).
+    """
+    cu_seqlens = np.asarray(cu_seqlens, np.int64)
+    if cp_size == 1:
+        return np.arange(cu_seqlens[-1])
+    chunks, rest = np.divmod(np.diff(cu_seqlens), 2 * cp_size)
+    if rest.any():
+        raise ValueError(f"lengths {np.diff(cu_seqlens).tolist()} are not all multiples of 2 * {cp_size}")
+    numbers = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
+    begins = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).ravel()  # of [sequence, early or late]
+    lengths = np.repeat(chunks, 2)
+    return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())

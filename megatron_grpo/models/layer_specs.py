@@ -1,0 +1,122 @@
+"""Which modules the layers are made of: Transformer Engine's, or megatron-core's own with ours in some places."""
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_grpo.models.attention import PackedAttention
+from megatron_grpo.models.experts import GroupedExperts
+from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.models.router_replay import Replay
+
+# Transformer Engine fuses a norm into the linear layer behind it. Checkpoints have its names, so that one written by
+# either implementation loads into the other: the name in a layer of the local spec -> Transformer Engine's.
+_FUSED_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_FUSED_LATENT_NORMS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+_FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+# Without Transformer Engine megatron-core asks whether these are None, or what is an instance of them, but has bound
+# them to nothing that can be asked.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = type("Absent", (), {})
+
+
+class Router(TopKRouter):
+    """megatron-core's router; its own count of tokens per expert fails when there is padding to leave out, and its
+    record of choices is never let go.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection=None):
+        super().__init__(config, pg_collection)
+        if config.moe_enable_routing_replay:
+            RouterReplay.global_router_replay_instances.remove(self.router_replay)
+            self.router_replay = Replay(config)
+
+    def _apply_expert_bias(self, routing_map, padding_mask=None):
+        mask = None if padding_mask is None else padding_mask[:, None]
+        super()._apply_expert_bias(routing_map, padding_mask=mask)
+
+
+def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (or virtual stage) and its final norm."""
+    layers = _layers(config, transformer_impl)
+    if config.pipeline_model_parallel_layout is not None:
+        from megatron.core.transformer.enums import LayerType
+
+        mine = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        layers = [layers[i] for i in mine]
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm(transformer_impl))
+
+
+def mtp_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None):
+    """The multi-token-prediction layers, where this stage holds them: each has a layer like the decoder's last."""
+    if not config.mtp_num_layers:
+        return None
+    last = _layers(config, transformer_impl)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, transformer_impl == "transformer_engine", vp_stage=vp_stage)
+    if spec is not None and transformer_impl == "local":
+        for layer in spec.layer_specs:
+            layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
+    return spec
+
+
+def _final_norm(transformer_impl: str) -> type:
+    if transformer_impl == "local":
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _layers(config: TransformerConfig, transformer_impl: str) -> list[ModuleSpec]:
+    """A specification for every decoder layer of the whole model."""
+    use_te = transformer_impl == "transformer_engine"
+    layers = get_gpt_decoder_layer_specs(config, use_te, normalization=config.normalization)
+    kinds = {id(layer): layer for layer in layers}  # dense and MoE layers: two objects, listed many times
+    for layer in kinds.values():
+        if not use_te:
+            _use_ours(config, layer)
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = Router
+    return layers
+
+
+def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:
+    """Put our norm, attention and grouped experts into a layer of the local spec."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    names: dict[str, str] = {}
+    if config.multi_latent_attention:
+        names |= _FUSED_LATENT_NORMS
+        # Whole on every rank, as in Transformer Engine's spec: the gradient of the keys' rotary part, which all heads
+        # share, would be lost on its way back through megatron-core's split projection.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    else:
+        names |= _FUSED_INPUT_NORM
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if parts.mlp.module is not MoELayer:
+        names |= _FUSED_MLP_NORM
+    elif config.moe_grouped_gemm:
+        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    parts.sharded_state_dict_keys_map = names

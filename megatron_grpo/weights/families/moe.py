@@ -1,0 +1,97 @@
+"""Mixtures of experts: their rows, and the arguments that several families have in common."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families.common import DENSE_MLP, HF, MCORE, Config, need
+from megatron_grpo.weights.layout import Row, stacked
+
+_EXPERT = MCORE + "mlp.experts.local_experts.{expert}."
+
+
+def moe_layers(args: Namespace) -> list[bool]:
+    """Which decoder layers are mixtures of experts, by --moe-layer-freq: every n-th from the first, or a list."""
+    if isinstance(args.moe_layer_freq, int):
+        return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
+    return [bool(layer) for layer in args.moe_layer_freq]
+
+
+def _sparse(args, layer):
+    return moe_layers(args)[layer]
+
+
+def _dense(args, layer):
+    return not moe_layers(args)[layer]
+
+
+def _biased(args, layer):
+    return _sparse(args, layer) and args.moe_router_enable_expert_bias
+
+
+def _shared(args, layer):
+    return _sparse(args, layer) and bool(args.moe_shared_expert_intermediate_size)
+
+
+MLP = (
+    *(replace(row, when=_dense) for row in DENSE_MLP),
+    Row(MCORE + "mlp.router.weight", {HF + "mlp.gate.weight": "experts hidden"}, when=_sparse),
+    Row(
+        MCORE + "mlp.router.expert_bias",
+        {HF + "mlp.gate.e_score_correction_bias": "experts"},
+        when=_biased,
+        dtype=torch.float32,
+    ),
+    Row(
+        _EXPERT + "linear_fc1.weight",
+        {
+            HF + "mlp.experts.{expert}.gate_proj.weight": "expert_ffn hidden",
+            HF + "mlp.experts.{expert}.up_proj.weight": "expert_ffn hidden",
+        },
+        stacked,
+        axis=0,
+        when=_sparse,
+    ),
+    Row(
+        _EXPERT + "linear_fc2.weight",
+        {HF + "mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"},
+        axis=1,
+        when=_sparse,
+    ),
+    Row(
+        MCORE + "mlp.shared_experts.linear_fc1.weight",
+        {
+            HF + "mlp.shared_experts.gate_proj.weight": "shared_ffn hidden",
+            HF + "mlp.shared_experts.up_proj.weight": "shared_ffn hidden",
+        },
+        stacked,
+        axis=0,
+        when=_shared,
+    ),
+    Row(
+        MCORE + "mlp.shared_experts.linear_fc2.weight",
+        {HF + "mlp.shared_experts.down_proj.weight": "hidden shared_ffn"},
+        axis=1,
+        when=_shared,
+    ),
+)
+
+
+def read_moe(config: Config, sparse: Sequence[bool]) -> dict[str, Any]:
+    """Arguments that every mixture of experts has; `sparse`: which decoder layers are mixtures of experts."""
+    if not any(sparse):
+        raise GrpoError("config.json describes no layer with experts: use the dense family")
+    return {
+        "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_layer_freq": 1 if all(sparse) else [int(layer) for layer in sparse],
+    }
+
+
+def write_moe(args: Namespace) -> Config:
+    """The keys that read_moe reads, but for the layers."""
+    return {"moe_intermediate_size": args.moe_ffn_hidden_size, "num_experts_per_tok": args.moe_router_topk}

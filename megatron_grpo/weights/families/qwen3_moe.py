@@ -1,0 +1,71 @@
+"""Qwen3 with mixtures of experts: Qwen3's attention, a softmax router, no shared experts."""
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families.common import (
+    COMMON,
+    Family,
+    decoder_rows,
+    grouped_attention,
+    head_dim,
+    need,
+    refuse_bias,
+    refuse_sliding_window,
+)
+from megatron_grpo.weights.families.moe import MLP, moe_layers, read_moe, write_moe
+from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
+
+ROWS = decoder_rows(grouped_attention(*HEAD_NORMS), MLP)
+
+
+def _read(config):
+    refuse_bias(config, "attention_bias")
+    refuse_sliding_window(config)
+    # transformers 5 writes num_local_experts.
+    experts = config.get("num_local_experts") or need(config, "num_experts")
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"])]
+    found = read_moe(config, sparse)
+    # Weights that sum to 1 over the chosen experts are the softmax over their logits alone.
+    normalised = bool(config.get("norm_topk_prob"))
+    if normalised and found["moe_router_topk"] == 1:
+        raise GrpoError("config.json has norm_topk_prob true with one expert per token, which nothing could train")
+    return {
+        **found,
+        "num_experts": experts,
+        "kv_channels": head_dim(config),
+        "moe_router_pre_softmax": not normalised,
+    }
+
+
+def _write(args):
+    return {
+        **write_moe(args),
+        "num_experts": args.num_experts,
+        "head_dim": args.kv_channels,
+        "norm_topk_prob": not args.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, sparse in enumerate(moe_layers(args)) if not sparse],
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    rows=ROWS,
+    fixed={
+        **COMMON,
+        "qk_layernorm": True,
+        "add_qkv_bias": False,
+        "multi_latent_attention": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": None,
+        "moe_shared_expert_intermediate_size": None,
+    },
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,118 @@
+"""What the trainer gives up while an engine generates: device memory before, out and back, seconds, and the rate of the
+copies beside that of one large copy in the same run.
+
+    torchrun --nproc-per-node GPUS tools/benchmark/offload.py [--large-copy-gib 4] [FLAGS OF pretrain_grpo.py]
+
+Random weights of a 0.6B Qwen3 shape in bf16 with the distributed optimizer, unless flags say otherwise; one update on
+made-up completions, so that all state exists. All processes copy at once; the table is rank 0's.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+import torch.distributed as dist
+
+import pretrain_grpo  # first: it prepares for machines without a GPU
+from megatron_grpo import training
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.cpu_backend import device
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.offload import Offloader, Transfer
+from megatron_grpo.validation import validate_args
+
+DEFAULTS = """--model-family qwen3 --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm --swiglu
+    --disable-bias-linear --vocab-size 151936 --max-position-embeddings 4096 --bf16 --use-distributed-optimizer
+    --num-generations 8 --generation-batch-size 64 --micro-batch-size 1 --max-prompt-length 8 --max-completion-length 64
+    --reward-funcs unused --train-data-path unused --tokenizer-model unused --train-iters 1 --lr 1e-6 --beta 0
+    --no-save-hf --transformer-impl local""".split()
+GIB = 2**30
+
+
+def updated_policy(flags: list[str]) -> SimpleNamespace:
+    """A policy with everything that the first update makes."""
+    args = parse_args(DEFAULTS + flags)
+    validate_args(args, int(os.environ.get("WORLD_SIZE", "1")))
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    model, optimizer, scheduler = training.setup_optimizer(args, training.build_model(args, model_provider))
+    trainer = SimpleNamespace(args=args, model=model, optimizer=optimizer, scheduler=scheduler)
+    rng, n = np.random.default_rng(0), args.global_batch_size
+    prompts, completions = (rng.integers(0, args.vocab_size, (n, length)).tolist() for length in (8, 64))
+    reasons, ids = [FinishReason.STOP] * n, np.arange(n)
+    batch = RolloutBatch.from_completions(prompts, completions, [None] * n, 0, ids // 8, ids, ids, reasons)
+    batch.advantages = rng.standard_normal(n).astype(np.float32)
+    pretrain_grpo.update(args, trainer, batch, ids)
+    return trainer
+
+
+def large_copy(gib: float) -> tuple[float, float]:
+    """GiB/s of one copy of page-locked memory, from the device and to it: the best of three."""
+    there = torch.zeros(int(gib * GIB), dtype=torch.uint8, device=device())
+    here = torch.empty(there.shape, dtype=torch.uint8, pin_memory=device().type == "cuda")
+    rates = []
+    for target, source in ((here, there), (there, here)):
+        seconds = []
+        for _ in range(3):
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        rates.append(gib / min(seconds))
+    return rates[0], rates[1]
+
+
+def memory() -> str:
+    """torch's allocated and reserved memory, and the device's that nobody has, in GiB."""
+    if device().type == "cpu":
+        return f"{'-':>10}{'-':>10}{'-':>10}"
+    values = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    return "".join(f"{value / GIB:10.2f}" for value in values)
+
+
+def row(name: str, transfer: Transfer | None = None, limit: float = 0.0) -> None:
+    text = f"{name:12}{memory()}"
+    if transfer is not None:
+        rate = transfer.copied / GIB / transfer.seconds
+        text += f"{transfer.size / GIB:10.2f}{transfer.copied / GIB:10.2f}{transfer.seconds:10.3f}"
+        text += f"{rate:10.2f}{limit:10.2f}{rate / limit:8.2f}"
+    print_rank_0(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--large-copy-gib", type=float, default=4.0)
+    options, flags = parser.parse_known_args()
+    trainer = updated_policy(flags)
+    down, up = large_copy(options.large_copy_gib)
+    torch.cuda.empty_cache()
+    count = sum(parameter.numel() for chunk in trainer.model for parameter in chunk.parameters())
+    where = torch.cuda.get_device_name() if device().type == "cuda" else "CPU (copies within host memory)"
+    print_rank_0(f"{where}, {dist.get_world_size()} processes, {count / 1e9:.3f} B parameters a process; GiB, s, GiB/s")
+    titles = "allocated reserved free moved copied seconds rate limit".split()
+    print_rank_0(f"{'':12}" + "".join(f"{title:>10}" for title in titles) + f"{'ratio':>8}")
+    offloader = Offloader(trainer.model, trainer.optimizer, weights=True, gradients=True, optimizer_state=True)
+    row("before")
+    for name in ("first", "second", "third"):  # the first move out takes the host's memory
+        dist.barrier()
+        row(f"{name} out", offloader.to_host(), down)
+        dist.barrier()
+        row(f"{name} back", offloader.to_device(), up)
+    print_rank_0(f"page-locked host memory: {offloader.host_bytes / GIB:.2f} GiB a process")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""Do all parallel layouts give the same numbers? The same two updates in each, and a table of the differences.
+
+    python tools/check_parallel.py MODEL_FLAGS --all --world-sizes 1 2 4
+    python tools/check_parallel.py MODEL_FLAGS --layouts TP1 "TP2 SP" "PP2 VPP2" "CP2: --max-tokens-per-microbatch 70"
+    torchrun --nnodes 4 --nproc-per-node 8 ... tools/check_parallel.py MODEL_FLAGS --layouts "TP8 PP4" "TP4 PP4 EP8"
+
+MODEL_FLAGS are those of pretrain_grpo.py: a Hugging Face directory (--load-hf) or a shape (--model-family qwen3
+--num-layers 28 ...), for which weights are made up from the tensors' names. A layout is written as its sizes (TP, PP,
+VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and after a colon any further flags.
+
+Without torchrun the tool starts one itself for each world size and tries all its layouts inside, since starting ranks
+takes longer than the updates. Every layout is compared with the first: a single process, where the model fits into one.
+Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to --tolerance. The exit
+status is 0 if they do, 1 if one differs or fails.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+import pretrain_grpo
+from megatron_grpo import training
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.cpu_backend import device
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights.stream import stream_hf
+
+# Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.
+COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
+ --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf
+ --adam-eps 1e-4 --temperature 0.8 --tokenizer-model unused --transformer-impl local""".split()
+COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "ratio/max", "mismatch/mean_abs")
+SIZES = {
+    "TP": "--tensor-model-parallel-size",
+    "PP": "--pipeline-model-parallel-size",
+    "VPP": "--num-virtual-stages-per-pipeline-rank",
+    "CP": "--context-parallel-size",
+    "EP": "--expert-model-parallel-size",
+    "ETP": "--expert-tensor-parallel-size",
+}
+
+
+def sizes_of(layout: str) -> dict[str, int]:
+    """{"TP": 2, ...} of a layout's name, every size that is not named being 1; ValueError for anything else in it."""
+    sizes = dict.fromkeys((*SIZES, "DP"), 0)
+    for word in layout.partition(":")[0].split():
+        name = word.rstrip("0123456789")
+        if word != "SP":
+            if name not in sizes or name == word:
+                raise ValueError(f"layout {layout!r}: {word!r} is none of {', '.join(sizes)} with a number, nor SP")
+            sizes[name] = int(word[len(name) :])
+    return sizes
+
+
+def world_size_of(layout: str) -> int:
+    """How many ranks a layout needs: TP x PP x CP x DP, where DP, if not named, is what the experts need."""
+    sizes = {name: size or 1 for name, size in sizes_of(layout).items()}
+    etp = sizes_of(layout)["ETP"] or sizes["TP"]
+    dp = sizes_of(layout)["DP"] or -(-sizes["EP"] * etp // (sizes["TP"] * sizes["CP"]))
+    return sizes["TP"] * sizes["PP"] * sizes["CP"] * dp
+
+
+def flags_of(layout: str) -> list[str]:
+    """pretrain_grpo.py's flags for a layout."""
+    name, _, more = layout.partition(":")
+    sizes = {SIZES[size]: number for size, number in sizes_of(layout).items() if number and size != "DP"}
+    flags = [word for flag, number in sizes.items() for word in (flag, str(number))]
+    return flags + ["--sequence-parallel"] * ("SP" in name.split()) + more.split()
+
+
+def parse(flags: list[str], world_size: int):
+    """Validated arguments of a run with these flags."""
+    args = parse_args([*COMMON, *flags])
+    if args.load_hf:
+        config = hf.read_config(args.load_hf)
+        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
+    validate_args(args, world_size)
+    return args
+
+
+def all_layouts(flags: list[str], world_size: int) -> list[str]:
+    """Every layout of so many ranks that the model of ``flags`` allows."""
+    experts = parse(flags, 1).num_experts
+    found = []
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
+        expert_sizes = itertools.product(divisors, {1, tp}) if experts else [(1, tp)]
+        for (ep, etp), sp, vpp in itertools.product(expert_sizes, (False, True), (1, 2)):
+            if world_size % (tp * pp * cp) or (sp and tp == 1) or (vpp > 1 and pp == 1):
+                continue
+            named = {"TP": tp, "PP": pp, "VPP": vpp, "CP": cp, "EP": ep, "DP": world_size // (tp * pp * cp)}
+            words = [f"{name}{size}" for name, size in named.items() if size > 1] + ["SP"] * sp
+            words += [f"ETP{etp}"] * (etp != tp)
+            layout = " ".join(words) or "TP1"
+            try:
+                parse([*flags, *flags_of(layout)], world_size)
+            except GrpoError:
+                continue
+            found.append(layout)
+    return found
+
+
+# ---- the two updates
+
+
+def rollout(args) -> RolloutBatch:
+    """Made-up completions for two updates, very different in length, with advantages and engine log-probabilities."""
+    rng = np.random.default_rng(0)
+    groups, vocabulary = 2 * args.global_batch_size // args.num_generations, args.vocab_size - 2
+    prompts = [
+        rng.integers(3, vocabulary, rng.integers(2, args.max_prompt_length)).tolist()
+        for _ in range(groups)
+        for _ in range(args.num_generations)
+    ]
+    completions = [rng.integers(3, vocabulary, rng.integers(1, args.max_completion_length)).tolist() for _ in prompts]
+    n = len(prompts)
+    batch = RolloutBatch.from_completions(
+        prompts,
+        completions,
+        log_probs=[(-4 - rng.random(len(c))).tolist() for c in completions],
+        weight_version=0,
+        group_ids=np.arange(n) // args.num_generations,
+        row_ids=np.arange(n) // args.num_generations,
+        sample_ids=np.arange(n),
+        finish_reasons=[FinishReason.STOP] * n,
+    )
+    batch.advantages = rng.standard_normal(n).astype(np.float32)
+    return batch
+
+
+def perturbations(total: int) -> np.ndarray:
+    """What makes old policy and reference differ from the present one, so that ratios and KL are not trivial."""
+    return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
+
+
+def made_up(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that depends on its Hugging Face name alone, so that it is the same in every layout."""
+    generator = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator, device=device())
+    return 1 + 0.1 * values if "norm" in name else 0.05 * values
+
+
+def fill_with_made_up(model, args) -> None:
+    """Give every weight of the model its made-up values; each rank takes its own part."""
+    weights = mapping.table(args)
+    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
+
+    def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        return made_up(name, shapes[name]).narrow(axis, start, stop - start)
+
+    for weight, tensor in mapping.local_weights(model, weights):
+        weight.fill(tensor, *mapping.tensor_parallel(weight), read)
+
+
+def two_updates(args) -> tuple[list[dict], float, object]:
+    """(metrics of each update, tokens per second of the second one, the model)."""
+    set_random_seed(args.seed)
+    model = training.build_model(args, model_provider)
+    if args.load_hf:
+        hf.load_hf(model, args, args.load_hf)
+    else:
+        fill_with_made_up(model, args)
+    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
+    batch = rollout(args)
+    before = pretrain_grpo.log_probs(args, trainer, batch)
+    batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
+    rows = []
+    for completions in np.split(np.arange(batch.num_completions), 2):
+        started = time.monotonic()
+        rows.append(pretrain_grpo.update(args, trainer, batch, completions))
+    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started), model
+
+
+def peak_memory(reset: bool = False) -> float:
+    """MiB that this process held at most since the last reset: of its GPU, or of the host."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        if reset:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return peak / 2**20
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
+    """Run the two updates in one layout; rank 0 compares the weights with the reference, or writes them to be it."""
+    result = {"layout": layout, "world_size": int(os.environ["WORLD_SIZE"])}
+    try:
+        args = parse([*flags, *flags_of(layout)], result["world_size"])
+        if sizes_of(layout)["DP"] not in (0, args.data_parallel_size):
+            raise GrpoError(f"it has DP {args.data_parallel_size} on {args.world_size} ranks")
+    except GrpoError as error:
+        return result | {"error": str(error)}
+    initialize_distributed(args)
+    peak_memory(reset=True)
+    rows, tokens_per_second, model = two_updates(args)
+    peak = torch.tensor(peak_memory(), device=device())
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
+    weights, gaps = {}, {}
+    writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
+    with training.parameters_complete(args, model):
+        stored = safe_open(reference, "pt") if compares else None
+        for name, tensor in stream_hf(model, args):
+            if writes:
+                weights[name] = tensor.cpu().contiguous()
+            elif compares:
+                expected = stored.get_tensor(name).to(tensor).double()
+                gaps[name] = (torch.linalg.norm(tensor.double() - expected) / torch.linalg.norm(expected)).item()
+    if writes:
+        save_file(weights, reference)
+    elif compares:
+        missing = set(stored.keys()) - gaps.keys()
+        worst = max(gaps, key=gaps.get)
+        result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
+    parallel_state.destroy_model_parallel()
+    RouterReplay.clear_global_router_replay_instances()
+    del model
+    gc.collect()
+    return result
+
+
+def worker(layouts: list[str], flags: list[str], out: Path) -> None:
+    """Inside torchrun: every layout in turn, one JSON line each."""
+    for layout in layouts:
+        result = run_layout(layout, flags, out / "reference.safetensors")
+        if int(os.environ["RANK"]) == 0:
+            with open(out / "results.jsonl", "a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"  {layout}: {result.get('error') or 'done'}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# ---- the comparison
+
+
+def verdict(result: dict, first: dict, tolerance: float) -> str:
+    """ "same", or what differs by how much."""
+    if "error" in result:
+        return f"FAILED: {result['error']}"
+    for number, (row, want) in enumerate(zip(result["updates"], first["updates"], strict=True), start=1):
+        for key in COMPARED:
+            gap = abs(row[key] - want[key])
+            if not gap <= tolerance * max(abs(want[key]), 1e-2):
+                return f"DIFFERS: {key} of update {number} by {gap / max(abs(want[key]), 1e-2):.1e}"
+    if not result.get("gap", 0.0) <= tolerance:
+        return f"DIFFERS: {result['worst_tensor']} by {result['gap']:.1e}"
+    return "same"
+
+
+def table(results: list[dict], tolerance: float) -> list[str]:
+    """A Markdown table; the first result is what the others are compared with."""
+    lines = ["| layout | ranks | loss 1, 2 | gradient norm 1, 2 | weights differ by | tokens/s | peak MiB | |"]
+    lines.append("|---|--:|---|---|--:|--:|--:|---|")
+    for result in results:
+        cells = [result["layout"].replace(":", ""), str(result["world_size"])]
+        if "updates" in result:
+            cells += [", ".join(f"{row[key]:.6f}" for row in result["updates"]) for key in ("loss", "grad_norm")]
+            cells += [f"{result['gap']:.1e}" if "gap" in result else "(reference)"]
+            cells += [f"{result['tokens_per_second']:,.0f}", f"{result['peak_mib']:,.0f}"]
+        else:
+            cells += [""] * 5
+        lines.append("| " + " | ".join([*cells, verdict(result, results[0], tolerance)]) + " |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        usage=__doc__.split("\n\n")[1], description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT", help='such as "TP2 PP2 SP"')
+    parser.add_argument("--all", action="store_true", help="every layout of --world-sizes that the model allows")
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="for --all [1 2]")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference [1e-5, for float32]")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by this tool: no table
+    parser.add_argument("--out", type=Path, help="folder for results.jsonl and the reference weights [a temporary one]")
+    options, flags = parser.parse_known_args()
+    try:
+        layouts = list(options.layouts)
+        inside = "RANK" in os.environ  # under torchrun
+        if options.all:
+            worlds = [int(os.environ["WORLD_SIZE"])] if inside else options.world_sizes
+            layouts += [layout for world in worlds for layout in all_layouts(flags, world)]
+        if not layouts:
+            parser.error("give --layouts or --all")
+        layouts.sort(key=world_size_of)  # stable: the first of the smallest world is the reference
+    except (GrpoError, ValueError) as error:
+        parser.error(str(error))
+    if options.out is None:
+        if inside:
+            parser.error("under torchrun, give --out: a folder that all ranks see")
+        options.out = Path(tempfile.mkdtemp(prefix="check_parallel_"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    if inside:
+        worker(layouts, flags, options.out)
+        if int(os.environ["RANK"]) > 0 or options.worker:
+            return 0
+    else:
+        for world, group in itertools.groupby(layouts, world_size_of):
+            launch(world, list(group), flags, options.out)
+    results = [json.loads(line) for line in (options.out / "results.jsonl").read_text().splitlines()]
+    lines = table(results, options.tolerance)
+    print("\n".join(lines))
+    wrong = sum(not line.endswith("| same |") for line in lines[2:])
+    lost = len(layouts) - len(results)
+    print(f"\n{len(results) - wrong} of {len(layouts)} layouts agree to {options.tolerance:g}; {lost} did not run")
+    return int(bool(wrong or lost))
+
+
+def launch(world_size: int, layouts: list[str], flags: list[str], out: Path) -> None:
+    """Try layouts of one world size inside one torchrun; a crash leaves those after it untried."""
+    print(f"{world_size} ranks, {len(layouts)} layouts", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command += [__file__, *flags, "--worker", "--out", str(out), "--layouts", *layouts]
+    process = subprocess.run(command, stdout=subprocess.DEVNULL)
+    if process.returncode:
+        print(f"the launch of {world_size} ranks ended with status {process.returncode}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
