@@ -2,13 +2,14 @@
 
 megatron-core names CUDA in places where a device would do. Each patch below is one function with its reason;
 ``install`` applies them, before ``megatron.core`` is imported, only on a machine without a GPU. On a GPU this module
-does nothing. Gloo itself needs no help: reduce-scatter, all-gather, all-to-all, bf16 and coalescing all work there.
+does nothing. Gloo itself needs little help: all-to-all, bf16, coalescing and collectives over equal parts all work.
 """
 
 import contextlib
 import logging
 
 import torch
+import torch.distributed as dist
 import torch.utils._device
 
 CPU = torch.device("cpu")
@@ -142,6 +143,33 @@ def patch_expert_split_sizes() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def patch_uneven_collectives() -> None:
+    """Gloo gathers and scatters equal parts only; experts split over ranks exchange what the router gave them."""
+    gather_equal, scatter_equal = dist.all_gather, dist.reduce_scatter
+
+    def even(tensors) -> bool:
+        return len({tensor.shape for tensor in tensors}) == 1
+
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        if async_op or even(tensor_list):
+            return gather_equal(tensor_list, tensor, group, async_op)
+        for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True):
+            if rank == dist.get_rank():
+                part.copy_(tensor)
+            dist.broadcast(part, rank, group)
+
+    def reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if async_op or even(input_list):
+            return scatter_equal(output, input_list, op, group, async_op)
+        for rank, part in zip(dist.get_process_group_ranks(group), input_list, strict=True):
+            total = part.clone()
+            dist.reduce(total, rank, op, group)
+            if rank == dist.get_rank():
+                output.copy_(total)
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
 EARLY = (
     patch_current_device,
     patch_factories,
@@ -151,6 +179,7 @@ EARLY = (
     patch_streams,
     patch_random_state,
     patch_compile,
+    patch_uneven_collectives,
 )
 LATE = (patch_core_random, patch_expert_split_sizes)  # these change megatron-core itself, after its import
 _installed = False

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_grpo.arguments import params_dtype, transformer_config_from_args
 from megatron_grpo.core_flags import DTYPES
 from megatron_grpo.models.head import CHUNK
+from megatron_grpo.parallel_rules import NEED_TRANSFORMER_ENGINE
 from megatron_grpo.weights import mapping
 from megatron_grpo.weights.families.common import query_groups
 from megatron_grpo.weights.families.moe import moe_layers
@@ -36,7 +37,7 @@ class Chunk(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of parameters: trained in the data-parallel groups, trained in the experts' own, and frozen."""
+    """Numbers of parameters: trained in the data-parallel groups, trained in the experts' own (EP > 1), frozen."""
 
     dense: int
     experts: int
@@ -68,7 +69,8 @@ class Memory:
 
 def pipeline(args: Namespace) -> list[list[Chunk]]:
     """``[stage][virtual stage]`` -> what it holds, as megatron-core divides the layers."""
-    config = transformer_config_from_args(args)
+    # Without Transformer Engine, as on a laptop, megatron-core refuses what needs it; layers do not depend on that.
+    config = transformer_config_from_args(Namespace(**{**vars(args), **dict.fromkeys(NEED_TRANSFORMER_ENGINE)}))
     pp, virtual = args.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
 
@@ -137,11 +139,13 @@ class Plan:
         )
 
     def expert_data_parallel_size(self) -> int:
-        """How many ranks share out the optimizer state of the same experts."""
+        """How many ranks share out the optimizer state of the same experts, if EP > 1."""
         args = self.args
-        if args.expert_model_parallel_size == 1:  # megatron-core treats them like all other parameters then
-            return args.data_parallel_size * args.context_parallel_size
-        ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size * args.pipeline_model_parallel_size
+        ranks = (
+            args.expert_model_parallel_size
+            * (args.expert_tensor_parallel_size or 1)
+            * args.pipeline_model_parallel_size
+        )
         return args.world_size // ranks
 
     def in_flight(self, stage: int) -> float:
@@ -186,7 +190,7 @@ class Plan:
                 number = self._copies(weight) * prod(weight.shard_shape(tp if weight.expert is None else etp))
                 if place == MTP and not self.args.mtp_loss_scaling_factor:
                     frozen += number // (1 if weight.expert is None else ep)
-                elif weight.expert is None:
+                elif weight.expert is None or ep == 1:
                     dense += number
                 else:
                     experts += number // ep

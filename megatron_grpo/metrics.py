@@ -50,6 +50,7 @@ METRICS = {
     "tokens/total": "the same, since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
     "time/rollout": "seconds for generating completions",
+    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-*)",
     "time/scoring": "seconds for the reward functions",
     "time/logprobs": "seconds for forward-only passes: old policy and reference",
     "time/update": "seconds for forward, backward and optimizer",

@@ -153,6 +153,12 @@ def _check_experts(args: Namespace) -> None:
             f"world_size ({args.world_size}) must be divisible by EP {ep} x ETP {etp} x PP "
             f"{args.pipeline_model_parallel_size} = {ep * etp * args.pipeline_model_parallel_size}"
         )
+    cp = args.context_parallel_size
+    if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and ep * etp != tp * cp:
+        raise GrpoError(
+            f"--use-tp-pp-dp-mapping with pipeline stages and experts needs EP x ETP ({ep} x {etp}) = TP x CP ({tp} x "
+            f"{cp}): megatron-core has no other groups in this rank order"
+        )
     if args.moe_router_topk > experts:
         raise GrpoError(f"--moe-router-topk ({args.moe_router_topk}) must be at most --num-experts ({experts})")
     if tp > 1 and not args.sequence_parallel:
@@ -160,6 +166,10 @@ def _check_experts(args: Namespace) -> None:
             f"mixture of experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: each rank routes "
             "its own part of the tokens"
         )
+    if args.router_replay_mode != "disabled":
+        excludes(args, "router_replay_mode", "moe_router_fusion", "the fused router chooses for itself")
+        if experts > 2**15:
+            raise GrpoError(f"--router-replay-mode keeps experts in 16 bits: --num-experts ({experts}) is too large")
     kinds = args.moe_router_load_balancing_type
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind not in BALANCING:

@@ -1,8 +1,9 @@
 """What a run builds once and keeps: model, engine, data, rewards, logs, and where in the run it is."""
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_grpo.dry_run import dry_run_report
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
+from megatron_grpo.offload import Offloader
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rollout.collect import collect_rollout
@@ -37,6 +39,7 @@ class Trainer:
     optimizer: object
     scheduler: object
     reference: training.ReferencePolicy | None
+    offloader: Offloader | None
     engine: Engine
     tokenizer: object
     dataset: PromptDataset
@@ -86,9 +89,10 @@ class Trainer:
         """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a
         function.
         """
-        batch, self.reward_failures = collect_rollout(
-            self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
-        )
+        with self.on_host():
+            batch, self.reward_failures = collect_rollout(
+                self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
+            )
         for failure in self.scorer.failures if self.scorer is not None else []:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)
@@ -99,6 +103,18 @@ class Trainer:
                     flush=True,
                 )
         return batch
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Within, what --offload-* name lies in host memory, and its place on the device is the engine's."""
+        if self.offloader is not None:
+            # A gather of parameters that is still under way would write into memory that is no longer there.
+            with self.timers("offload"), training.parameters_complete(self.args, self.model):
+                self.offloader.to_host()
+        yield
+        if self.offloader is not None:
+            with self.timers("offload"):
+                self.offloader.to_device()
 
     def check_engine(self, batch: RolloutBatch, row: dict[str, float]) -> None:
         """Raise GrpoError when the engine did not sample with the weights that the trainer held.
@@ -264,6 +280,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,
+        offloader=_build_offloader(args, model, optimizer),
         engine=engine,
         tokenizer=tokenizer,
         dataset=dataset,
@@ -352,6 +369,11 @@ def _build_model(args, model_provider: Callable, resume: bool):
             reference = training.ReferencePolicy(model)
     model, optimizer, scheduler = training.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
+
+
+def _build_offloader(args, model: training.Model, optimizer) -> Offloader | None:
+    kinds = (args.offload_model, args.offload_gradients, args.offload_optimizer)
+    return Offloader(model, optimizer, *kinds) if any(kinds) else None
 
 
 def _build_engine(args, hf_config: dict, eos_id: int) -> Engine:

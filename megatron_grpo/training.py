@@ -223,7 +223,8 @@ def _run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, f
         data_iterator=_for_each(iter(packs) for _ in model),
         model=_for_each(model),
         num_microbatches=len(packs),
-        seq_length=1,  # packs differ in length: stages tell each other the shapes (variable_seq_lengths)
+        # Packs differ in length, and stages tell each other the shapes, unless all were padded to one length.
+        seq_length=int(packs[0].cu_seqlens[-1]),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -274,7 +275,7 @@ def parameters_complete(args, model: Model) -> Iterator[None]:
 def _weights(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers: a router's expert bias is a buffer."""
     yield from chunk.parameters()
-    yield from chunk.buffers()
+    yield from torch.nn.Module.buffers(chunk)  # megatron-core's DDP has another attribute of this name
 
 
 class ReferencePolicy:

@@ -288,6 +288,10 @@ def _check_optimizer(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must not be negative")
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
+    for dest in ("offload_model", "offload_gradients"):
+        excludes(args, dest, "use_nccl_ub", "the network card has registered where the buffers lie")
+    if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():
+        raise GrpoError("--optimizer-cpu-offload needs a GPU: here the optimizer is on the CPU anyway")
     needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
     needs(args, "overlap_param_gather", "overlap_grad_reduce", "megatron-core overlaps both or neither")
 

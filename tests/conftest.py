@@ -59,7 +59,7 @@ def tiny_models(tmp_path_factory) -> dict[str, str]:
     import make_tiny_model
 
     root = tmp_path_factory.mktemp("models")
-    sizes = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
+    sizes = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
     for family in ("qwen3", "qwen2", "llama"):
         words = f"--save {root / family} --shape {family} --tokenizer bytes --steps 0 --quiet {sizes}".split()
         make_tiny_model.make(make_tiny_model.build_parser().parse_args(words))

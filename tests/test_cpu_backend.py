@@ -9,11 +9,13 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -83,6 +85,32 @@ def compile():
     assert not compiled
 
 
+def uneven_collectives():
+    """Two processes gather parts of one and two numbers, and scatter sums of such parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        rank = 0 if child else 1
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+            parts = [torch.zeros(1), torch.zeros(2)]
+            dist.all_gather(parts, torch.full((rank + 1,), float(rank + 5)))
+            assert [part.tolist() for part in parts] == [[5.0], [6.0, 6.0]]
+            mine = torch.zeros(rank + 1)
+            dist.reduce_scatter(mine, [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+            assert mine.tolist() == [[2.0], [4.0, 6.0]][rank]
+            code = 0
+        except Exception:
+            code = 1
+            if child:
+                raise
+        finally:
+            if not child:
+                os._exit(code)
+            os.waitpid(child, 0)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
 def core_random():
     """Draws inside a fork of the tracker are those of its own seed, and go on there; outside nothing has happened."""
     from megatron.core.tensor_parallel import random as core_random
@@ -115,6 +143,7 @@ def expert_split_sizes():
 
 
 EARLY = (current_device, factories, tensor_cuda, tensor_type, synchronize, streams, random_state, compile)
+EARLY += (uneven_collectives,)
 LATE = (core_random, expert_split_sizes)
 
 

@@ -35,7 +35,7 @@ COMMON = """--transformer-impl local --vllm-enforce-eager --vllm-max-num-seqs 32
 OF_A_ROLLOUT = {"time/rollout", "time/scoring", "time/logprobs"}
 OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/")} | {"time/eval"}
 OF_AN_UPDATE = (
-    {name for name in METRICS if "<" not in name} - OF_A_ROLLOUT - OF_AN_EVALUATION - {"time/sync", "time/save"}
+    {name for name in METRICS if "<" not in name} - OF_A_ROLLOUT - OF_AN_EVALUATION - {"time/sync", "time/save", "time/offload"}
 )
 
 

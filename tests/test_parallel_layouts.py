@@ -1,99 +1,156 @@
 """Loss, gradient norm and weights after two updates do not depend on the layout, the micro-batches or the packing."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPO
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(REPO / "tools"))
+import check_parallel
+
+BUDGET = "--max-tokens-per-microbatch 70"
+ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --normalization RMSNorm
+ --swiglu --disable-bias-linear --qk-layernorm --vocab-size 258 --max-position-embeddings 512
+ --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"""
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-dtype fp32"
+MOE = f"{ATTENTION} --model-family qwen3_moe --group-query-attention --num-query-groups 2 --kv-channels 32 {EXPERTS}"
+LATENT = f"""{ATTENTION} --model-family deepseek_v3 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16
+ --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --rotary-scaling-factor 4
+ --original-max-position-embeddings 128 {EXPERTS} --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid
+ --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 2
+ --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 32
+ --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"""
+OVERLAP = check_parallel.OVERLAP
 LAYOUTS = {
-    1: {
-        "micro batch 1": "--micro-batch-size 1",
-        "micro batch 2": "--micro-batch-size 2",
-        "micro batch 4": "--micro-batch-size 4",
-        "token budget": "--max-tokens-per-microbatch 70",
-        "recompute": "--micro-batch-size 4 --recompute-granularity full --recompute-method uniform"
-        " --recompute-num-layers 1",
-    },
-    2: {
-        "DP2": "--micro-batch-size 2",
-        "DP2 distributed optimizer": "--micro-batch-size 2 --use-distributed-optimizer",
-        "DP2 overlapped": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce"
-        " --overlap-param-gather",
-        "DP2 token budget": "--max-tokens-per-microbatch 70",
-        "TP2": "--micro-batch-size 2 --tensor-model-parallel-size 2",
-        "TP2 SP": "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-        "TP2 SP token budget": "--max-tokens-per-microbatch 70 --tensor-model-parallel-size 2 --sequence-parallel",
-        "PP2": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
-        "PP2 token budget": "--max-tokens-per-microbatch 70 --pipeline-model-parallel-size 2",
-    },
-    4: {
-        "TP2 DP2": "--micro-batch-size 1 --tensor-model-parallel-size 2",
-        "PP2 DP2": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
-        "TP2 PP2": "--micro-batch-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        "TP2 SP PP2": "--max-tokens-per-microbatch 70 --tensor-model-parallel-size 2 --sequence-parallel"
-        " --pipeline-model-parallel-size 2",
-    },
+    "dense": [
+        "TP1: --micro-batch-size 1",
+        "TP1: --micro-batch-size 2",
+        "TP1: --micro-batch-size 4",
+        f"TP1: {BUDGET}",
+        "TP1: --micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "DP2: --micro-batch-size 2 --use-distributed-optimizer",
+        f"DP2: --micro-batch-size 2 {OVERLAP}",
+        f"DP2: {BUDGET}",
+        f"TP2: {BUDGET}",
+        f"TP2 SP: {BUDGET}",
+        "PP2: --micro-batch-size 2",
+        f"PP2 VPP2: {BUDGET}",
+        "PP2 VPP2: --micro-batch-size 2",
+        f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
+        f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        "CP2: --micro-batch-size 2",
+        f"CP2: {BUDGET} {OVERLAP}",
+        f"TP2 SP CP2: {BUDGET}",
+        f"TP2 SP PP2 VPP2: {BUDGET}",
+        f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
+        f"PP2 DP2: {BUDGET} --use-tp-pp-dp-mapping",
+        f"PP4: {BUDGET}",
+        f"CP4: {BUDGET}",
+        "TP2 DP2: --micro-batch-size 1",
+    ],
+    "moe": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET} --moe-grouped-gemm",
+        f"EP2: {BUDGET}",
+        f"EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}",
+        f"EP2: {BUDGET} --moe-layer-recompute",
+        f"TP2 SP: {BUDGET}",
+        f"TP2 SP ETP1: {BUDGET}",
+        f"TP2 SP EP2 ETP1: {BUDGET}",
+        f"CP2 EP2: {BUDGET}",
+        f"PP2 VPP2: {BUDGET}",
+        f"TP2 SP DP2 EP2: {BUDGET}",
+        f"EP4: {BUDGET}",
+        f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
+        f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
+        f"PP2 EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+    ],
+    "latent": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP: {BUDGET}",
+        f"CP2 EP2: {BUDGET}",
+        f"PP2 VPP2: {BUDGET}",
+        f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
+    ],
 }
 TOLERANCE = 1e-5
 
 
+def check(flags: str, *options) -> subprocess.CompletedProcess:
+    """Run the tool as a user would."""
+    command = [sys.executable, "tools/check_parallel.py", *flags.split(), *map(str, options)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+
+
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory, tiny_models):
-    """The one-process run, and the folder that all results go to."""
-    from conftest import run_torchrun
-
+def dense(tmp_path_factory, tiny_models):
+    """Where the dense model's results are, and what the tool printed."""
     out = tmp_path_factory.mktemp("layouts")
-    cases = [f"{name}:{flags}" for name, flags in LAYOUTS[1].items()]
-    run_torchrun(1, "tests/parallel_layouts.py", tiny_models["qwen3"], out, *cases)
-    return out
-
-
-def compare(out, name: str, expected: str) -> None:
-    rows, want_rows = (json.loads((out / f"{n}.json").read_text()) for n in (name, expected))
-    for row, want in zip(rows, want_rows, strict=True):
-        for key in ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "ratio/max", "mismatch/mean_abs"):
-            assert row[key] == pytest.approx(want[key], rel=TOLERANCE, abs=1e-7), f"{name}: {key}"
-    weights, want_weights = (load_file(out / f"{n}.safetensors") for n in (name, expected))
-    assert weights.keys() == want_weights.keys()
-    for key, tensor in weights.items():
-        gap = torch.linalg.norm(tensor - want_weights[key]) / torch.linalg.norm(want_weights[key])
-        assert gap < TOLERANCE, f"{name}: {key} differs by {gap:.1e} of its norm"
+    flags = f"--load-hf {tiny_models['qwen3']}"
+    return out, check(flags, "--out", out, "--layouts", *LAYOUTS["dense"])
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_layouts_agree(reference, tiny_models, world, torchrun):
-    if world > 1:
-        cases = [f"{name}:{flags}" for name, flags in LAYOUTS[world].items()]
-        torchrun(world, "tests/parallel_layouts.py", tiny_models["qwen3"], reference, *cases, timeout=600)
-    for name in LAYOUTS[world]:
-        compare(reference, name, "micro batch 1")
+def test_dense_layouts_agree(dense):
+    _, run = dense
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(LAYOUTS['dense'])} of {len(LAYOUTS['dense'])} layouts agree" in run.stdout
 
 
 @pytest.mark.distributed
-def test_the_updates_moved_the_weights(reference, tiny_models):
+@pytest.mark.parametrize("model", ["moe", "latent"])
+def test_layouts_of_experts_agree(model):
+    """Mixture of experts; latent attention with shared experts, balanced by a bias, and multi-token prediction."""
+    run = check({"moe": MOE, "latent": LATENT}[model], "--layouts", *LAYOUTS[model])
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.distributed
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@given(seed=st.integers(0, 2**31))
+def test_layouts_drawn_at_random_agree(seed):
+    """Sizes, micro-batches, packings, optimizers, recomputation, dispatchers, rank orders in any valid combination."""
+    first = f"TP1: {BUDGET}"  # what the others are compared with
+    run = check(MOE, "--world-sizes", 4, "--random", 8, "--seed", seed, "--layouts", first)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.distributed
+def test_a_difference_is_found(tmp_path):
+    """Another learning rate in one of the layouts: the tool names what differs and ends with status 1."""
+    run = check(MOE, "--layouts", "TP1", "EP2: --lr 1.01e-3", "--out", tmp_path)
+    assert run.returncode == 1
+    assert "1 of 2 layouts agree" in run.stdout and "DIFFERS: loss of update 2 by" in run.stdout
+
+
+@pytest.mark.distributed
+def test_the_updates_moved_the_weights(dense, tiny_models):
     """So that agreement is not that of models that stood still."""
     before = load_file(f"{tiny_models['qwen3']}/model.safetensors")
-    after = load_file(reference / "micro batch 1.safetensors")
+    after = load_file(dense[0] / "reference.safetensors")
     assert all(torch.linalg.norm(after[k] - before[k]) / torch.linalg.norm(before[k]) > 1e-4 for k in before)
 
 
 @pytest.mark.distributed
-def test_the_update_is_autograds(reference, tiny_models):
+def test_the_update_is_autograds(dense, tiny_models):
     """Loss and gradient norm of both updates, and the weights after them, from transformers' model, autograd and
     AdamW.
     """
-    from parallel_layouts import perturbations, rollout
-
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4, weight_decay=0.01)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad, name
-    batch = rollout(model.config.vocab_size)
-    noise = perturbations(len(batch.tokens))
+    batch = check_parallel.rollout(check_parallel.parse(["--load-hf", tiny_models["qwen3"]], 1))
+    noise = check_parallel.perturbations(len(batch.tokens))
 
     def log_probs(i):
         begin, end, prompt = batch.cu_seqlens[i], batch.cu_seqlens[i + 1], batch.prompt_lengths[i]
@@ -102,7 +159,7 @@ def test_the_update_is_autograds(reference, tiny_models):
         return log_p[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
 
     old = [log_probs(i).detach() for i in range(32)]
-    rows = json.loads((reference / "micro batch 1.json").read_text())
+    rows = json.loads((dense[0] / "results.jsonl").read_text().splitlines()[0])["updates"]
     for update, row in enumerate(rows):
         total = 0.0
         for i in range(16 * update, 16 * update + 16):
@@ -118,7 +175,7 @@ def test_the_update_is_autograds(reference, tiny_models):
         optimizer.step()
         assert row["loss"] == pytest.approx(total.item(), rel=1e-4)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    ours = load_file(reference / "micro batch 1.safetensors")
+    ours = load_file(dense[0] / "reference.safetensors")
     for name, parameter in model.named_parameters():
         if "norm" not in name:  # Megatron takes no weight decay on vectors
             gap = torch.linalg.norm(ours[name].double() - parameter) / torch.linalg.norm(parameter)

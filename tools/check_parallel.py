@@ -19,6 +19,8 @@ import gc
 import itertools
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -59,6 +61,7 @@ from megatron_grpo.weights.stream import stream_hf
 COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
  --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf
  --adam-eps 1e-4 --temperature 0.8 --tokenizer-model unused --transformer-impl local""".split()
+PROGRESS = "  done with "
 COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "ratio/max", "mismatch/mean_abs")
 SIZES = {
     "TP": "--tensor-model-parallel-size",
@@ -130,6 +133,35 @@ def all_layouts(flags: list[str], world_size: int) -> list[str]:
     return found
 
 
+# What --random varies besides the sizes: one alternative of each line. Those of the last line are for experts only.
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+RECOMPUTE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+VARIATIONS = (
+    ("--micro-batch-size 1", "--micro-batch-size 2", "--max-tokens-per-microbatch 64"),
+    ("", "--use-distributed-optimizer", OVERLAP),
+    ("", "--recompute-granularity selective", RECOMPUTE),
+    ("", "--use-tp-pp-dp-mapping"),
+    ("", "--moe-grouped-gemm", "--moe-token-dispatcher-type allgather", "--moe-layer-recompute"),
+)
+
+
+def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: int) -> list[str]:
+    """``count`` valid combinations of sizes, packing, optimizer, recomputation, rank order and dispatcher."""
+    rng = random.Random(seed)
+    experts = parse(flags, 1).num_experts
+    sizes = [(layout, world) for world in world_sizes for layout in all_layouts(flags, world)]
+    found: list[str] = []
+    while len(found) < count:
+        layout, world = rng.choice(sizes)
+        words = " ".join(rng.choice(line) for line in (VARIATIONS if experts else VARIATIONS[:-1]))
+        try:
+            parse([*flags, *flags_of(layout), *words.split()], world)
+        except GrpoError:
+            continue
+        found.append(f"{layout}: {' '.join(words.split())}")
+    return found
+
+
 # ---- the two updates
 
 
@@ -182,7 +214,7 @@ def fill_with_made_up(model, args) -> None:
         weight.fill(tensor, *mapping.tensor_parallel(weight), read)
 
 
-def two_updates(args) -> tuple[list[dict], float, object]:
+def two_updates(args, batch: RolloutBatch) -> tuple[list[dict], float, object]:
     """(metrics of each update, tokens per second of the second one, the model)."""
     set_random_seed(args.seed)
     model = training.build_model(args, model_provider)
@@ -192,7 +224,6 @@ def two_updates(args) -> tuple[list[dict], float, object]:
         fill_with_made_up(model, args)
     model, optimizer, scheduler = training.setup_optimizer(args, model)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
-    batch = rollout(args)
     before = pretrain_grpo.log_probs(args, trainer, batch)
     batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
     rows = []
@@ -227,7 +258,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         return result | {"error": str(error)}
     initialize_distributed(args)
     peak_memory(reset=True)
-    rows, tokens_per_second, model = two_updates(args)
+    rows, tokens_per_second, model = two_updates(args, rollout(args))
     peak = torch.tensor(peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
@@ -261,7 +292,7 @@ def worker(layouts: list[str], flags: list[str], out: Path) -> None:
         if int(os.environ["RANK"]) == 0:
             with open(out / "results.jsonl", "a") as file:
                 file.write(json.dumps(result) + "\n")
-            print(f"  {layout}: {result.get('error') or 'done'}", file=sys.stderr, flush=True)
+            print(f"{PROGRESS}{layout}: {result.get('error', 'ok')}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -306,7 +337,9 @@ def main() -> int:
     )
     parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT", help='such as "TP2 PP2 SP"')
     parser.add_argument("--all", action="store_true", help="every layout of --world-sizes that the model allows")
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="for --all [1 2]")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N combinations drawn at random")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --random [0]")
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="of these two [1 2]")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference [1e-5, for float32]")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by this tool: no table
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and the reference weights [a temporary one]")
@@ -314,11 +347,12 @@ def main() -> int:
     try:
         layouts = list(options.layouts)
         inside = "RANK" in os.environ  # under torchrun
+        worlds = [int(os.environ["WORLD_SIZE"])] if inside else options.world_sizes
         if options.all:
-            worlds = [int(os.environ["WORLD_SIZE"])] if inside else options.world_sizes
             layouts += [layout for world in worlds for layout in all_layouts(flags, world)]
+        layouts += random_layouts(flags, worlds, options.random, options.seed) if options.random else []
         if not layouts:
-            parser.error("give --layouts or --all")
+            parser.error("give --layouts, --all or --random N")
         layouts.sort(key=world_size_of)  # stable: the first of the smallest world is the reference
     except (GrpoError, ValueError) as error:
         parser.error(str(error))
@@ -348,9 +382,16 @@ def launch(world_size: int, layouts: list[str], flags: list[str], out: Path) -> 
     print(f"{world_size} ranks, {len(layouts)} layouts", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += [__file__, *flags, "--worker", "--out", str(out), "--layouts", *layouts]
-    process = subprocess.run(command, stdout=subprocess.DEVNULL)
-    if process.returncode:
-        print(f"the launch of {world_size} ranks ended with status {process.returncode}", file=sys.stderr)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(PROGRESS):
+            print(line, end="", file=sys.stderr, flush=True)
+    if process.wait():
+        failed = next((line.split("]:")[0] for line in said if re.match(r"\[rank\d+\]: ", line)), None)
+        cause = [line for line in said if failed and line.startswith(failed)] or said
+        print(f"the launch ended with status {process.returncode}:\n{''.join(cause[-12:])}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Replay(RouterReplay):
 
     def clear_indices(self) -> None:
         super().clear_indices()
-        self.source: Int64 | None = None  # of the micro-batch that is recorded
+        self.source: Int64 = np.empty(0, np.int64)  # of the micro-batch that is recorded
         self.recorded: list[tuple[Int64, np.ndarray]] = []  # (source [tokens], experts [tokens, topk]) of each
 
     def set_target_indices(self, topk_indices: torch.Tensor) -> None:

@@ -1,0 +1,153 @@
+#!/usr/bin/env bash
+# GRPO for DeepSeek-V3 (671B) on 1,024 GPUs of 80 GB: TP 4, PP 16, EP 64, DP 16.
+#
+#   HF_MODEL=/models/DeepSeek-V3-bf16 TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
+#       bash examples/grpo/deepseek_v3.sh [more flags]
+#   DRY_RUN=1 bash examples/grpo/deepseek_v3.sh    what each rank holds and the memory it takes, on any machine
+#
+#   HF_MODEL    the model in bf16, which DeepSeek's own inference/fp8_cast_bf16.py makes of the published one; its
+#               config.json without quantization_config
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
+#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#
+#   NNODES 128, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start it on each node
+#
+# 61 layers: the embedding and the 3 dense layers, 14 times 4 layers, the last 2 with multi-token prediction (kept as it
+# is) and the output layer. A rank holds 4 of the 256 experts of each of its layers: EP 64 x PP 16 are all ranks.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+NNODES=${NNODES:-128} GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+HF_MODEL=${HF_MODEL:-/models/DeepSeek-V3-bf16}
+TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
+VALID_DATA=${VALID_DATA:-data/test.parquet}
+SAVE=${SAVE:-runs/deepseek_v3}
+GLOBAL_BATCH_SIZE=1024       # completions in an update
+NUM_GENERATIONS=8            # completions of a prompt
+MAX_PROMPT_LENGTH=1024
+MAX_COMPLETION_LENGTH=7168
+MAX_TOKENS=8192              # tokens in a micro-batch
+SAVE_INTERVAL=50
+EVAL_INTERVAL=25
+
+DISTRIBUTED_ARGS=(
+    --nproc-per-node "$GPUS_PER_NODE"
+    --nnodes "$NNODES"
+    --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}"
+    --master-port "${MASTER_PORT:-29500}"
+)
+# The shape is compared with config.json; a dry run reads no model.
+MODEL_ARGS=(
+    --model-family deepseek_v3
+    --num-layers 61
+    --hidden-size 7168
+    --ffn-hidden-size 18432
+    --num-attention-heads 128
+    --multi-latent-attention
+    --q-lora-rank 1536
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --kv-channels 128
+    --qk-layernorm
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --norm-epsilon 1e-6
+    --rotary-base 10000
+    --rope-type yarn
+    --rotary-scaling-factor 40
+    --original-max-position-embeddings 4096
+    --beta-fast 32
+    --beta-slow 1
+    --mscale 1.0
+    --mscale-all-dim 1.0
+    --vocab-size 129280
+    --max-position-embeddings 163840
+    --untie-embeddings-and-output-weights
+    --num-experts 256
+    --moe-layer-freq '([0]*3+[1]*58)'
+    --moe-router-topk 8
+    --moe-ffn-hidden-size 2048
+    --moe-shared-expert-intermediate-size 2048
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-num-groups 8
+    --moe-router-group-topk 4
+    --moe-router-topk-scaling-factor 2.5
+    --mtp-num-layers 1
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --pipeline-model-parallel-size 16
+    --pipeline-model-parallel-layout 'Et*3|(tttt|)*14ttmL'
+    --expert-model-parallel-size 64
+    --expert-tensor-parallel-size 1
+    --use-distributed-optimizer
+)
+TRAINING_ARGS=(
+    --bf16
+    --transformer-impl local        # transformer_engine when it is installed
+    --bias-activation-fusion
+    --bias-dropout-fusion
+    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --max-tokens-per-microbatch "$MAX_TOKENS"
+    --train-iters 500
+    --lr 1e-6
+    --lr-warmup-iters 10
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+    --moe-router-dtype fp32
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+)
+DATA_ARGS=(
+    --train-data-path "$TRAIN_DATA"
+    --valid-data-path "$VALID_DATA"
+    --system-prompt 'Reason step by step. Put the final answer within \boxed{}.'
+    --max-prompt-length "$MAX_PROMPT_LENGTH"
+    --truncation-strategy delete
+)
+ROLLOUT_ARGS=(
+    --rollout-engine vllm
+    --vllm-mode colocate
+    --vllm-tensor-parallel-size 32
+    --vllm-gpu-memory-utilization 0.65
+    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --offload-gradients
+    --offload-optimizer
+    --num-generations "$NUM_GENERATIONS"
+    --max-completion-length "$MAX_COMPLETION_LENGTH"
+    --temperature 1.0
+)
+GRPO_ARGS=(
+    --reward-funcs accuracy
+    --loss-type dapo
+    --epsilon 0.2
+    --epsilon-high 0.28
+    --beta 0                        # no reference policy
+)
+LOGGING_ARGS=(
+    --save "$SAVE"
+    --load "$SAVE"
+    --save-interval "$SAVE_INTERVAL"
+    --max-checkpoints-to-keep 2
+    --eval-interval "$EVAL_INTERVAL"
+    --mismatch-sample-rate 0.1
+    --tensorboard-dir "$SAVE/tensorboard"
+)
+ARGS=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}"
+    "${GRPO_ARGS[@]}" "${LOGGING_ARGS[@]}")
+
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+    WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"
+else
+    torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" --load-hf "$HF_MODEL" "$@"
+fi

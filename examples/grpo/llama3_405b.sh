@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# GRPO for Llama-3.1-405B on 256 GPUs of 80 GB: TP 8, PP 16, DP 2, the optimizer in host memory.
+#
+#   HF_MODEL=/models/Llama-3.1-405B-Instruct TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
+#       bash examples/grpo/llama3_405b.sh [more flags]
+#   DRY_RUN=1 bash examples/grpo/llama3_405b.sh    what each rank holds and the memory it takes, on any machine
+#
+#   HF_MODEL    the bf16 model as Hugging Face publishes it (config.json, safetensors, tokenizer)
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
+#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#
+#   NNODES 32, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start it on each node
+#
+# 126 layers are 7 in the first and in the last stage, which hold the vocabulary too, and 8 in each of the 14 others. An
+# engine spreads over 4 nodes and has 24 GiB of weights on a GPU; the optimizer's state is the host's, 24 GiB a rank.
+# Needs Transformer Engine.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+NNODES=${NNODES:-32} GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+HF_MODEL=${HF_MODEL:-/models/Llama-3.1-405B-Instruct}
+TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
+VALID_DATA=${VALID_DATA:-data/test.parquet}
+SAVE=${SAVE:-runs/llama3_405b}
+GLOBAL_BATCH_SIZE=512        # completions in an update
+NUM_GENERATIONS=8            # completions of a prompt
+MAX_PROMPT_LENGTH=1024
+MAX_COMPLETION_LENGTH=4096
+MAX_TOKENS=8192              # tokens in a micro-batch
+SAVE_INTERVAL=50
+EVAL_INTERVAL=25
+
+DISTRIBUTED_ARGS=(
+    --nproc-per-node "$GPUS_PER_NODE"
+    --nnodes "$NNODES"
+    --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}"
+    --master-port "${MASTER_PORT:-29500}"
+)
+# The shape is compared with config.json; a dry run reads no model.
+MODEL_ARGS=(
+    --model-family llama
+    --num-layers 126
+    --hidden-size 16384
+    --ffn-hidden-size 53248
+    --num-attention-heads 128
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --norm-epsilon 1e-5
+    --rotary-base 500000
+    --use-rope-scaling
+    --rope-scaling-factor 8.0
+    --vocab-size 128256
+    --max-position-embeddings 131072
+    --untie-embeddings-and-output-weights
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 8
+    --sequence-parallel
+    --pipeline-model-parallel-size 16
+    --decoder-first-pipeline-num-layers 7
+    --decoder-last-pipeline-num-layers 7
+    --use-distributed-optimizer
+    --use-precision-aware-optimizer # with the next: float32 weights and moments in host memory, updated there
+    --optimizer-cpu-offload
+)
+TRAINING_ARGS=(
+    --bf16
+    --transformer-impl transformer_engine # its Adam is what --use-precision-aware-optimizer asks for
+    --apply-rope-fusion
+    --bias-activation-fusion
+    --bias-dropout-fusion
+    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --max-tokens-per-microbatch "$MAX_TOKENS"
+    --train-iters 500
+    --lr 1e-6
+    --lr-warmup-iters 10
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+)
+DATA_ARGS=(
+    --train-data-path "$TRAIN_DATA"
+    --valid-data-path "$VALID_DATA"
+    --system-prompt 'Reason step by step. Put the final answer within \boxed{}.'
+    --max-prompt-length "$MAX_PROMPT_LENGTH"
+    --truncation-strategy delete
+)
+ROLLOUT_ARGS=(
+    --rollout-engine vllm
+    --vllm-mode colocate
+    --vllm-tensor-parallel-size 32
+    --vllm-gpu-memory-utilization 0.6
+    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --offload-gradients
+    --offload-optimizer
+    --num-generations "$NUM_GENERATIONS"
+    --max-completion-length "$MAX_COMPLETION_LENGTH"
+    --temperature 1.0
+)
+GRPO_ARGS=(
+    --reward-funcs accuracy
+    --loss-type dapo
+    --epsilon 0.2
+    --epsilon-high 0.28
+    --beta 0                        # no reference policy
+)
+LOGGING_ARGS=(
+    --save "$SAVE"
+    --load "$SAVE"
+    --save-interval "$SAVE_INTERVAL"
+    --max-checkpoints-to-keep 2
+    --eval-interval "$EVAL_INTERVAL"
+    --mismatch-sample-rate 0.1
+    --tensorboard-dir "$SAVE/tensorboard"
+)
+ARGS=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}"
+    "${GRPO_ARGS[@]}" "${LOGGING_ARGS[@]}")
+
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+    WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"
+else
+    torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" --load-hf "$HF_MODEL" "$@"
+fi
