@@ -1,18 +1,17 @@
 """Save, load and resume on megatron.core.dist_checkpointing: model, optimizer, schedule, random states, position.
 
-A checkpoint can be loaded into any other layout of tensor, pipeline and data parallelism. Its state dict has
-Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``, ``iteration``, ``rng_state``). What lies where on
-the disk, and why a kill does no harm, is in checkpoint_directory.py. All ranks must see the directory.
+A checkpoint can be loaded into any other layout of tensor, pipeline (also with virtual stages), context, expert and
+data parallelism. Its state dict has Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``,
+``iteration``, ``rng_state``). The optimizer's part is in checkpoint_optimizer.py; what lies where on the disk, and why
+a kill does no harm, in checkpoint_directory.py. All ranks must see the directory.
 
 **Checkpoints are trusted input.** Tensors and common.pt are read with ``weights_only=True``, but the index (.metadata)
 and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
 """
 
-import contextlib
-import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,10 @@ import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -33,7 +36,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_grpo import checkpoint_directory
+from megatron_grpo import checkpoint_directory, checkpoint_optimizer
 from megatron_grpo.arguments import args_to_json
 from megatron_grpo.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.errors import GrpoError
@@ -43,7 +46,7 @@ __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoi
 
 # How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
 CONTENT_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_sharding_type": checkpoint_optimizer.FULLY_RESHARDABLE,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -85,15 +88,13 @@ def save_checkpoint(args, iteration: int, model_chunks, optimizer, opt_param_sch
     metadata = _with_group(CONTENT_METADATA)
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
     if optimizer is not None:
-        _allocate_state(optimizer)  # a run that saves before its first update has none yet
-        with _positions_without_padding(optimizer):
-            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+        state["optimizer"] = checkpoint_optimizer.state_to_save(optimizer, state, metadata)
     if opt_param_scheduler is not None:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     state["rng_state"] = _rng_object(_rng_state())
     state["extra_state"] = extra_state
     state["layout"] = _layout()
-    state["optimizer_type"] = _optimizer_type(optimizer)
+    state["optimizer_type"] = checkpoint_optimizer.type_name(optimizer)
     try:
         dist_checkpointing.save(
             state, str(temporary), sharded_strategy=_InProcessSave("torch_dist", 1), content_metadata=metadata
@@ -118,25 +119,19 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     request: dict[str, Any] = _model_state(model_chunks, metadata)
     if not args.no_load_optim:
-        _check_optimizer(directory, common, optimizer)
-        with _positions_without_padding(optimizer):
-            request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=metadata)
+        checkpoint_optimizer.check(directory, common, metadata, optimizer)
+        request["optimizer"] = checkpoint_optimizer.state_to_load(optimizer, request, metadata)
+        common["optimizer"] = checkpoint_optimizer.plain_values(request["optimizer"], common.get("optimizer", {}))
     same_layout = common.get("layout") == _layout()
     if same_layout and not args.no_load_rng:
         request["rng_state"] = _rng_object(None)
 
-    state = _load(request, directory)
+    state = _load(request, common, directory)
     _set_model_state(model_chunks, state)
     if args.no_load_optim:
         optimizer.reload_model_params()  # the float32 copies of 16-bit weights
     else:
-        hyper_parameters = [
-            {name: value for name, value in group.items() if name not in ("params", "step")}
-            for group in optimizer.param_groups
-        ]
         optimizer.load_state_dict(state["optimizer"])
-        for group, values in zip(optimizer.param_groups, hyper_parameters, strict=True):
-            group.update(values)
     if "opt_param_scheduler" in state:
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
     if not args.no_load_rng:
@@ -157,7 +152,7 @@ def load_weights(directory: str | Path, model_chunks) -> None:
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _check_architecture(checkpoint, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
-    _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), checkpoint))
+    _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), common, checkpoint))
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):
@@ -197,25 +192,53 @@ def _find_whole(root: str | Path) -> tuple[int, Path]:
     return iteration, directory
 
 
-def _load(request: dict, directory: Path) -> dict:
-    """Fill the requested sharded state; GrpoError on every rank when a tensor is not there or has another shape."""
+class _Plain(TorchCommonLoadStrategy):
+    """Gives megatron-core a checkpoint's plain values (not tensors, nor objects of single ranks) as prepared here."""
+
+    def __init__(self, values: dict):
+        super().__init__()
+        self.values = values
+
+    def load_common(self, checkpoint_dir):
+        return self.values
+
+
+def _load(request: dict, common: dict, directory: Path) -> dict:
+    """``common`` with the requested sharded state; GrpoError on all ranks if a tensor is absent or of another shape."""
+    _check_presence(request, directory)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # megatron-core calls torch's function by its older name
-            state, _, absent = dist_checkpointing.load(request, str(directory), strict=StrictHandling.RETURN_UNEXPECTED)
+            state, *_ = dist_checkpointing.load(
+                request, str(directory), common_strategy=_Plain(common), strict=StrictHandling.RETURN_UNEXPECTED
+            )
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}") from error
+    return state
+
+
+def _check_presence(request: dict, directory: Path) -> None:
+    """Refuse a checkpoint that lacks what any rank requests; megatron-core's own message comes after other errors."""
     # Transformer Engine's modules ask for an extra state (FP8 scales), which a checkpoint of plain layers lacks.
-    absent = {key for key in absent if "_extra_state" not in key}
+    wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
+    absent = {key for key in wanted - _on_rank_0(_stored_keys, directory) if "_extra_state" not in key}
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sorted(absent))
-    absent = sorted(set().union(*everywhere))
-    if absent:
+    dist.all_gather_object(everywhere, absent)
+    missing = sorted(set().union(*everywhere))
+    if missing and all(key.startswith("optimizer.") for key in missing):
         raise GrpoError(
-            f"checkpoint {directory} does not hold {absent[0]} (and {len(absent) - 1} more that this model has): "
+            f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more of the optimizer's): the "
+            "run that wrote it did not train these weights, or kept no optimizer; start Adam anew with --no-load-optim"
+        )
+    if missing:
+        raise GrpoError(
+            f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more that this model has): "
             "it is of another architecture, or holds weights only (then give it as --pretrained-checkpoint)"
         )
-    return state
+
+
+def _stored_keys(directory: Path) -> set[str]:
+    return {item.key for item in load_sharded_metadata(str(directory)).values()}
 
 
 def _check_architecture(directory: Path, model_chunks) -> None:
@@ -238,65 +261,13 @@ def _check_architecture(directory: Path, model_chunks) -> None:
         )
 
 
-def _check_optimizer(directory: Path, common: dict, optimizer) -> None:
-    """Refuse an optimizer state that is absent or of another kind, where the checkpoint says which kind it is."""
-    if "optimizer_type" not in common:  # written by Megatron-LM
-        return
-    stored, built = common["optimizer_type"], _optimizer_type(optimizer)
-    if stored is None:
-        raise GrpoError(
-            f"{directory} holds weights only, there is no optimizer to resume: "
-            "give it as --pretrained-checkpoint, or add --finetune"
-        )
-    if stored != built:
-        raise GrpoError(
-            f"{directory} was written with {stored}, this run has {built}: give the same --use-distributed-optimizer, "
-            "--bf16 and --fp16 as before, or --no-load-optim to start Adam anew"
-        )
-
-
-def _optimizer_type(optimizer) -> str | None:
-    """megatron-core's class of the (first) optimizer: what decides the layout of its state."""
-    return None if optimizer is None else type(_optimizers(optimizer)[0]).__name__
-
-
-def _optimizers(optimizer) -> list:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _allocate_state(optimizer) -> None:
-    for part in _optimizers(optimizer):
-        if part.init_state_fn is not None:  # None where this rank has no parameter of the part's
-            part.init_state_fn(part.optimizer, part.config)
-
-
-@contextlib.contextmanager
-def _positions_without_padding(optimizer) -> Iterator[None]:
-    """Correct where megatron-core 0.16.1 looks for a parameter's state in the distributed optimizer.
-
-    It strings a buffer's buckets together without the padding at their ends, but cuts parameters out at positions that
-    count it: with several buckets (``--overlap-grad-reduce``) it would store other numbers than the state's.
-    """
-    buffers = [buffer for part in _optimizers(optimizer) for buffer in getattr(part, "buffers", [])]
-    maps = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
-        paddings = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
-        before = [0, *itertools.accumulate(paddings)]
-        buffer.param_index_map = {
-            parameter: (start - before[bucket], end - before[bucket], bucket)
-            for parameter, (start, end, bucket) in buffer.param_index_map.items()
-        }
-    try:
-        yield
-    finally:
-        for buffer, index_map in zip(buffers, maps, strict=True):
-            buffer.param_index_map = index_map
-
-
 def _layout() -> dict[str, int]:
+    """What a rank's random numbers were drawn for; the order of the ranks does not matter, see ``_rng_object``."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
         "etp": parallel_state.get_expert_tensor_parallel_world_size(),

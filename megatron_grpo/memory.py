@@ -37,7 +37,9 @@ class Chunk(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of parameters: trained in the data-parallel groups, trained in the experts' own (EP > 1), frozen."""
+    """Numbers of parameters: trained in the data-parallel groups, trained in groups that experts have of their own (if
+    EP > 1 or expert TP is not TP), frozen.
+    """
 
     dense: int
     experts: int
@@ -124,7 +126,10 @@ class Plan:
         share: float = trained
         if args.use_distributed_optimizer:
             share = count.dense / (args.data_parallel_size * args.context_parallel_size)
-            share += count.experts / self.expert_data_parallel_size()
+            if count.experts:  # over the ranks of the stage that hold the same experts
+                stage_ranks = args.world_size // args.pipeline_model_parallel_size
+                experts_ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+                share += count.experts * experts_ranks / stage_ranks
         on_device, on_host = _optimizer_bytes(args, half)
         leaves = weights * args.offload_model + gradients * args.offload_gradients
         leaves += share * on_device * args.offload_optimizer
@@ -137,16 +142,6 @@ class Plan:
             share * on_host + weights * (args.beta > 0) + leaves - gradients * args.offload_gradients,
             weights + gradients + share * on_device - leaves,
         )
-
-    def expert_data_parallel_size(self) -> int:
-        """How many ranks share out the optimizer state of the same experts, if EP > 1."""
-        args = self.args
-        ranks = (
-            args.expert_model_parallel_size
-            * (args.expert_tensor_parallel_size or 1)
-            * args.pipeline_model_parallel_size
-        )
-        return args.world_size // ranks
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations a stage keeps at a time, at most.
@@ -190,7 +185,7 @@ class Plan:
                 number = self._copies(weight) * prod(weight.shard_shape(tp if weight.expert is None else etp))
                 if place == MTP and not self.args.mtp_loss_scaling_factor:
                     frozen += number // (1 if weight.expert is None else ep)
-                elif weight.expert is None or ep == 1:
+                elif weight.expert is None or (ep == 1 and etp == tp):
                     dense += number
                 else:
                     experts += number // ep

@@ -39,6 +39,7 @@ METRICS = {
     "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0)",
     "ratio/max": "largest probability ratio new/old of a completion token",
     "grad_norm": "L2 norm of the gradient over all parameters, before clipping",
+    "moe/balance_loss": "the routers' load-balancing loss before its coefficient, mean over layers: 1 when all is even",
     "lr": "learning rate of this update",
     "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| of the sampled tokens, nats",
     "mismatch/max_abs": "largest |log p(trainer) - log p(engine)| of a sampled token, nats",

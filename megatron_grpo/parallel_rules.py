@@ -2,6 +2,9 @@
 
 from argparse import Namespace
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rules import divides, excludes, flag, needs, positive
@@ -14,7 +17,7 @@ _INERT_WITHOUT_EXPERTS = ("moe_token_dispatcher_type", "moe_layer_recompute")
 NEED_TRANSFORMER_ENGINE = (
     "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
     "fine_grained_activation_offloading fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type "
-    "use_te_activation_func"
+    "use_precision_aware_optimizer use_te_activation_func"
 ).split()
 
 
@@ -69,6 +72,8 @@ def _check_pipeline(args: Namespace) -> None:
                 "--num-virtual-stages-per-pipeline-rank"
             )
         args.num_virtual_stages_per_pipeline_rank = args.num_layers // pp // per_stage
+    if args.pipeline_model_parallel_layout and pp > 1:
+        _read_layout(args)
     if args.num_virtual_stages_per_pipeline_rank == 1:
         args.num_virtual_stages_per_pipeline_rank = None
     virtual = args.num_virtual_stages_per_pipeline_rank
@@ -102,6 +107,27 @@ def _check_pipeline(args: Namespace) -> None:
     uneven += ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     if not any(getattr(args, dest) for dest in uneven):
         divides(args, "num_layers", pp * (virtual or 1), "pipeline parallel size" + " x virtual stages" * bool(virtual))
+
+
+def _read_layout(args: Namespace) -> None:
+    """Take the number of virtual stages from --pipeline-model-parallel-layout."""
+    pp, text = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    try:
+        layout = PipelineParallelLayerLayout(text, pp)
+    except (AssertionError, KeyError, ValueError) as error:
+        raise GrpoError(f"--pipeline-model-parallel-layout {text}: {error}") from error
+    virtual = layout.virtual_pipeline_model_parallel_size
+    if args.num_virtual_stages_per_pipeline_rank not in (None, virtual):
+        raise GrpoError(
+            f"--pipeline-model-parallel-layout {text} has {virtual} virtual stages on each of {pp} pipeline ranks, "
+            f"--num-virtual-stages-per-pipeline-rank says {args.num_virtual_stages_per_pipeline_rank}: leave it out"
+        )
+    args.num_virtual_stages_per_pipeline_rank = virtual
+    if any(LayerType.mtp in stage for rank in layout.layout for stage in rank if LayerType.loss not in stage):
+        raise GrpoError(
+            f"--pipeline-model-parallel-layout {text}: multi-token-prediction layers (m) must stand on the stage of "
+            "the head (L), which uses their outputs"
+        )
 
 
 def _check_context_parallelism(args: Namespace) -> None:

@@ -16,6 +16,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
 from megatron_grpo import fused_adam
@@ -117,6 +118,7 @@ class UpdateReport:
     maxima: dict[str, float]
     grad_norm: float
     learning_rate: float
+    balance_loss: float | None = None  # of a mixture of experts' routers
 
     def metrics(self) -> dict[str, float]:
         """The report under the names of ``metrics.METRICS``: sums over tokens become means."""
@@ -136,6 +138,8 @@ class UpdateReport:
                 "mismatch/mean_abs": self.sums["mismatch"] / compared,
                 "mismatch/max_abs": self.maxima["mismatch/max"],
             }
+        if self.balance_loss is not None:
+            row["moe/balance_loss"] = self.balance_loss
         return row
 
 
@@ -197,7 +201,25 @@ def train_step(
     if updated:
         scheduler.step(increment=1)
     sums, maxima = _reduce_reports(reports, report_names)
-    return UpdateReport(sums, maxima, float(grad_norm or 0.0), learning_rate)
+    balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
+    return UpdateReport(sums, maxima, float(grad_norm or 0.0), learning_rate, balance_loss)
+
+
+def _balance_loss(config, num_microbatches: int) -> float | None:
+    """The routers' load-balancing loss, mean over layers and micro-batches; None where it is switched off."""
+    coefficients = config.moe_aux_loss_coeff
+    if config.num_moe_experts is None or not np.any(coefficients):
+        return None
+    dp = parallel_state.get_data_parallel_world_size()
+    total = torch.zeros((), device=device())
+    for name, tracked in get_moe_layer_wise_logging_tracker().items():
+        if name.endswith("load_balancing_loss"):  # each rank has its share, of all ranks or of its data-parallel rank
+            total += tracked["values"].sum() * (dp if tracked["reduce_group_has_dp"] else 1)
+    clear_aux_losses_tracker()
+    dist.all_reduce(total)
+    frequency = config.moe_layer_freq
+    layers = sum(frequency) if isinstance(frequency, list) else -(-config.num_layers // frequency)
+    return total.item() / dp / layers / num_microbatches
 
 
 @torch.no_grad()

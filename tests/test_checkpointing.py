@@ -214,30 +214,37 @@ def test_megatron_lms_own_checkpoints_are_found(tmp_path):
 # ---- with megatron-core, on one and on two ranks: the tests below start tests/checkpoint_worker.py
 
 
-def launch(ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    worker = ROOT / "tests" / "checkpoint_worker.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(worker), *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return "\n" + done.stdout
+WORKER = "tests/checkpoint_worker.py"
 
 
 @pytest.mark.distributed
-def test_state_survives_every_change_of_layout_bit_for_bit(tmp_path):
-    out = launch(2, "reshard", tmp_path)
-    for layout in ("TP2 again", "TP2 SP", "DP2", "PP2", "PP2 without the distributed optimizer"):
-        assert out.count(f"\n{layout}: all tensors equal") == 2  # one line from each rank
-    assert out.count("random states are seeded anew") == 3
-    out = launch(1, "one_rank", tmp_path)
+def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "reshard", tmp_path).stdout
+    for layout in ("TP2 again", "TP2 SP", "DP2"):
+        assert out.count(f"{layout}: all tensors equal\n") == 2, out  # one line from each rank
+    assert out.count("random states are seeded anew") == 1
+    out = torchrun(1, WORKER, "one_rank", tmp_path).stdout
     assert out.count("one rank: all tensors equal") == 1
 
 
 @pytest.mark.distributed
-def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path):
-    out = launch(2, "refuse", tmp_path)
+@pytest.mark.parametrize(
+    ("ranks", "cases", "done"),
+    [
+        (2, "chains,resumed", {"all tensors equal": 26, "resumed in": 2}),
+        (4, "chains,random_states", {"all tensors equal": 5, "random states restored": 3}),
+    ],
+)
+def test_checkpoints_move_between_all_layouts(tmp_path, torchrun, ranks, cases, done):
+    """Weights, float32 copies and moments stay the same bit for bit and are those of plain torch; runs go on alike."""
+    out = torchrun(ranks, WORKER, cases, tmp_path).stdout
+    for line, count in done.items():
+        assert out.count(line) == count * ranks, out
+
+
+@pytest.mark.distributed
+def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "refuse", tmp_path).stdout
     for message in (
         r"is of another architecture: num_layers is 4 there and 2 here; hidden_size is 32 there and 64 here",
         r"vocab_size is 100 there and 99 here",
@@ -248,6 +255,8 @@ def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path):
         r"does not hold decoder\.\S*[kq]_layernorm\S* \(and 1 more that this model has\)",
         r"checkpoint \S+ cannot be loaded: .*shape mismatch.*linear_fc1.weight",
         r"checkpoint files: .*Not a directory",
+        r"has the distributed optimizer's state as dp_reshardable, .* or start Adam anew with --no-load-optim",
+        r"does not hold optimizer\.\S*mtp\S* \(and \d+ more of the optimizer's\): the run that wrote it did not train",
     ):
         lines = re.findall(rf"^refused on rank (\d): .*{message}", out, re.MULTILINE)
         assert sorted(lines) == ["0", "1"], f"{message}\n{out}"

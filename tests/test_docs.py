@@ -11,8 +11,10 @@ from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/correctness.md"]
+DOCUMENTS += ["docs/parallelism.md"]
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
+OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -75,7 +75,7 @@ FAMILIES = {
 }
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 UNTIED = "--untie-embeddings-and-output-weights"
-# (family, layout); those of every world size at least 4
+# (family, layout on 4 ranks)
 LAYOUTS = [
     ("dense", f"{TP} 2 {PP} 2"),
     ("dense", f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 {UNTIED} --bf16"),
@@ -83,6 +83,7 @@ LAYOUTS = [
     ("dense", f"{PP} 2 --decoder-first-pipeline-num-layers 1 --context-parallel-size 2"),
     ("moe", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1 {UNTIED}"),
     ("moe", f"{TP} 2 --sequence-parallel {EP} 2 {PP} 1 --moe-grouped-gemm"),
+    ("moe", f"{TP} 2 --sequence-parallel --expert-tensor-parallel-size 1"),
     ("moe", f"{EP} 4 --moe-layer-freq 2"),
     ("moe", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
     ("mla", f"{TP} 2 {PP} 2 --sequence-parallel --decoder-last-pipeline-num-layers 2 {UNTIED}"),

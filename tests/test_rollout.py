@@ -12,14 +12,19 @@ from sharp_model import make_sharp_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 STOP_WORDS = ["5", "9"]
+TWO = ["--vllm-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"]
 LAYOUTS = {
-    "an engine a rank": ["--stop-words", *STOP_WORDS],
-    "an engine over two ranks": ["--vllm-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"],
+    "an engine a rank": ("qwen3", ["--stop-words", *STOP_WORDS]),
+    "an engine over two ranks": ("qwen3", TWO),
+    "latent attention and experts": ("deepseek_v3", [*TWO, "--sequence-parallel"]),
 }
+SIZES = """--tokenizer bytes --steps 0 --quiet --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32
+    --max-position-embeddings 512""".split()  # experts have 24 channels: vLLM on a CPU pads them to a multiple of 32
 TOLERANCE = 1e-5  # nats, mean over tokens
 
 
@@ -44,17 +49,24 @@ class Results:
         return float(gap.mean())
 
 
-@pytest.fixture(scope="module")
-def model(tiny_models, tmp_path_factory):
-    """A Hugging Face directory."""
-    return make_sharp_model(tiny_models["qwen3"], tmp_path_factory.mktemp("rollout") / "model")
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
-def results(request, model, tmp_path_factory):
+def layout(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(layout, tmp_path_factory):
+    """A Hugging Face directory."""
+    directory = tmp_path_factory.mktemp("rollout")
+    make(build_parser().parse_args(["--save", str(directory / "random"), "--shape", LAYOUTS[layout][0], *SIZES]))
+    return make_sharp_model(directory / "random", directory / "model")
+
+
+@pytest.fixture(scope="module")
+def results(layout, model, tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
-    run_torchrun(2, "tests/rollout_worker.py", out, "--load-hf", model, *LAYOUTS[request.param])
-    return Results(out, request.param)
+    run_torchrun(2, "tests/rollout_worker.py", out, "--load-hf", model, *LAYOUTS[layout][1])
+    return Results(out, layout)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +150,7 @@ def test_every_rank_has_the_whole_batch_in_one_order(results, by_transformers):
 
 
 def test_rewards_belong_to_their_completions(results):
-    for name in ("first", "greedy", "stop words") if "--stop-words" in LAYOUTS[results.layout] else ("first", "greedy"):
+    for name in ("first", "greedy") + ("stop words",) * ("--stop-words" in LAYOUTS[results.layout][1]):
         batch = results.batch(name)
         assert batch.rewards.tolist() == np.stack([batch.completion_lengths, batch.row_ids], 1).tolist()
         assert results.facts[0][f"{name} failures"] == 0
@@ -194,7 +206,7 @@ def test_greedy_completions_are_transformers(results, by_transformers):
 
 
 def test_stop_words(results, by_transformers):
-    if "--stop-words" not in LAYOUTS[results.layout]:
+    if "--stop-words" not in LAYOUTS[results.layout][1]:
         assert not (results.directory / "stop words.0.npz").exists()
         return
     batch, whole = results.batch("stop words"), completions(results.batch("greedy"))

@@ -69,6 +69,7 @@ def vllm_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos:
         enforce_eager=True,
         use_tqdm_on_load=False,
         seed=0,
+        **({} if torch.cuda.is_available() else ON_CPU),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=[eos], detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)

@@ -10,8 +10,8 @@ VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and
 
 Without torchrun the tool starts one itself for each world size and tries all its layouts inside, since starting ranks
 takes longer than the updates. Every layout is compared with the first: a single process, where the model fits into one.
-Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to --tolerance. The exit
-status is 0 if they do, 1 if one differs or fails.
+Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to --tolerance; in float32
+KL, entropy, clip fractions and the largest ratio as well. The exit status is 0 if they do, 1 if one differs or fails.
 """
 
 import argparse
@@ -196,10 +196,14 @@ def perturbations(total: int) -> np.ndarray:
 
 
 def made_up(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor that depends on its Hugging Face name alone, so that it is the same in every layout."""
+    """A tensor that depends on its Hugging Face name alone, so that it is the same in every layout.
+
+    Its scale gives logits of standard deviation 0.4 at any width: of a sharper model rounding would show more than
+    mistakes do.
+    """
     generator = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator, device=device())
-    return 1 + 0.1 * values if "norm" in name else 0.05 * values
+    return 1 + 0.1 * values if "norm" in name else 0.4 * values / shape[-1] ** 0.5
 
 
 def fill_with_made_up(model, args) -> None:
@@ -262,6 +266,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     peak = torch.tensor(peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
+    result["float32"] = not (args.bf16 or args.fp16)
     weights, gaps = {}, {}
     writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
     with training.parameters_complete(args, model):
@@ -280,6 +285,9 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
     parallel_state.destroy_model_parallel()
     RouterReplay.clear_global_router_replay_instances()
+    for module in (module for chunk in model for module in chunk.modules()):
+        if hasattr(module, "token_dispatcher"):  # holds the last pass's graph, which Python's collector cannot see into
+            del module.token_dispatcher
     del model
     gc.collect()
     return result
@@ -306,7 +314,7 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     if "error" in result:
         return f"FAILED: {result['error']}"
     for number, (row, want) in enumerate(zip(result["updates"], first["updates"], strict=True), start=1):
-        for key in COMPARED:
+        for key in COMPARED[: None if result["float32"] else 2]:
             gap = abs(row[key] - want[key])
             if not gap <= tolerance * max(abs(want[key]), 1e-2):
                 return f"DIFFERS: {key} of update {number} by {gap / max(abs(want[key]), 1e-2):.1e}"
@@ -340,7 +348,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N combinations drawn at random")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --random [0]")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="of these two [1 2]")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference [1e-5, for float32]")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="largest difference [1e-5; 16-bit numbers 2e-2]")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by this tool: no table
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and the reference weights [a temporary one]")
     options, flags = parser.parse_known_args()
@@ -369,6 +377,8 @@ def main() -> int:
         for world, group in itertools.groupby(layouts, world_size_of):
             launch(world, list(group), flags, options.out)
     results = [json.loads(line) for line in (options.out / "results.jsonl").read_text().splitlines()]
+    if options.tolerance is None:
+        options.tolerance = 1e-5 if results[0].get("float32", True) else 2e-2
     lines = table(results, options.tolerance)
     print("\n".join(lines))
     wrong = sum(not line.endswith("| same |") for line in lines[2:])

@@ -3,6 +3,7 @@
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -54,8 +55,6 @@ def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int
     """The layers of this pipeline stage (or virtual stage) and its final norm."""
     layers = _layers(config, transformer_impl)
     if config.pipeline_model_parallel_layout is not None:
-        from megatron.core.transformer.enums import LayerType
-
         mine = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
         layers = [layers[i] for i in mine]
     else:

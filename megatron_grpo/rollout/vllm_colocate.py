@@ -42,6 +42,8 @@ class VllmColocate:
         self._version = 0
         self._eos_id = eos_id
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
+        # Without it vLLM also stops at the one that transformers gives the family (DeepSeek 1, Llama 2).
+        hf_config = {**hf_config, "eos_token_id": eos_id}
         with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
@@ -111,7 +113,17 @@ class VllmColocate:
 
 def _load_weights(worker, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     # Not model.load_weights: this also redoes what vLLM made of the weights after loading (packing on a CPU).
-    worker.model_runner.reload_weights(weights_iterator=weights)
+    runner = worker.model_runner
+    if not torch.cuda.is_available():
+        # The CPU build (0.32) packs experts together with making their kernel, so only once: after a reload the kernel
+        # would take plain weights for packed ones. Without a kernel it does both again. GPU builds (0.26) have nothing
+        # in the kernel, and arrange the weights at every load.
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+        for module in runner.model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
+    runner.reload_weights(weights_iterator=weights)
 
 
 def _build(args, directory: str):
@@ -119,20 +131,7 @@ def _build(args, directory: str):
 
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
-    if not torch.cuda.is_available():  # on a CPU vLLM itself finds out in the middle of the first rollout
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if args.kv_channels not in sizes:
-            raise GrpoError(
-                f"--kv-channels is {args.kv_channels}, but vLLM on a CPU has attention for heads of "
-                f"{', '.join(map(str, sizes))} channels only: take a model with such heads, or a GPU"
-            )
-        if args.router_replay_mode == "R3":
-            raise GrpoError(
-                "--router-replay-mode R3: vLLM on a CPU does not tell which experts it chose (that is for its model "
-                "runner V2, which needs Triton): give R2, or take a GPU"
-            )
+    on_a_cpu = _options_for_a_cpu(args) if not torch.cuda.is_available() else {}
     try:
         return LLM(
             model=directory,
@@ -152,9 +151,42 @@ def _build(args, directory: str):
             logprobs_mode="processed_logprobs",
             seed=args.seed,
             disable_log_stats=True,
+            **on_a_cpu,
         )
     except (ValueError, RuntimeError, AssertionError) as error:
         raise GrpoError(f"vLLM could not be started: {error}. The --vllm-* flags and config.json decide.") from error
+
+
+def _options_for_a_cpu(args) -> dict:
+    """What vLLM needs to be told on a CPU; GrpoError for what it has not, which it finds out in the first rollout."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if args.router_replay_mode == "R3":
+        raise GrpoError(
+            "--router-replay-mode R3: vLLM on a CPU does not tell which experts it chose (that is for its model "
+            "runner V2, which needs Triton): give R2, or take a GPU"
+        )
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    flags = "--qk-head-dim + --qk-pos-emb-head-dim" if args.multi_latent_attention else "--kv-channels"
+    channels = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
+    if channels not in sizes:
+        raise GrpoError(
+            f"{flags} is {channels}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
+            "channels only: take a model with such heads, or a GPU"
+        )
+    if args.num_experts and args.hidden_size % 32:
+        raise GrpoError(
+            f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: take a "
+            "model with such a size, or a GPU"
+        )
+    if not args.multi_latent_attention:
+        return {}
+    # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
+    # caching: expand keys and values before attention, as transformers does.
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    # Its rotary kernel takes [tokens, heads * channels]; of latent attention's [tokens, heads, channels] it turns the
+    # wrong rows. Switched off, torch's operators do it.
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _sampling_params(sampling: Sampling, eos_id: int):
