@@ -152,7 +152,8 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray) -> list[Pa
     cp_size = parallel_state.get_context_parallel_world_size()
     lengths = padded_lengths(batch.lengths[completions], cp_size)
     ranks = schedule(
-        lengths,
+        # Without a budget packs are the same in every layout, as the routers' auxiliary losses of a pack then are.
+        lengths if args.max_tokens_per_microbatch else batch.lengths[completions],
         parallel_state.get_data_parallel_world_size(),
         micro_batch_size=None if args.max_tokens_per_microbatch else args.micro_batch_size,
         max_tokens=args.max_tokens_per_microbatch,

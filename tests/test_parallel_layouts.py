@@ -22,6 +22,7 @@ ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attent
  --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"""
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-dtype fp32"
 MOE = f"{ATTENTION} --model-family qwen3_moe --group-query-attention --num-query-groups 2 --kv-channels 32 {EXPERTS}"
+BALANCED = f"{MOE} --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
 LATENT = f"""{ATTENTION} --model-family deepseek_v3 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16
  --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --rotary-scaling-factor 4
  --original-max-position-embeddings 128 {EXPERTS} --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid
@@ -74,6 +75,7 @@ LAYOUTS = {
         f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
         f"PP2 EP2: {BUDGET} --moe-token-dispatcher-type allgather",
     ],
+    "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
     "latent": [
         f"TP1: {BUDGET}",
         f"TP2 SP: {BUDGET}",
@@ -107,10 +109,12 @@ def test_dense_layouts_agree(dense):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["moe", "latent"])
+@pytest.mark.parametrize("model", ["moe", "balanced", "latent"])
 def test_layouts_of_experts_agree(model):
-    """Mixture of experts; latent attention with shared experts, balanced by a bias, and multi-token prediction."""
-    run = check({"moe": MOE, "latent": LATENT}[model], "--layouts", *LAYOUTS[model])
+    """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
+    balanced by a bias, and multi-token prediction.
+    """
+    run = check({"moe": MOE, "balanced": BALANCED, "latent": LATENT}[model], "--layouts", *LAYOUTS[model])
     assert run.returncode == 0, run.stdout + run.stderr
 
 
