@@ -32,6 +32,9 @@ from transformers.utils import logging as transformers_logging
 from megatron_grpo.data.prompts import parse_prompt, read_rows
 from megatron_grpo.errors import GrpoError
 
+# vLLM's CPU kernel turns the wrong rows of latent attention's three-dimensional queries; torch's own does not.
+ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
 
 def transformers_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
     """Greedy completions without their end, by transformers; prompts of one length go together, without padding."""

@@ -71,7 +71,7 @@ def family_sizes(args: argparse.Namespace) -> dict:
             "qk_nope_head_dim": args.kv_channels,
             "v_head_dim": args.kv_channels,
             "q_lora_rank": args.hidden_size // 2,
-            "kv_lora_rank": 512,  # with the next, DeepSeek's own: vLLM's CPU kernel has no other sizes
+            "kv_lora_rank": 512,  # with the next, DeepSeek's own sizes: plain vLLM's CPU kernel has no others
             "qk_rope_head_dim": 64,
             "first_k_dense_replace": 1,
             "n_routed_experts": 8,
