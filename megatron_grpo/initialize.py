@@ -84,11 +84,15 @@ def banner(args) -> str:
     # The PyPI package called apex is another thing; NVIDIA's has this module.
     apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
-    layout = (
-        f"{dist.get_world_size()} ranks = TP {args.tensor_model_parallel_size} "
-        f"x PP {args.pipeline_model_parallel_size} x DP {parallel_state.get_data_parallel_world_size()}"
-        f"{', sequence parallel' if args.sequence_parallel else ''}; engine TP {args.vllm_tensor_parallel_size}"
-    )
+    sizes = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
+    sizes += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
+    layout = f"{dist.get_world_size()} ranks = {' x '.join(sizes)} x DP {args.data_parallel_size}"
+    layout += ", sequence parallel" * args.sequence_parallel
+    if args.num_virtual_stages_per_pipeline_rank:
+        layout += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
+    if args.num_experts:
+        layout += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
+    layout += f"; engine TP {args.vllm_tensor_parallel_size}"
     return (
         f"megatron-grpo on {where}: torch {torch.__version__}, megatron-core {version('megatron-core')}, vLLM {vllm}, "
         f"transformers {version('transformers')}\n"

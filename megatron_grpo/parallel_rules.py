@@ -44,6 +44,8 @@ def check_parallelism(args: Namespace) -> None:
         for dest in NEED_TRANSFORMER_ENGINE:
             if getattr(args, dest):
                 raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
+        if "moe_act" in (args.recompute_modules or []):
+            raise GrpoError("--recompute-modules moe_act needs --transformer-impl transformer_engine; moe does not")
     backends = ("auto", "local") if args.transformer_impl == "local" else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
