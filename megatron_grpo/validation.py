@@ -24,6 +24,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.metrics import check_wandb
 from megatron_grpo.parallel_rules import check_heads, check_parallelism
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
+from megatron_grpo.weights import families
 
 # What describes a model; a checkpoint's stored arguments and a translated config.json both have these.
 ARCHITECTURE = (
@@ -96,12 +97,15 @@ def merge_architecture(args: Namespace, source: Mapping[str, Any], source_name: 
     A flag that was given must agree: else GrpoError names the flag, both values and the source.
     """
     for dest in ARCHITECTURE:
-        value = source.get(dest)
-        if value is None:
+        if dest not in source:
             continue
-        if dest in args.explicit and getattr(args, dest) != value:
+        value = source[dest]
+        given = getattr(args, dest) if dest in args.explicit else None
+        if value is None and not given:
+            continue
+        if given is not None and given != value:
             raise GrpoError(
-                f"{flag(dest)} is {getattr(args, dest)}, but {source_name} says {value}: leave the flag out, or load "
+                f"{flag(dest)} is {given}, but {source_name} says {value}: leave the flag out, or load "
                 "the weights that it describes"
             )
         setattr(args, dest, value)
@@ -119,6 +123,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     args.steps_per_generation, args.updates_per_rollout = sizes.steps_per_generation, sizes.updates_per_rollout
     _check_model(args)
     check_parallelism(args)
+    families.for_args(args).hf_from_args(args)  # refuses what no member of the family has
     _check_lengths(args)
     _check_data(args)
     _check_rollout(args, world_size)

@@ -165,6 +165,7 @@ REFUSED = {
     "--expert-model-parallel-size 2": "--expert-model-parallel-size needs --num-experts",
     "--moe-router-topk 4": "--moe-router-topk needs --num-experts",
     "--router-replay-mode R2": "--router-replay-mode needs --num-experts",
+    "--num-experts 8": "model family qwen3 has num_experts = None, but the arguments say 8",
     f"{MOE} --expert-model-parallel-size 3": "--num-experts (8) must be divisible by expert parallel size (3)",
     f"{MOE} --moe-ffn-hidden-size 90 --expert-tensor-parallel-size 4": "--moe-ffn-hidden-size (90) must be divisible",
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
