@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import check_parallel
 from megatron.core import dist_checkpointing, parallel_state
-from parallel_layouts import COMMON, perturbations, rollout
 
 import pretrain_grpo
 from megatron_grpo import checkpoint_directory, checkpointing, offload, training
@@ -39,7 +41,7 @@ CASES = {
 
 def build(name: str, hf_dir: str, save: Path):
     """Arguments, the model with its optimizer and schedule, and a made-up rollout."""
-    args = parse_args(f"{COMMON} --micro-batch-size 4 --save {save} {CASES[name]}".split())
+    args = parse_args([*check_parallel.COMMON, *f"--micro-batch-size 4 --save {save} {CASES[name]}".split()])
     config = hf.read_config(hf_dir)
     merge_architecture(args, families.for_hf_config(config).args_from_hf(config), hf_dir)
     validate_args(args, int(os.environ["WORLD_SIZE"]))
@@ -51,9 +53,10 @@ def build(name: str, hf_dir: str, save: Path):
         for parameter_name, parameter in model[0].named_parameters():
             parameter.allreduce = "mlp" not in parameter_name
     model, optimizer, scheduler = training.setup_optimizer(args, model)
-    batch = rollout(args.vocab_size)
+    batch = check_parallel.rollout(args)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
-    batch.old_log_probs = pretrain_grpo.log_probs(args, trainer, batch) + perturbations(len(batch.tokens))[0]
+    noise = check_parallel.perturbations(len(batch.tokens))[0]
+    batch.old_log_probs = pretrain_grpo.log_probs(args, trainer, batch) + noise
     batch.ref_log_probs = batch.old_log_probs
     return args, trainer, batch
 

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -118,7 +119,8 @@ def dry_run(name: str) -> tuple[str, float]:
     """The report of a script, and the seconds it took."""
     start = time.monotonic()
     command = ["bash", f"examples/grpo/{name}.sh"]
-    done = subprocess.run(command, cwd=REPO, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True)
+    environment = os.environ | {"DRY_RUN": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout, time.monotonic() - start
 

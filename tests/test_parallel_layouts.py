@@ -1,6 +1,7 @@
 """Loss, gradient norm and weights after two updates do not depend on the layout, the micro-batches or the packing."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -88,9 +89,10 @@ TOLERANCE = 1e-5
 
 
 def check(flags: str, *options) -> subprocess.CompletedProcess:
-    """Run the tool as a user would."""
+    """Run the tool as a user would, outside of any torchrun that another test has imitated."""
     command = [sys.executable, "tools/check_parallel.py", *flags.split(), *map(str, options)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="session")
