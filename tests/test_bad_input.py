@@ -85,8 +85,9 @@ def launch(script, words, world_size=1):
 
 
 def files(root):
-    """Every file under a directory with a digest of its content."""
-    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(root).rglob("*") if path.is_file()}
+    """Every file under a directory with a digest of its content; Python's own cache of a plugin aside."""
+    files = (path for path in Path(root).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="session")
