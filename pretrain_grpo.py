@@ -42,11 +42,14 @@ from megatron_grpo.weights.stream import stream_hf
 REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "ratio/max")
 REPORT += ("mismatch_tokens", "mismatch", "mismatch/max")
 
+# What only the host reads of a pack.
+ON_HOST = ("indices", "source", "cu_seqlens", "token_index")
+
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
     """The next micro-batch: the pack itself (on the host), and its arrays as tensors on the device."""
     pack = next(data_iterator)
-    arrays = {name: value for name, value in vars(pack).items() if isinstance(value, np.ndarray)}
+    arrays = {name: a for name, a in vars(pack).items() if isinstance(a, np.ndarray) and name not in ON_HOST}
     return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
 
 
@@ -125,7 +128,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     asked.
     """
     metrics = {}
-    with trainer.timers("eval"):
+    with trainer.timers("eval"), trainer.on_host():
         for kind, sampling, num_generations in trainer.eval_samplings:
             batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
@@ -141,7 +144,9 @@ def train(args, trainer: Trainer) -> None:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        batch = trainer.collect(trainer.next_prompts(), args.num_generations, trainer.sampling, trainer.rollout_seed())
+        prompts = trainer.next_prompts()
+        with trainer.on_host():
+            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, trainer.rollout_seed())
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         groups = group_advantages(rewards, batch.group_ids, args.scale_rewards)
         batch.advantages = groups.advantages

@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
+from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
 # or more values; a tuple of strings for a choice. Brackets in a help text: what it is when it is not given.
 Row = tuple[str, Any, Any, str]
 
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 REPLAY = ("disabled", "R2", "R3")
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
 
@@ -44,7 +44,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
     ),
     "model": (
-        ("--model-family", FAMILIES, None, "names and layout of the weights [--load-hf's]"),
+        ("--model-family", tuple(FAMILIES), None, "names and layout of the weights [--load-hf's]"),
         ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
         ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
         ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_grpo import checkpoint_directory, checkpoint_optimizer
 from megatron_grpo.arguments import args_to_json
 from megatron_grpo.checkpoint_directory import latest_iteration, read_checkpoint_args
+from megatron_grpo.core_flags import core_flags
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import print_rank_0, set_random_seed
 
@@ -52,30 +53,13 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-# Arguments that decide which weights there are, and where the built model has them.
-ARCHITECTURE = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_query_groups",
-    "kv_channels": "kv_channels",
-    "swiglu": "gated_linear_unit",
-    "normalization": "normalization",
-    "qk_layernorm": "qk_layernorm",
-    "add_bias_linear": "add_bias_linear",
-    "add_qkv_bias": "add_qkv_bias",
-    "num_experts": "num_moe_experts",
-    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
-    "moe_router_topk": "moe_router_topk",
-    "moe_router_score_function": "moe_router_score_function",
-    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    "multi_latent_attention": "multi_latent_attention",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "v_head_dim": "v_head_dim",
-    "mtp_num_layers": "mtp_num_layers",
-}
+# Arguments that decide which weights there are; the built model's configuration has them too.
+ARCHITECTURE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels swiglu normalization "
+    "qk_layernorm add_bias_linear add_qkv_bias num_experts moe_ffn_hidden_size moe_router_topk "
+    "moe_router_score_function moe_shared_expert_intermediate_size multi_latent_attention q_lora_rank kv_lora_rank "
+    "v_head_dim mtp_num_layers"
+).split()
 
 
 def save_checkpoint(args, iteration: int, model_chunks, optimizer, opt_param_scheduler, extra_state: dict) -> None:
@@ -246,7 +230,8 @@ def _check_architecture(directory: Path, model_chunks) -> None:
     file = directory / checkpoint_directory.ARGS
     stored = checkpoint_directory.read_json(file) if file.exists() else {}
     model = unwrap_model(model_chunks)[0]
-    built = {name: getattr(model.config, field, None) for name, field in ARCHITECTURE.items()}
+    fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
+    built = {name: getattr(model.config, field, None) for name, field in fields.items()}
     built["vocab_size"] = getattr(model, "vocab_size_without_padding", None)
     built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
     different = [

@@ -89,10 +89,9 @@ class Trainer:
         """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a
         function.
         """
-        with self.on_host():
-            batch, self.reward_failures = collect_rollout(
-                self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
-            )
+        batch, self.reward_failures = collect_rollout(
+            self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers
+        )
         for failure in self.scorer.failures if self.scorer is not None else []:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)

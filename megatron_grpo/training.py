@@ -22,11 +22,13 @@ from megatron.core.utils import get_model_config
 from megatron_grpo import fused_adam
 from megatron_grpo.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import Pack, RolloutBatch, padded_lengths, sequence_multiple
+from megatron_grpo.data.batch import Pack, RolloutBatch
 from megatron_grpo.data.schedule import attention_coefficient, schedule
+from megatron_grpo.data.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.initialize import host_group
 from megatron_grpo.models import router_replay
 from megatron_grpo.weights.families.common import query_groups
+from megatron_grpo.weights.families.moe import moe_layers
 
 Model = list[torch.nn.Module]
 
@@ -218,9 +220,7 @@ def _balance_loss(config, num_microbatches: int) -> float | None:
             total += tracked["values"].sum() * (dp if tracked["reduce_group_has_dp"] else 1)
     clear_aux_losses_tracker()
     dist.all_reduce(total)
-    frequency = config.moe_layer_freq
-    layers = sum(frequency) if isinstance(frequency, list) else -(-config.num_layers // frequency)
-    return total.item() / dp / layers / num_microbatches
+    return total.item() / dp / sum(moe_layers(config)) / num_microbatches
 
 
 @torch.no_grad()

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from megatron_grpo.arguments import (
-    FAMILIES,
     ddp_config_from_args,
     optimizer_config_from_args,
     transformer_config_from_args,
 )
 from megatron_grpo.batch_arithmetic import batch_arithmetic
-from megatron_grpo.data.batch import padded_lengths
+from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.metrics import check_wandb
 from megatron_grpo.parallel_rules import check_heads, check_parallelism
@@ -38,7 +37,7 @@ ARCHITECTURE = (
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mtp_num_layers"
 ).split()
 
-_FAMILIES = "the model families here (" + ", ".join(FAMILIES) + ")"
+_FAMILIES = "the model families here (" + ", ".join(families.FAMILIES) + ")"
 _ENGINE = "the engine does not, and its log-probabilities must be the trainer's: leave it out"
 
 # What must have one of a few values: (attributes, values, reason and cure).

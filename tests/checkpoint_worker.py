@@ -20,8 +20,9 @@ import check_parallel
 import numpy as np
 import torch
 import torch.distributed as dist
+from made_up import fill as fill_with
+from made_up import off_policy, rollout
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.transformer.moe.router_replay import RouterReplay
 
 import pretrain_grpo
 from megatron_grpo import checkpoint_directory, checkpointing, training
@@ -30,7 +31,6 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.validation import validate_args
-from megatron_grpo.weights import mapping
 from megatron_grpo.weights.stream import stream_hf
 
 MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -218,14 +218,7 @@ def made_up(name, kind, shape):
 
 def fill(model, args, kind):
     """Give the model's parameters what is made up; each rank takes its part."""
-    weights = mapping.table(args)
-    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
-
-    def read(name, axis, start, stop):
-        return made_up(name, kind, shapes[name]).narrow(axis, start, stop - start)
-
-    for weight, tensor in mapping.local_weights(model, weights):
-        weight.fill(tensor, *mapping.tensor_parallel(weight), read)
+    fill_with(model, args, lambda name, shape: made_up(name, kind, shape))
 
 
 def made_up_update(args, model, optimizer, scheduler, step):
@@ -278,7 +271,6 @@ def enter(flags, layout):
     validate_args(args, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-    RouterReplay.clear_global_router_replay_instances()
     initialize_distributed(args)
     set_random_seed(1)
     return args, training.build_model(args, model_provider)
@@ -327,9 +319,8 @@ def resumed(root):
             trainer = SimpleNamespace(**dict(zip(PARTS, training.setup_optimizer(args, model), strict=True)))
             first, second = np.split(np.arange(8), 2)
             if place == layout:
-                batch = check_parallel.rollout(args)
-                before = pretrain_grpo.log_probs(args, trainer, batch)
-                batch.old_log_probs, batch.ref_log_probs = before + check_parallel.perturbations(len(batch.tokens))
+                batch = rollout(args)
+                off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
                 with training.parameters_complete(args, trainer.model):
                     checkpointing.save_checkpoint(args, 1, *vars(trainer).values(), {})

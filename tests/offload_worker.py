@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-import check_parallel
+import made_up
 from megatron.core import dist_checkpointing, parallel_state
 
 import pretrain_grpo
 from megatron_grpo import checkpoint_directory, checkpointing, offload, training
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.initialize import host_group, initialize_distributed, set_random_seed
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.validation import merge_architecture, validate_args
-from megatron_grpo.weights import families, hf
+from megatron_grpo.weights import hf
 
 DISTRIBUTED = "--use-distributed-optimizer"
 CASES = {
@@ -41,10 +39,8 @@ CASES = {
 
 def build(name: str, hf_dir: str, save: Path):
     """Arguments, the model with its optimizer and schedule, and a made-up rollout."""
-    args = parse_args([*check_parallel.COMMON, *f"--micro-batch-size 4 --save {save} {CASES[name]}".split()])
-    config = hf.read_config(hf_dir)
-    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), hf_dir)
-    validate_args(args, int(os.environ["WORLD_SIZE"]))
+    flags = f"--load-hf {hf_dir} --micro-batch-size 4 --save {save} {CASES[name]}"
+    args = made_up.parse(flags.split(), int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
     model = training.build_model(args, model_provider)
@@ -53,11 +49,9 @@ def build(name: str, hf_dir: str, save: Path):
         for parameter_name, parameter in model[0].named_parameters():
             parameter.allreduce = "mlp" not in parameter_name
     model, optimizer, scheduler = training.setup_optimizer(args, model)
-    batch = check_parallel.rollout(args)
+    batch = made_up.rollout(args)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
-    noise = check_parallel.perturbations(len(batch.tokens))[0]
-    batch.old_log_probs = pretrain_grpo.log_probs(args, trainer, batch) + noise
-    batch.ref_log_probs = batch.old_log_probs
+    made_up.off_policy(args, trainer, batch)
     return args, trainer, batch
 
 

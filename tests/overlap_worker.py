@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint_worker
+import made_up
 import numpy as np
 import torch
-from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, check_parallel, enter, fill, say
+from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
 
 import pretrain_grpo
 from megatron_grpo import training
@@ -49,7 +50,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
         pretrain_grpo.sync(args, trainer)
         found[name] = trainer.engine.weights
 
-    batch = check_parallel.rollout(args)
+    batch = made_up.rollout(args)
     batch.old_log_probs = batch.ref_log_probs = pretrain_grpo.log_probs(args, trainer, batch)
     first, second = np.split(np.arange(batch.num_completions), 2)
     pretrain_grpo.update(args, trainer, batch, first)

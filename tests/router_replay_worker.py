@@ -9,11 +9,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-import check_parallel
+import made_up
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -22,10 +21,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
-from megatron_grpo import training
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.initialize import initialize_distributed, run
 from megatron_grpo.models import router_replay
-from megatron_grpo.models.gpt import model_provider
 
 EXPERTS, TOPK, MOE_LAYERS = 8, 2, 3
 MODEL = f"""--model-family qwen3_moe --num-layers 4 --moe-layer-freq [1,0,1,1] --num-experts {EXPERTS}
@@ -34,15 +31,6 @@ MODEL = f"""--model-family qwen3_moe --num-layers 4 --moe-layer-freq [1,0,1,1] -
     --vocab-size 61 --make-vocab-size-divisible-by 1 --max-position-embeddings 64 --qk-layernorm --swiglu
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
     --moe-token-dispatcher-type alltoall""".split()
-
-
-def build(args) -> SimpleNamespace:
-    """A trainer of a model whose weights depend on their names alone."""
-    set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
-    check_parallel.fill_with_made_up(model, args)
-    model, optimizer, scheduler = training.setup_optimizer(args, model)
-    return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
 
 
 def routers(trainer) -> list[tuple[int, torch.nn.Module]]:
@@ -68,12 +56,11 @@ def made_up_experts(total: int) -> np.ndarray:
 
 def prepare(args, trainer):
     """A rollout with the old policy's log-probabilities, whose experts are to be replayed by routers that moved."""
-    batch = check_parallel.rollout(args)
+    batch = made_up.rollout(args)
     if args.router_replay_mode == "R3":
         batch.routed_experts = made_up_experts(len(batch.tokens))
     with router_replay.recording(args, trainer.model, batch):
-        before = pretrain_grpo.log_probs(args, trainer, batch)
-    batch.old_log_probs, batch.ref_log_probs = before + check_parallel.perturbations(len(batch.tokens))
+        made_up.off_policy(args, trainer, batch)
     move_routers(trainer)
     return batch
 
@@ -86,9 +73,9 @@ def main() -> None:
     out, world_size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     for case in sys.argv[2:]:
         name, _, flags = case.partition(":")
-        args = check_parallel.parse([*MODEL, "--micro-batch-size", "2", *flags.split()], world_size)
+        args = made_up.parse([*MODEL, "--micro-batch-size", "2", *flags.split()], world_size)
         initialize_distributed(args)
-        trainer = build(args)
+        trainer = made_up.trainer(args)
         batch = prepare(args, trainer)
         rows = [pretrain_grpo.update(args, trainer, batch, half) for half in halves(batch)]
         if dist.get_rank() == 0:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO / "tools"))
 import check_parallel
+import made_up
 
 BUDGET = "--max-tokens-per-microbatch 70"
 ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --normalization RMSNorm
@@ -155,8 +156,8 @@ def test_the_update_is_autograds(dense, tiny_models):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4, weight_decay=0.01)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad, name
-    batch = check_parallel.rollout(check_parallel.parse(["--load-hf", tiny_models["qwen3"]], 1))
-    noise = check_parallel.perturbations(len(batch.tokens))
+    batch = made_up.rollout(made_up.parse(["--load-hf", tiny_models["qwen3"]], 1))
+    noise = made_up.perturbations(len(batch.tokens))
 
     def log_probs(i):
         begin, end, prompt = batch.cu_seqlens[i], batch.cu_seqlens[i + 1], batch.prompt_lengths[i]

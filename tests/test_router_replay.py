@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import run_torchrun
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from router_replay_worker import EXPERTS, MODEL, TOPK, build, check_parallel, halves, move_routers, prepare, routers
+from router_replay_worker import EXPERTS, MODEL, TOPK, halves, made_up, move_routers, prepare, routers
 
 import pretrain_grpo
 from megatron_grpo import initialize, training
@@ -51,10 +51,10 @@ def one_rank(monkeypatch):
 
 def start(mode: str, *flags: str):
     """(arguments, trainer) of the toy model."""
-    args = check_parallel.parse([*MODEL, *PADDED, "--router-replay-mode", mode, *flags], 1)
+    args = made_up.parse([*MODEL, *PADDED, "--router-replay-mode", mode, *flags], 1)
     if not parallel_state.is_initialized():
         initialize.initialize_distributed(args)
-    return args, build(args)
+    return args, made_up.trainer(args)
 
 
 def probabilities(router, hidden, known: np.ndarray) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_a_pass_without_recorded_experts_routes_by_itself(one_rank):
 
 
 def test_multi_token_prediction_routes_by_itself(one_rank, monkeypatch):
-    monkeypatch.setattr(check_parallel, "fill_with_made_up", lambda model, args: None)  # the family's files have none
+    monkeypatch.setattr(made_up, "fill", lambda model, args: None)  # the family's files have none
     args, trainer = start("R2", "--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.1")
     batch = prepare(args, trainer)
     assert batch.routed_experts.shape[1] == 3

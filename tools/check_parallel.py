@@ -24,43 +24,22 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import numpy as np
+import made_up  # first: it finds the program, and prepares for machines without a GPU
 import torch
 import torch.distributed as dist
+from made_up import parse
+from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_grpo import cpu_backend
-
-cpu_backend.install()
-
-from megatron.core import parallel_state
-from megatron.core.transformer.moe.router_replay import RouterReplay
-
-import pretrain_grpo
 from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.validation import merge_architecture, validate_args
-from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.initialize import initialize_distributed
 from megatron_grpo.weights.stream import stream_hf
 
-# Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.
-COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
- --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf
- --adam-eps 1e-4 --temperature 0.8 --tokenizer-model unused --transformer-impl local""".split()
 PROGRESS = "  done with "
 COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "ratio/max", "mismatch/mean_abs")
 SIZES = {
@@ -74,7 +53,7 @@ SIZES = {
 
 
 def sizes_of(layout: str) -> dict[str, int]:
-    """{"TP": 2, ...} of a layout's name, every size that is not named being 1; ValueError for anything else in it."""
+    """{"TP": 2, ...} of a layout's name, 0 for a size that is not named; ValueError for anything else in it."""
     sizes = dict.fromkeys((*SIZES, "DP"), 0)
     for word in layout.partition(":")[0].split():
         name = word.rstrip("0123456789")
@@ -87,10 +66,10 @@ def sizes_of(layout: str) -> dict[str, int]:
 
 def world_size_of(layout: str) -> int:
     """How many ranks a layout needs: TP x PP x CP x DP, where DP, if not named, is what the experts need."""
-    sizes = {name: size or 1 for name, size in sizes_of(layout).items()}
-    etp = sizes_of(layout)["ETP"] or sizes["TP"]
-    dp = sizes_of(layout)["DP"] or -(-sizes["EP"] * etp // (sizes["TP"] * sizes["CP"]))
-    return sizes["TP"] * sizes["PP"] * sizes["CP"] * dp
+    named = sizes_of(layout)
+    tp, pp, cp, ep = (named[name] or 1 for name in ("TP", "PP", "CP", "EP"))
+    dp = named["DP"] or -(-ep * (named["ETP"] or tp) // (tp * cp))
+    return tp * pp * cp * dp
 
 
 def flags_of(layout: str) -> list[str]:
@@ -99,16 +78,6 @@ def flags_of(layout: str) -> list[str]:
     sizes = {SIZES[size]: number for size, number in sizes_of(layout).items() if number and size != "DP"}
     flags = [word for flag, number in sizes.items() for word in (flag, str(number))]
     return flags + ["--sequence-parallel"] * ("SP" in name.split()) + more.split()
-
-
-def parse(flags: list[str], world_size: int):
-    """Validated arguments of a run with these flags."""
-    args = parse_args([*COMMON, *flags])
-    if args.load_hf:
-        config = hf.read_config(args.load_hf)
-        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
-    validate_args(args, world_size)
-    return args
 
 
 def all_layouts(flags: list[str], world_size: int) -> list[str]:
@@ -162,93 +131,7 @@ def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: i
     return found
 
 
-# ---- the two updates
-
-
-def rollout(args) -> RolloutBatch:
-    """Made-up completions for two updates, very different in length, with advantages and engine log-probabilities."""
-    rng = np.random.default_rng(0)
-    groups, vocabulary = 2 * args.global_batch_size // args.num_generations, args.vocab_size - 2
-    prompts = [
-        rng.integers(3, vocabulary, rng.integers(2, args.max_prompt_length)).tolist()
-        for _ in range(groups)
-        for _ in range(args.num_generations)
-    ]
-    completions = [rng.integers(3, vocabulary, rng.integers(1, args.max_completion_length)).tolist() for _ in prompts]
-    n = len(prompts)
-    batch = RolloutBatch.from_completions(
-        prompts,
-        completions,
-        log_probs=[(-4 - rng.random(len(c))).tolist() for c in completions],
-        weight_version=0,
-        group_ids=np.arange(n) // args.num_generations,
-        row_ids=np.arange(n) // args.num_generations,
-        sample_ids=np.arange(n),
-        finish_reasons=[FinishReason.STOP] * n,
-    )
-    batch.advantages = rng.standard_normal(n).astype(np.float32)
-    return batch
-
-
-def perturbations(total: int) -> np.ndarray:
-    """What makes old policy and reference differ from the present one, so that ratios and KL are not trivial."""
-    return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
-
-
-def made_up(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor that depends on its Hugging Face name alone, so that it is the same in every layout.
-
-    Its scale gives logits of standard deviation 0.4 at any width: of a sharper model rounding would show more than
-    mistakes do.
-    """
-    generator = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
-    values = torch.randn(shape, generator=generator, device=device())
-    return 1 + 0.1 * values if "norm" in name else 0.4 * values / shape[-1] ** 0.5
-
-
-def fill_with_made_up(model, args) -> None:
-    """Give every weight of the model its made-up values; each rank takes its own part."""
-    weights = mapping.table(args)
-    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
-
-    def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        return made_up(name, shapes[name]).narrow(axis, start, stop - start)
-
-    for weight, tensor in mapping.local_weights(model, weights):
-        weight.fill(tensor, *mapping.tensor_parallel(weight), read)
-
-
-def two_updates(args, batch: RolloutBatch) -> tuple[list[dict], float, object]:
-    """(metrics of each update, tokens per second of the second one, the model)."""
-    set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
-    if args.load_hf:
-        hf.load_hf(model, args, args.load_hf)
-    else:
-        fill_with_made_up(model, args)
-    model, optimizer, scheduler = training.setup_optimizer(args, model)
-    trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
-    before = pretrain_grpo.log_probs(args, trainer, batch)
-    batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
-    rows = []
-    for completions in np.split(np.arange(batch.num_completions), 2):
-        started = time.monotonic()
-        rows.append(pretrain_grpo.update(args, trainer, batch, completions))
-    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started), model
-
-
-def peak_memory(reset: bool = False) -> float:
-    """MiB that this process held at most since the last reset: of its GPU, or of the host."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        if reset:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        return peak / 2**20
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+# ---- the comparison
 
 
 def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
@@ -261,9 +144,10 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     except GrpoError as error:
         return result | {"error": str(error)}
     initialize_distributed(args)
-    peak_memory(reset=True)
-    rows, tokens_per_second, model = two_updates(args, rollout(args))
-    peak = torch.tensor(peak_memory(), device=device())
+    made_up.peak_memory(reset=True)
+    model = (trainer := made_up.trainer(args)).model
+    rows, tokens_per_second = made_up.two_updates(args, trainer, made_up.rollout(args))
+    peak = torch.tensor(made_up.peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
     result["float32"] = not (args.bf16 or args.fp16)
@@ -284,11 +168,10 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         worst = max(gaps, key=gaps.get)
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
     parallel_state.destroy_model_parallel()
-    RouterReplay.clear_global_router_replay_instances()
     for module in (module for chunk in model for module in chunk.modules()):
         if hasattr(module, "token_dispatcher"):  # holds the last pass's graph, which Python's collector cannot see into
             del module.token_dispatcher
-    del model
+    del trainer, model
     gc.collect()
     return result
 
@@ -304,9 +187,6 @@ def worker(layouts: list[str], flags: list[str], out: Path) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-# ---- the comparison
 
 
 def verdict(result: dict, first: dict, tolerance: float) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.npyio import NpzFile
 
-from megatron_grpo.data.zigzag import zigzag
+from megatron_grpo.data.zigzag import padded_lengths, sequence_multiple, zigzag
 from megatron_grpo.errors import GrpoError
 
 Array = npt.NDArray[Any]
@@ -396,17 +396,6 @@ class RolloutBatch:
         lengths = self.lengths[indices]
         starts = _offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
-
-
-def sequence_multiple(cp_size: int) -> int:
-    """What the length of every sequence of a pack is a multiple of: a context rank holds two of 2 cp_size chunks."""
-    return 2 * cp_size if cp_size > 1 else 1
-
-
-def padded_lengths(lengths: Array, cp_size: int) -> Int64:
-    """[n], tokens that sequences of these lengths take up in a pack."""
-    multiple = sequence_multiple(cp_size)
-    return -(-lengths // multiple) * multiple
 
 
 def _offsets(lengths: Array) -> Int64:

@@ -27,3 +27,14 @@ def zigzag(cu_seqlens: Int64, cp_size: int, cp_rank: int) -> Int64:
     begins = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).ravel()  # of [sequence, early or late]
     lengths = np.repeat(chunks, 2)
     return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def sequence_multiple(cp_size: int) -> int:
+    """What the length of every sequence of a pack is a multiple of: a context rank holds two of 2 cp_size chunks."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def padded_lengths(lengths: Int64, cp_size: int) -> Int64:
+    """[n], tokens that sequences of these lengths take up in a pack."""
+    multiple = sequence_multiple(cp_size)
+    return -(-lengths // multiple) * multiple

@@ -11,6 +11,7 @@ from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import IGNORED_LABEL
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
+from megatron_grpo.models.sequence_parallel import own_tokens
 
 
 class PolicyModel(GPTModel):
@@ -22,12 +23,8 @@ class PolicyModel(GPTModel):
     def _preprocess(self, *args, padding_mask=None, **kwargs):
         """megatron-core's, with this rank's part of the padding mask on every stage: it gives it to the first only."""
         out = super()._preprocess(*args, padding_mask=None, **kwargs)
-        if padding_mask is not None and self.config.sequence_parallel:
-            tp, rank = (
-                parallel_state.get_tensor_model_parallel_world_size(),
-                parallel_state.get_tensor_model_parallel_rank(),
-            )
-            padding_mask = padding_mask.chunk(tp, dim=1)[rank]
+        if padding_mask is not None:
+            padding_mask = own_tokens(self.config, padding_mask[0])[None]
         return *out[:5], padding_mask, *out[6:]
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels=None, **kwargs):

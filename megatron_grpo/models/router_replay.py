@@ -12,12 +12,10 @@ layers of multi-token prediction all tokens do.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,9 +23,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import Int64, Pack, RolloutBatch
 from megatron_grpo.initialize import host_group
+from megatron_grpo.models.sequence_parallel import own_tokens
 from megatron_grpo.weights.families.moe import moe_layers
-
-Tokens = TypeVar("Tokens", torch.Tensor, Int64)
 
 
 class Replay(RouterReplay):
@@ -69,12 +66,13 @@ class Replay(RouterReplay):
 
 def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.Tensor | None) -> None:
     """Before a chunk's forward of ``pack``: its routers shall repeat ``routed_experts``, the pack's on the device."""
+    config = unwrap_model(chunk).config
     for layer, replay in _replays(chunk):
         if routed_experts is not None:
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-            replay.set_target_indices(_own_tokens(chunk, routed_experts)[:, layer])
+            replay.set_target_indices(own_tokens(config, routed_experts)[:, layer])
         elif replay.router_replay_action is RouterReplayAction.RECORD:
-            replay.source = _own_tokens(chunk, pack.source)
+            replay.source = own_tokens(config, pack.source)
 
 
 def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
@@ -119,12 +117,3 @@ def _replays(chunk: torch.nn.Module) -> Iterator[tuple[int, Replay]]:
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer) and layer.mlp.router.router_replay is not None:
             yield sum(moe_layers(model.config)[: layer.layer_number - 1]), layer.mlp.router.router_replay
-
-
-def _own_tokens(chunk: torch.nn.Module, values: Tokens) -> Tokens:
-    """Of something of each of a pack's tokens what this rank routes: under sequence parallelism a contiguous part."""
-    if not unwrap_model(chunk).config.sequence_parallel:
-        return values
-    part = len(values) // parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    return values[rank * part : (rank + 1) * part]

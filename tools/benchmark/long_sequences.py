@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node N tools/benchmark/long_sequences.py MODEL_AND_LAYOUT_FLAGS --lengths 8192 16384 32768
 
-Flags are those of pretrain_grpo.py; weights are made up. Each update has two completions of the full length on every
-data-parallel rank, one in a micro-batch. The last column is the growth of memory from one length to the next, per token
-of a context-parallel rank: where it stays the same, memory is linear in the length.
+Flags are those of pretrain_grpo.py; weights are made up, once for all lengths. Each update has two completions of the
+full length on every data-parallel rank, one in a micro-batch. The last column is the growth of memory from one length
+to the next, per token of a context-parallel rank: where it stays the same, memory is linear in the length.
 """
 
 import argparse
@@ -14,33 +14,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import check_parallel
-import numpy as np
+import made_up
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.initialize import initialize_distributed
-
-
-def rollout(args, length: int) -> RolloutBatch:
-    """Completions of the full length for two updates."""
-    rng = np.random.default_rng(0)
-    n = 2 * args.global_batch_size
-    completions = [rng.integers(3, args.vocab_size - 2, length - 1).tolist() for _ in range(n)]
-    batch = RolloutBatch.from_completions(
-        prompts=[[3]] * n,
-        completions=completions,
-        log_probs=[None] * n,
-        weight_version=0,
-        group_ids=np.arange(n) // 2,
-        row_ids=np.arange(n) // 2,
-        sample_ids=np.arange(n),
-        finish_reasons=[FinishReason.LENGTH] * n,
-    )
-    batch.advantages = rng.standard_normal(n).astype(np.float32)
-    return batch
 
 
 def main() -> None:
@@ -50,15 +29,16 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = ["--max-prompt-length", "1", "--max-completion-length", str(max(options.lengths) - 1)]
     size += ["--num-generations", "2", "--micro-batch-size", "1"]
-    dp = check_parallel.parse([*flags, *size, "--global-batch-size", str(2 * world)], world).data_parallel_size
-    args = check_parallel.parse([*flags, *size, "--global-batch-size", str(2 * dp)], world)
+    dp = made_up.parse([*flags, *size, "--global-batch-size", str(2 * world)], world).data_parallel_size
+    args = made_up.parse([*flags, *size, "--global-batch-size", str(2 * dp)], world)
     initialize_distributed(args)
+    trainer = made_up.trainer(args)
     lines = ["| tokens | peak GiB | tokens/s | loss | KiB more per token |", "|--:|--:|--:|--:|--:|"]
     before = None
     for length in sorted(options.lengths):
-        check_parallel.peak_memory(reset=True)
-        rows, tokens_per_second, _ = check_parallel.two_updates(args, rollout(args, length))
-        peak = check_parallel.peak_memory()
+        made_up.peak_memory(reset=True)
+        rows, tokens_per_second = made_up.two_updates(args, trainer, made_up.rollout(args, length))
+        peak = made_up.peak_memory()
         share = length / parallel_state.get_context_parallel_world_size()
         growth = f"{(peak - before[1]) / (share - before[0]) * 1024:.1f}" if before else ""
         lines.append(f"| {length} | {peak / 1024:.2f} | {tokens_per_second:,.0f} | {rows[-1]['loss']:.5f} | {growth} |")
@@ -66,9 +46,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        print(
-            "| tokens | peak GiB | tokens/s | loss | KiB more per token |\n|--:|--:|--:|--:|--:|\n" + "\n".join(lines)
-        )
+        print("\n".join(lines))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,7 +3,7 @@ copies beside that of one large copy in the same run.
 
     torchrun --nproc-per-node GPUS tools/benchmark/offload.py [--large-copy-gib 4] [FLAGS OF pretrain_grpo.py]
 
-Random weights of a 0.6B Qwen3 shape in bf16 with the distributed optimizer, unless flags say otherwise; one update on
+Made-up weights of a 0.6B Qwen3 shape in bf16 with the distributed optimizer, unless flags say otherwise; one update on
 made-up completions, so that all state exists. All processes copy at once; the table is rank 0's.
 """
 
@@ -14,45 +14,30 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_up
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-import pretrain_grpo  # first: it prepares for machines without a GPU
-from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
+import pretrain_grpo
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.initialize import initialize_distributed, print_rank_0, set_random_seed
-from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.offload import Offloader, Transfer
-from megatron_grpo.validation import validate_args
 
 DEFAULTS = """--model-family qwen3 --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
     --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm --swiglu
     --disable-bias-linear --vocab-size 151936 --max-position-embeddings 4096 --bf16 --use-distributed-optimizer
-    --num-generations 8 --generation-batch-size 64 --micro-batch-size 1 --max-prompt-length 8 --max-completion-length 64
-    --reward-funcs unused --train-data-path unused --tokenizer-model unused --train-iters 1 --lr 1e-6 --beta 0
-    --no-save-hf --transformer-impl local""".split()
+    --num-generations 8 --global-batch-size 64 --micro-batch-size 1 --max-completion-length 64 --beta 0""".split()
 GIB = 2**30
 
 
 def updated_policy(flags: list[str]) -> SimpleNamespace:
     """A policy with everything that the first update makes."""
-    args = parse_args(DEFAULTS + flags)
-    validate_args(args, int(os.environ.get("WORLD_SIZE", "1")))
+    args = made_up.parse(DEFAULTS + flags, int(os.environ.get("WORLD_SIZE", "1")))
     initialize_distributed(args)
-    set_random_seed(args.seed)
-    model, optimizer, scheduler = training.setup_optimizer(args, training.build_model(args, model_provider))
-    trainer = SimpleNamespace(args=args, model=model, optimizer=optimizer, scheduler=scheduler)
-    rng, n = np.random.default_rng(0), args.global_batch_size
-    prompts, completions = (rng.integers(0, args.vocab_size, (n, length)).tolist() for length in (8, 64))
-    reasons, ids = [FinishReason.STOP] * n, np.arange(n)
-    batch = RolloutBatch.from_completions(prompts, completions, [None] * n, 0, ids // 8, ids, ids, reasons)
-    batch.advantages = rng.standard_normal(n).astype(np.float32)
-    pretrain_grpo.update(args, trainer, batch, ids)
+    trainer = made_up.trainer(args)
+    pretrain_grpo.update(args, trainer, made_up.rollout(args), np.arange(args.global_batch_size))
     return trainer
 
 

@@ -1,0 +1,136 @@
+"""Updates without data, rewards and engine: made-up weights and completions, for tools and tests."""
+
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+import pretrain_grpo  # first: it prepares for machines without a GPU
+from megatron_grpo import training
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.cpu_backend import device
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.initialize import set_random_seed
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.weights import families, hf, mapping
+
+# Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.
+COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
+ --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf
+ --adam-eps 1e-4 --temperature 0.8 --tokenizer-model unused --transformer-impl local""".split()
+
+
+def parse(flags: list[str], world_size: int):
+    """Validated arguments of a run with these flags."""
+    args = parse_args([*COMMON, *flags])
+    if args.load_hf:
+        config = hf.read_config(args.load_hf)
+        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
+    validate_args(args, world_size)
+    return args
+
+
+def rollout(args, length: int | None = None) -> RolloutBatch:
+    """Completions for two updates with advantages and engine log-probabilities: very different in length, or each of
+    ``length`` tokens with its prompt.
+    """
+    rng = np.random.default_rng(0)
+    n, vocabulary = 2 * args.global_batch_size, args.vocab_size - 2
+
+    def tokens(low: int, high: int) -> list[int]:
+        return rng.integers(3, vocabulary, rng.integers(low, high) if length is None else high).tolist()
+
+    longest = (args.max_prompt_length, args.max_completion_length) if length is None else (1, length - 1)
+    prompts = [tokens(2, longest[0]) for _ in range(n)]
+    completions = [tokens(1, longest[1]) for _ in range(n)]
+    batch = RolloutBatch.from_completions(
+        prompts,
+        completions,
+        log_probs=[(-4 - rng.random(len(c))).tolist() for c in completions],
+        weight_version=0,
+        group_ids=np.arange(n) // args.num_generations,
+        row_ids=np.arange(n) // args.num_generations,
+        sample_ids=np.arange(n),
+        finish_reasons=[FinishReason.STOP] * n,
+    )
+    batch.advantages = rng.standard_normal(n).astype(np.float32)
+    return batch
+
+
+def perturbations(total: int) -> np.ndarray:
+    """What makes old policy and reference differ from the present one, so that ratios and KL are not trivial."""
+    return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
+
+
+def off_policy(args, trainer, batch: RolloutBatch) -> None:
+    """Give a rollout log-probabilities of an old policy and a reference that lie near the present ones."""
+    before = pretrain_grpo.log_probs(args, trainer, batch)
+    batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
+
+
+def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that depends on its Hugging Face name alone, so that it is the same in every layout.
+
+    Its scale gives logits of standard deviation 0.4 at any width: of a sharper model rounding would show more than
+    mistakes do.
+    """
+    generator = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator, device=device())
+    return 1 + 0.1 * values if "norm" in name else 0.4 * values / shape[-1] ** 0.5
+
+
+def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = weight) -> None:
+    """Give every weight of the model its ``value(name, shape)``; each rank takes its own part."""
+    weights = mapping.table(args)
+    shapes = {name: shape for row in weights for name, shape in row.hf.items()}
+
+    def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        return value(name, shapes[name]).narrow(axis, start, stop - start)
+
+    for row, tensor in mapping.local_weights(model, weights):
+        row.fill(tensor, *mapping.tensor_parallel(row), read)
+
+
+def trainer(args) -> SimpleNamespace:
+    """What an update needs of a Trainer, with the weights of --load-hf, or made-up ones."""
+    set_random_seed(args.seed)
+    model = training.build_model(args, model_provider)
+    if args.load_hf:
+        hf.load_hf(model, args, args.load_hf)
+    else:
+        fill(model, args)
+    return SimpleNamespace(**dict(zip(("model", "optimizer", "scheduler"), training.setup_optimizer(args, model))))
+
+
+def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float]:
+    """(metrics of each update, tokens per second of the second one)."""
+    off_policy(args, trainer, batch)
+    rows = []
+    for completions in np.split(np.arange(batch.num_completions), 2):
+        started = time.monotonic()
+        rows.append(pretrain_grpo.update(args, trainer, batch, completions))
+    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started)
+
+
+def peak_memory(reset: bool = False) -> float:
+    """MiB that this process held at most since the last reset: of its GPU, or of the host."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        if reset:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return peak / 2**20
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
