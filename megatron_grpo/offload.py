@@ -101,9 +101,9 @@ class Offloader:
         """
         self._copied, self._dropped = [], []
         kinds = (
-            (self.weights, self._copied, _weights(self.model)),
-            (self.gradients, self._dropped, _gradients(self.model)),
-            (self.optimizer_state, self._copied, _optimizer_state(self.optimizer)),
+            (self.weights, self._copied, weight_tensors(self.model)),
+            (self.gradients, self._dropped, gradient_tensors(self.model)),
+            (self.optimizer_state, self._copied, optimizer_tensors(self.optimizer)),
         )
         seen = set()
         for wanted, moving, tensors in kinds:
@@ -136,20 +136,20 @@ class Offloader:
         return Transfer(copied + dropped, copied, time.perf_counter() - start)
 
 
-def _weights(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
     for chunk in model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             assert group.param_gather_handle is None, "a gather of parameters is under way: finish it first"
         yield from chunk.parameters()
 
 
-def _gradients(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+def gradient_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
     for chunk in model:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             yield buffer.grad_data
 
 
-def _optimizer_state(optimizer) -> Iterator[torch.Tensor]:
+def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
     """Main parameters and moments; megatron-core has one optimizer for dense parameters and one for experts'."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # this rank has no such parameters

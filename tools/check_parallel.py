@@ -38,6 +38,7 @@ from megatron_grpo import training
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed
+from megatron_grpo.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "
@@ -168,9 +169,12 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         worst = max(gaps, key=gaps.get)
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
     parallel_state.destroy_model_parallel()
+    # The gradients' hooks and the dispatcher's last graph hold the model where Python's collector cannot see it.
+    tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
+    for storage in {tensor.untyped_storage() for tensor in tensors}:
+        storage.resize_(0)
     for module in (module for chunk in model for module in chunk.modules()):
-        if hasattr(module, "token_dispatcher"):  # holds the last pass's graph, which Python's collector cannot see into
-            del module.token_dispatcher
+        module.__dict__.pop("token_dispatcher", None)
     del trainer, model
     gc.collect()
     return result
@@ -193,7 +197,9 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     """ "same", or what differs by how much."""
     if "error" in result:
         return f"FAILED: {result['error']}"
-    for number, (row, want) in enumerate(zip(result["updates"], first["updates"], strict=True), start=1):
+    # In 16 bits only the first update: Adam's first step makes rounding a whole learning rate, and flips experts.
+    updates = result["updates"][: None if result["float32"] else 1]
+    for number, (row, want) in enumerate(zip(updates, first["updates"], strict=False), start=1):
         for key in COMPARED[: None if result["float32"] else 2]:
             gap = abs(row[key] - want[key])
             if not gap <= tolerance * max(abs(want[key]), 1e-2):
