@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_grpo.models.attention import PackedAttention
-from megatron_grpo.models.experts import GroupedExperts
+from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
 from megatron_grpo.models.router_replay import Replay
 
@@ -118,4 +118,6 @@ def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:
         names |= _FUSED_MLP_NORM
     elif config.moe_grouped_gemm:
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    elif config.add_bias_linear:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
     parts.sharded_state_dict_keys_map = names
