@@ -1,12 +1,14 @@
 """The algebra of weights: against formulas written with torch's own operations, and its properties."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.layout import Row, grouped_qkv, same, stacked, vocabulary
+from megatron_grpo.weights.layout import Row, fused, grouped_qkv, interleaved, same, stacked, vocabulary
 
 QKV = Row("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)
 QKV_BIAS = Row("qkv_bias", {"q": "q", "k": "kv", "v": "kv"}, grouped_qkv, axis=0)
@@ -14,7 +16,18 @@ GATE_UP = Row("fc1", {"gate": "ffn hidden", "up": "ffn hidden"}, stacked, axis=0
 DOWN = Row("fc2", {"down": "hidden ffn"}, same, axis=1)
 NORM = Row("norm", {"norm": "hidden"})
 EMBEDDING = Row("embedding", {"embed": "vocab hidden"}, vocabulary, axis=0)
-ROWS = (QKV, QKV_BIAS, GATE_UP, DOWN, NORM, EMBEDDING)
+FUSED_QKV = Row("qkv", {"qkv": "q+2kv hidden"}, fused(grouped_qkv, "q", "kv", "kv"), axis=0)
+FUSED_GATE_UP = Row("fc1", {"gate_up": "2ffn hidden"}, fused(stacked, "ffn", "ffn"), axis=0)
+IN_ALL = {"all_experts": True}
+EXPERTS_GATE_UP = Row(
+    "{expert}.fc1", {"gate_ups": "experts hidden 2ffn"}, interleaved, axis=0, transposed=True, **IN_ALL
+)
+EXPERTS_GATE_UP_BIAS = Row("{expert}.fc1_bias", {"gate_up_biases": "experts 2ffn"}, interleaved, axis=0, **IN_ALL)
+EXPERTS_DOWN = Row("{expert}.fc2", {"downs": "experts ffn hidden"}, axis=1, transposed=True, **IN_ALL)
+EXPERTS_DOWN_BIAS = Row("{expert}.fc2_bias", {"down_biases": "experts hidden"}, **IN_ALL)
+OF_ALL_EXPERTS = (EXPERTS_GATE_UP, EXPERTS_GATE_UP_BIAS, EXPERTS_DOWN, EXPERTS_DOWN_BIAS)
+ROWS = (QKV, QKV_BIAS, GATE_UP, DOWN, NORM, EMBEDDING, FUSED_QKV, FUSED_GATE_UP, *OF_ALL_EXPERTS)
+EXPERTS = 3
 
 
 def dims(hidden=6, ffn=8, head=4, heads=8, groups=4, vocab=13, padded_vocab=16):
@@ -23,6 +36,9 @@ def dims(hidden=6, ffn=8, head=4, heads=8, groups=4, vocab=13, padded_vocab=16):
         "ffn": ffn,
         "q": heads * head,
         "kv": groups * head,
+        "q+2kv": (heads + 2 * groups) * head,
+        "2ffn": 2 * ffn,
+        "experts": EXPERTS,
         "groups": groups,
         "vocab": vocab,
         "padded_vocab": padded_vocab,
@@ -46,7 +62,12 @@ def cases(draw):
         vocab=vocab,
         padded_vocab=padded,
     )
-    return draw(st.sampled_from(ROWS)).weight(sizes), tp
+    return draw(st.sampled_from(ROWS)).weight(sizes, expert=draw(st.integers(0, EXPERTS - 1))), tp
+
+
+def parts(weight, tensors):
+    """What belongs to this weight: of tensors of all experts, one expert's."""
+    return [tensor[weight.expert] if weight.all_experts else tensor for tensor in tensors]
 
 
 def numbered(weight):
@@ -64,7 +85,7 @@ def shards_of(weight, tensors, tp):
     shards = []
     for rank in range(tp):
         shard = torch.full(weight.shard_shape(tp), torch.nan, dtype=torch.float64)
-        weight.fill(shard, rank, tp, lambda name, axis, a, b: by_name[name].narrow(axis, a, b - a))
+        weight.fill(shard, rank, tp, lambda name, index: by_name[name][index])
         shards.append(shard)
     return shards
 
@@ -75,7 +96,7 @@ def test_split_inverts_fill_and_merge(case):
     weight, tp = case
     tensors = numbered(weight)
     for back in (weight.split(shards_of(weight, tensors, tp)), weight.split([weight.merge(tensors)])):
-        for original, tensor in zip(tensors, back, strict=True):
+        for original, tensor in zip(parts(weight, tensors), back, strict=True):
             assert torch.equal(original, tensor)
 
 
@@ -86,7 +107,7 @@ def test_every_line_is_in_exactly_one_shard(case):
     tensors = numbered(weight)
     shards = shards_of(weight, tensors, tp)
     held = torch.cat([shard.flatten() for shard in (shards if weight.axis is not None else shards[:1])])
-    elements = torch.cat([tensor.flatten() for tensor in tensors])
+    elements = torch.cat([tensor.flatten() for tensor in parts(weight, tensors)])
     assert not held.isnan().any()
     assert torch.equal(held[held > 0].sort().values, elements.sort().values)
     assert all(shard.shape == shards[0].shape for shard in shards)
@@ -94,20 +115,57 @@ def test_every_line_is_in_exactly_one_shard(case):
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
-def test_a_rank_reads_no_more_lines_than_it_holds(case):
+def test_a_rank_reads_what_it_holds_and_little_more(case):
+    """Nothing twice; of interleaved lines and of fused tensors no more than the runs that its lines lie in."""
     weight, tp = case
     by_name = dict(zip(weight.hf, numbered(weight), strict=True))
     read = []
 
-    def count(name, axis, start, stop):
-        read.append(stop - start)
-        return by_name[name].narrow(axis, start, stop - start)
+    def note(name, index):
+        read.append(by_name[name][index].flatten())
+        return by_name[name][index]
 
     for rank in range(tp):
         read.clear()
-        weight.fill(torch.empty(weight.shard_shape(tp), dtype=torch.float64), rank, tp, count)
-        assert sum(read) == sum(p.stop - p.start for p in weight.pieces(rank, tp) if p.source is not None)
-        assert len(read) <= len(weight.hf)
+        shard = torch.empty(weight.shard_shape(tp), dtype=torch.float64)
+        weight.fill(shard, rank, tp, note)
+        assert torch.equal(torch.cat(read).sort().values, shard[shard > 0].sort().values)
+        assert len(read) <= 3
+
+
+@given(cases(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_coordinates_say_where_each_element_lies_in_the_files(case, data):
+    weight, tp = case
+    tensors = numbered(weight)
+    rank = data.draw(st.integers(0, tp - 1))
+    shard = shards_of(weight, tensors, tp)[rank]
+    positions = torch.tensor(data.draw(st.lists(st.integers(0, shard.numel() - 1), max_size=9)), dtype=torch.int64)
+    sources, flat = weight.coordinates(positions, rank, tp)
+    for position, source, place in zip(positions, sources, flat, strict=True):
+        expected = tensors[source].flatten()[place] if source >= 0 else 0
+        assert shard.flatten()[position] == expected
+
+
+@pytest.mark.parametrize("row", [QKV, GATE_UP, FUSED_QKV, FUSED_GATE_UP])
+def test_low_rank_factors_follow(row):
+    """W = B A: the factor B has W's lines, so the same row with r columns lays it out."""
+    weight = row.weight(dims())
+    r = 3
+    b_row = replace(weight, hf={name: (shape[0], r) for name, shape in weight.hf.items()})
+    b = [torch.randn(shape, dtype=torch.float64) for shape in b_row.hf.values()]
+    a = torch.randn(r, 6, dtype=torch.float64)
+    torch.testing.assert_close(weight.merge([part @ a for part in b]), b_row.merge(b) @ a)
+
+
+def test_a_gate_and_an_up_that_alternate():
+    """gpt-oss: columns 0, 2, 4, ... of an expert's [hidden, 2 ffn] are the gate's."""
+    weight = EXPERTS_GATE_UP.weight(dims(), expert=1)
+    (stored,) = numbered(weight)
+    gate, up = stored[1, :, ::2].T, stored[1, :, 1::2].T
+    expected = [torch.cat(pair) for pair in zip(gate.chunk(2), up.chunk(2), strict=True)]
+    for shard, one in zip(shards_of(weight, [stored], 2), expected, strict=True):
+        assert torch.equal(shard, one)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -160,7 +218,7 @@ def test_fill_converts_the_dtype_in_place():
     weight = DOWN.weight(dims())
     (down,) = numbered(weight)
     shard = torch.empty(weight.shard_shape(2), dtype=torch.bfloat16)
-    weight.fill(shard, 1, 2, lambda name, axis, a, b: down.narrow(axis, a, b - a))
+    weight.fill(shard, 1, 2, lambda name, index: down[index])
     assert torch.equal(shard, down[:, 4:].to(torch.bfloat16))
 
 

@@ -94,8 +94,8 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = we
     weights = mapping.table(args)
     shapes = {name: shape for row in weights for name, shape in row.hf.items()}
 
-    def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        return value(name, shapes[name]).narrow(axis, start, stop - start)
+    def read(name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
+        return value(name, shapes[name])[index]
 
     for row, tensor in mapping.local_weights(model, weights):
         row.fill(tensor, *mapping.tensor_parallel(row), read)

@@ -114,9 +114,8 @@ class Safetensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """Lines [start, stop) along `axis` of one tensor, on the CPU; no other bytes are read."""
-        index = (slice(None),) * axis + (slice(start, stop),)
+    def read(self, name: str, index: tuple[int | slice, ...] = (slice(None),)) -> Tensor:
+        """tensor[index] of one tensor, on the CPU; no other bytes are read."""
         try:
             return self._slice(name)[index]
         except SafetensorError as error:

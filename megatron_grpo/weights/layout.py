@@ -3,14 +3,16 @@
 Call the slices of a tensor along an axis its lines (rows for axis 0, columns for axis 1). A *layout* lists, in order,
 the runs of Hugging Face lines that the full Megatron tensor consists of; tensor-parallel rank r of n owns the r-th of n
 equal cuts of that list. Nothing else is known about a parameter, and everything follows from it: which bytes a rank
-reads, its shard, the full tensor, and, backwards, the Hugging Face tensors from the shards of all ranks.
+reads, its shard, the full tensor, where each of its elements lies in the files, and, backwards, the Hugging Face
+tensors from the shards of all ranks.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -20,11 +22,16 @@ from megatron_grpo.errors import GrpoError
 
 
 class Piece(NamedTuple):
-    """Lines [start, stop) of Hugging Face tensor number `source`; `source` None: lines of padding."""
+    """Lines range(start, stop, step) of Hugging Face tensor number `source`; `source` None: lines of padding."""
 
     source: int | None
     start: int
     stop: int
+    step: int = 1
+
+    @property
+    def lines(self) -> int:
+        return len(range(*self[1:]))
 
 
 # (lines of each Hugging Face tensor, tensor-parallel size, the model's dimensions) -> lines of the full Megatron tensor
@@ -49,6 +56,28 @@ def grouped_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> 
     return [Piece(i, group * n, (group + 1) * n) for group in range(groups) for i, n in enumerate(chunks)]
 
 
+def interleaved(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+    """`stacked` of one tensor whose even lines are the gate and whose odd lines are the up projection."""
+    share = 2 * _divide(lines[0], 2 * tp_size)
+    return [Piece(0, rank * share + odd, (rank + 1) * share, 2) for rank in range(tp_size) for odd in (0, 1)]
+
+
+def fused(layout: Layout, *parts: str) -> Layout:
+    """`layout` of one tensor in which several follow one another, of as many lines as these dimensions say."""
+
+    def in_one(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+        sizes = [dims[part] for part in parts]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [
+            Piece(0, starts[source] + start, starts[source] + stop, step)
+            for source, start, stop, step in layout(sizes, tp_size, dims)
+            if source is not None
+        ]
+
+    in_one.__name__ = f"fused {layout.__name__}"
+    return in_one
+
+
 def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
     """One line per token, padded at the end to dims["padded_vocab"] lines."""
     padding = dims["padded_vocab"] - lines[0]
@@ -56,6 +85,9 @@ def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> l
         raise GrpoError(f"padded_vocab_size ({dims['padded_vocab']}) is smaller than vocab_size ({lines[0]})")
     return [Piece(0, 0, lines[0])] + ([Piece(None, 0, padding)] if padding else [])
 
+
+# Reads tensor[index] of a Hugging Face tensor by its name, where `index` has an integer or a slice for each axis.
+Read = Callable[[str, tuple[int | slice, ...]], Tensor]
 
 # (arguments, number of the decoder layer, None for a row outside the layers) -> whether the model has the row there
 Condition = Callable[[Namespace, int | None], bool]
@@ -81,7 +113,8 @@ class Row:
     dimension names (mapping.dimensions): {"model.embed_tokens.weight": "vocab hidden"}. `axis` is the axis that tensor
     parallelism splits (an expert's own, for a row with "{expert}") and that the layout speaks of; None: every rank
     holds the whole (and the layout speaks of axis 0). `when`: which models and layers have it. `dtype`: None for that
-    of the model's parameters.
+    of the model's parameters. `all_experts`: the Hugging Face tensors hold all experts of the layer, along an axis in
+    front. `transposed`: their last two axes are swapped; `axis` and layout speak of the Megatron parameter.
     """
 
     mcore: str
@@ -90,6 +123,8 @@ class Row:
     axis: int | None = None
     when: Condition = always
     dtype: torch.dtype | None = None
+    all_experts: bool = False
+    transposed: bool = False
 
     def weight(self, dims: Mapping[str, int], **numbers: int) -> Weight:
         """The row for one layer, expert or multi-token-prediction layer of a model with dimensions `dims`."""
@@ -101,6 +136,8 @@ class Row:
             dims=dims,
             expert=numbers.get("expert"),
             dtype=self.dtype,
+            all_experts=self.all_experts,
+            transposed=self.transposed,
         )
 
 
@@ -118,82 +155,152 @@ class Weight:
     dims: Mapping[str, int]
     expert: int | None = None
     dtype: torch.dtype | None = None
+    all_experts: bool = False
+    transposed: bool = False
 
     @property
     def lines_axis(self) -> int:
         return self.axis or 0
+
+    @property
+    def _in_front(self) -> tuple[int, ...]:
+        """Where the parameter's part lies on the axes that its Hugging Face tensors have in front."""
+        return (self.expert,) if self.all_experts and self.expert is not None else ()
+
+    def part_shapes(self) -> list[tuple[int, ...]]:
+        """Of each Hugging Face tensor the part that goes into this parameter, as the parameter lies."""
+        shapes = [shape[len(self._in_front) :] for shape in self.hf.values()]
+        return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes] if self.transposed else shapes
 
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
         """The lines that the shard of rank `tp_rank` of `tp_size` consists of, in order."""
         if self.axis is None:
             tp_rank, tp_size = 0, 1
         try:
-            order = self.layout([shape[self.lines_axis] for shape in self.hf.values()], tp_size, self.dims)
-            share = _divide(sum(stop - start for _, start, stop in order), tp_size)
+            order = self.layout([shape[self.lines_axis] for shape in self.part_shapes()], tp_size, self.dims)
+            share = _divide(sum(piece.lines for piece in order), tp_size)
         except GrpoError as error:
             raise GrpoError(f"{self.name} cannot be laid out for tensor-parallel size {tp_size}: {error}") from None
         return _cut(order, tp_rank * share, (tp_rank + 1) * share)
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of the parameter on each of `tp_size` ranks; `shard_shape(1)` is that of the full Megatron tensor."""
-        shape = list(next(iter(self.hf.values())))
-        shape[self.lines_axis] = sum(stop - start for _, start, stop in self.pieces(0, tp_size))
+        shape = list(self.part_shapes()[0])
+        shape[self.lines_axis] = sum(piece.lines for piece in self.pieces(0, tp_size))
         return tuple(shape)
 
-    def fill(self, shard: Tensor, tp_rank: int, tp_size: int, read: Callable[[str, int, int, int], Tensor]) -> None:
-        """Write rank `tp_rank`'s shard in place (dtype converted, padding zero), one read per Hugging Face tensor.
-
-        `read(name, axis, start, stop)` returns lines [start, stop) along `axis` of the Hugging Face tensor `name`.
-        """
+    def fill(self, shard: Tensor, tp_rank: int, tp_size: int, read: Read) -> None:
+        """Write rank `tp_rank`'s shard in place (dtype converted, padding zero), reading each run of lines once."""
         axis, pieces = self.lines_axis, self.pieces(tp_rank, tp_size)
-        places = _offsets(pieces)
+        placed = list(zip(_offsets(pieces), pieces, strict=True))
         for source, name in enumerate(self.hf):
-            mine = [(offset, piece) for offset, piece in zip(places, pieces, strict=True) if piece.source == source]
-            if not mine:
-                continue
-            first, last = min(p.start for _, p in mine), max(p.stop for _, p in mine)
-            block = read(name, axis, first, last)
-            for offset, (_, start, stop) in mine:
-                shard.narrow(axis, offset, stop - start).copy_(block.narrow(axis, start - first, stop - start))
-        for offset, piece in zip(places, pieces, strict=True):
+            mine = sorted((piece, offset) for offset, piece in placed if piece.source == source)
+            for first, last, run in _runs(mine):
+                block = read(name, self._index(len(shard.shape), first, last))
+                block = block.mT if self.transposed else block
+                for (_, start, stop, step), offset in run:
+                    lines = _along(axis, slice(start - first, stop - first, step))
+                    part = block[lines]
+                    shard.narrow(axis, offset, part.shape[axis]).copy_(part)
+        for offset, piece in placed:
             if piece.source is None:
-                shard.narrow(axis, offset, piece.stop - piece.start).zero_()
+                shard.narrow(axis, offset, piece.lines).zero_()
+
+    def _index(self, axes: int, first: int, last: int) -> tuple[int | slice, ...]:
+        """Where lines [first, last) of a part lie in its Hugging Face tensor."""
+        axis = self.lines_axis
+        if self.transposed:
+            axis = {axes - 1: axes - 2, axes - 2: axes - 1}.get(axis, axis)
+        index = [slice(None)] * axes
+        index[axis] = slice(first, last)
+        return (*self._in_front, *index)
 
     def split(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The Hugging Face tensors, in the order of `hf`, from the shards of all ranks (may be views of the shards)."""
-        shards = shards if self.axis is not None else shards[:1]
-        found: list[list[tuple[int, Tensor]]] = [[] for _ in self.hf]
+        """The Hugging Face tensors, in the order of `hf`, from the shards of all ranks (may be views of the shards).
+
+        Of tensors that hold all experts, the part of this one.
+        """
+        axis, shards = self.lines_axis, shards if self.axis is not None else shards[:1]
+        found: list[list[tuple[Piece, Tensor]]] = [[] for _ in self.hf]
         for rank, shard in enumerate(shards):
             pieces = self.pieces(rank, len(shards))
-            for offset, (source, start, stop) in zip(_offsets(pieces), pieces, strict=True):
-                if source is not None:
-                    found[source].append((start, shard.narrow(self.lines_axis, offset, stop - start)))
-        ordered = [[part for _, part in sorted(parts, key=lambda item: item[0])] for parts in found]
-        return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.lines_axis) for parts in ordered]
+            for offset, piece in zip(_offsets(pieces), pieces, strict=True):
+                if piece.source is not None:
+                    found[piece.source].append((piece, shard.narrow(axis, offset, piece.lines)))
+        whole = []
+        for parts, shape in zip(found, self.part_shapes(), strict=True):
+            tensor = parts[0][1]
+            if len(parts) > 1:
+                tensor = tensor.new_empty(shape)
+                for (_, start, stop, step), part in parts:
+                    tensor[_along(axis, slice(start, stop, step))] = part
+            whole.append(tensor.mT if self.transposed else tensor)
+        return whole
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor, as one rank holds it, from the Hugging Face tensors in the order of `hf`."""
         by_name = dict(zip(self.hf, tensors, strict=True))
         full = tensors[0].new_empty(self.shard_shape(1))
-        self.fill(full, 0, 1, lambda name, axis, start, stop: by_name[name].narrow(axis, start, stop - start))
+        self.fill(full, 0, 1, lambda name, index: by_name[name][index])
         return full
+
+    def coordinates(self, positions: Tensor, tp_rank: int, tp_size: int) -> tuple[Tensor, Tensor]:
+        """(numbers of the Hugging Face tensors, -1 for padding; flat positions there) of elements of a shard.
+
+        `positions` are flat positions in the shard of rank `tp_rank` of `tp_size`, int64 `[n]`, as both results are.
+        """
+        pieces = self.pieces(tp_rank, tp_size)
+        sources = torch.cat([torch.full([p.lines], -1 if p.source is None else p.source) for p in pieces])
+        lines = torch.cat([torch.arange(p.start, p.stop, p.step) for p in pieces])
+        at = list(torch.unravel_index(positions, self.shard_shape(tp_size)))
+        source = sources[at[self.lines_axis]]
+        at[self.lines_axis] = lines[at[self.lines_axis]]
+        if self.transposed:
+            at[-2:] = at[:-3:-1]
+        at = [torch.full_like(positions, expert) for expert in self._in_front] + at
+        flat = torch.zeros_like(positions)
+        for number, shape in enumerate(self.hf.values()):
+            there = sum(index * prod(shape[axis + 1 :]) for axis, index in enumerate(at))
+            flat = torch.where(source == number, there, flat)
+        return source, flat
+
+
+def _along(axis: int, lines: slice) -> tuple[slice, ...]:
+    return (slice(None),) * axis + (lines,)
+
+
+def _runs(pieces: Sequence[tuple[Piece, int]]) -> Iterator[tuple[int, int, list[tuple[Piece, int]]]]:
+    """(first line, last line + 1, members) of runs of neighbouring or overlapping pieces, which come in order."""
+    run: list[tuple[Piece, int]] = []
+    first = last = 0
+    for piece, offset in pieces:
+        if run and piece.start > last:
+            yield first, last, run
+            run = []
+        if not run:
+            first = last = piece.start
+        run.append((piece, offset))
+        last = max(last, piece.stop)
+    if run:
+        yield first, last, run
 
 
 def _cut(pieces: list[Piece], first: int, last: int) -> list[Piece]:
     """What lies at positions [first, last) of the concatenated pieces."""
     out = []
-    for offset, (source, start, stop) in zip(_offsets(pieces), pieces, strict=True):
-        low, high = max(first - offset, 0), min(last - offset, stop - start)
+    for offset, piece in zip(_offsets(pieces), pieces, strict=True):
+        low, high = max(first - offset, 0), min(last - offset, piece.lines)
         if low < high:
-            out.append(Piece(source, start + low, start + high))
+            start = piece.start + low * piece.step
+            out.append(Piece(piece.source, start, start + (high - 1 - low) * piece.step + 1, piece.step))
     return out
 
 
 def _offsets(pieces: list[Piece]) -> list[int]:
     """The position of each piece's first line in their concatenation."""
     offsets = [0]
-    for _, start, stop in pieces:
-        offsets.append(offsets[-1] + stop - start)
+    for piece in pieces:
+        offsets.append(offsets[-1] + piece.lines)
     return offsets[:-1]
 
 

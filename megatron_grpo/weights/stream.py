@@ -39,6 +39,8 @@ def stream_hf(
     stages = mapping.owning_stages(weights, local)
     dense, experts = _dense_group(), _expert_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
+    # Tensors that hold all experts of a layer, with the experts that are there already.
+    stacks: dict[str, tuple[Tensor, set[int]]] = {}
 
     for stage, dtype, bucket in _buckets(units(weights), stages, params_dtype(args), bucket_bytes):
         group = dense if bucket[0][0].expert is None else experts
@@ -60,7 +62,15 @@ def stream_hf(
             for place, weight in enumerate(unit):
                 ranks = [group.members.index((place, tp_rank)) for tp_rank in range(group.tp_size)]
                 shards = [by_member[rank][number].view(shape) for rank in ranks]
-                yield from zip(weight.hf, weight.split(shards), strict=True)
+                for name, tensor in zip(weight.hf, weight.split(shards), strict=True):
+                    if not weight.all_experts:
+                        yield name, tensor
+                        continue
+                    stack = stacks.setdefault(name, (tensor.new_empty(weight.hf[name]), set()))
+                    stack[0][weight.expert] = tensor
+                    stack[1].add(weight.expert)
+                    if len(stack[1]) == weight.hf[name][0]:
+                        yield name, stacks.pop(name)[0]
 
 
 def units(weights: Sequence[Weight]) -> Iterator[Unit]:

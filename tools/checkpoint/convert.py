@@ -114,7 +114,7 @@ def hf_to_megatron(options: argparse.Namespace) -> None:
     if checkpointing.latest_iteration(options.save):
         raise GrpoError(f"{options.save} holds a training run's checkpoints: choose another --save")
     first = next(iter(weights[0].hf))
-    set_dtype(args, DTYPES[options.dtype] if options.dtype else source.read(first, stop=1).dtype)
+    set_dtype(args, DTYPES[options.dtype] if options.dtype else source.read(first, (slice(0, 1),)).dtype)
     model = build(args)
     hf.load_hf(model, args, options.load)
     checkpointing.save_checkpoint(args, 0, model, None, None, {})
