@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -55,6 +56,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--use-rope-scaling", bool, False, "Llama 3.1's scaling of the rotary frequencies"),
         ("--rope-scaling-factor", float, 8.0, "factor of --use-rope-scaling"),
         ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
+        ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
         ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
     ),
     "parallelism": (
@@ -313,7 +315,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     derived = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "activation_func": F.silu if args.swiglu else F.gelu,
+        "gated_linear_unit": args.swiglu or args.quick_geglu,
+        "activation_func": F.silu if args.swiglu else quick_gelu,
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",

@@ -41,6 +41,7 @@ def dimensions(args: Namespace) -> dict[str, int]:
         "two_hidden": 2 * args.hidden_size,
         "ffn": args.ffn_hidden_size,
         "head": head,
+        "heads": heads,
         "q": head * heads,
         "kv": head * groups,
         "groups": groups,
@@ -51,6 +52,7 @@ def dimensions(args: Namespace) -> dict[str, int]:
         dims |= {
             "experts": args.num_experts,
             "expert_ffn": args.moe_ffn_hidden_size,
+            "two_expert_ffn": 2 * args.moe_ffn_hidden_size,
             "shared_ffn": args.moe_shared_expert_intermediate_size or 0,
         }
     if args.multi_latent_attention:

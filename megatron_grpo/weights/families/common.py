@@ -29,6 +29,7 @@ ABSENT: dict[str, Any] = {
     "apply_layernorm_1p": False,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
+    "quick_geglu": False,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
