@@ -21,6 +21,7 @@ from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.metrics import check_wandb
+from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_heads, check_parallelism
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.weights import families
@@ -29,7 +30,7 @@ from megatron_grpo.weights import families
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
-    "rotary_base rotary_percent use_rope_scaling rope_scaling_factor max_position_embeddings vocab_size "
+    "rotary_base rotary_percent rotary_interleaved rope_scaling max_position_embeddings vocab_size "
     "untie_embeddings_and_output_weights num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
     "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
@@ -78,11 +79,10 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("normalization", ("RMSNorm",), f"{_FAMILIES} have RMSNorm: give --normalization RMSNorm"),
     ("swiglu", (True,), f"{_FAMILIES} have SwiGLU: give --swiglu"),
     ("add_bias_linear", (False,), f"{_FAMILIES} have no such biases: give --disable-bias-linear"),
-    ("rotary_percent", (1.0,), f"{_FAMILIES} rotate whole heads: leave it at 1"),
     ("softmax_type", ("vanilla",), f"{_FAMILIES} have a plain softmax: leave it out"),
     (
         "softmax_scale window_size window_attn_skip_freq no_rope_freq activation_func_clamp_value glu_linear_offset "
-        "rotary_interleaved qk_l2_norm attention_output_gate apply_layernorm_1p moe_latent_size "
+        "qk_l2_norm attention_output_gate apply_layernorm_1p moe_latent_size "
         "apply_residual_connection_post_layernorm",
         (None, False, 0.0),
         f"{_FAMILIES} have no such thing, so the engine could not run the model: leave it out",
@@ -124,6 +124,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_parallelism(args)
     families.for_args(args).hf_from_args(args)  # refuses what no member of the family has
     _check_lengths(args)
+    check_rope(args)
     _check_data(args)
     _check_rollout(args, world_size)
     _check_rewards(args)
