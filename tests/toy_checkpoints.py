@@ -51,7 +51,7 @@ SHAPES = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "sliding_window": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "truncate": False, **_YARN},
     },
     "deepseek_v2": {
         "num_key_value_heads": 8,

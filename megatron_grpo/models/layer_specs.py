@@ -91,6 +91,8 @@ def _layers(config: TransformerConfig, transformer_impl: str) -> list[ModuleSpec
     for layer in kinds.values():
         if not use_te:
             _use_ours(config, layer)
+        elif config.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
     return layers

@@ -218,7 +218,13 @@ def refuse_bias(config: Config, *keys: str) -> None:
 def _read_common(config: Config) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise GrpoError(f"config.json has a quantization_config ({method}): use the checkpoint in bf16, fp16 or fp32")
+        cure = "use the checkpoint in bf16, fp16 or fp32"
+        if method == "mxfp4":
+            cure += (
+                ", as transformers makes it: AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16', "
+                "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW_DIR)"
+            )
+        raise GrpoError(f"config.json has a quantization_config ({method}): {cure}")
     if need(config, "hidden_act") != "silu":
         raise GrpoError(f"config.json has hidden_act {config['hidden_act']!r}: only 'silu' is supported (SwiGLU)")
     heads = need(config, "num_attention_heads")

@@ -1,7 +1,16 @@
 """gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, biases everywhere, clamped SwiGLU in its experts."""
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.families.common import COMMON, HF, MCORE, Family, decoder_rows, grouped_attention, need
+from megatron_grpo.weights.families.common import (
+    COMMON,
+    HF,
+    MCORE,
+    Family,
+    decoder_rows,
+    grouped_attention,
+    need,
+    read_rope,
+)
 from megatron_grpo.weights.families.qwen2 import QKV_BIAS
 from megatron_grpo.weights.families.windows import read_windows, write_windows
 from megatron_grpo.weights.layout import Row, interleaved
@@ -49,6 +58,18 @@ _ONLY = {
     "swiglu_limit": 7.0,
     "tie_word_embeddings": False,
 }
+_YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+
+
+def _read_rope(config):
+    found = read_rope({"rope_theta": 150000, **config})  # transformers' default
+    scaling = found["rope_scaling"] or {}
+    if scaling.get("rope_type") != "yarn" or scaling.keys() - {"truncate"} != _YARN:
+        raise GrpoError(
+            f"config.json has rope parameters {scaling}: the engine wants gpt-oss's to be yarn, with "
+            f"{', '.join(sorted(_YARN))}, and ignores others but truncate"
+        )
+    return found
 
 
 def _read(config):
@@ -110,4 +131,5 @@ FAMILY = Family(
     },
     read=_read,
     write=_write,
+    read_rope=_read_rope,
 )
