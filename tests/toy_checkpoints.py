@@ -79,7 +79,9 @@ SHAPES = {
 }
 
 
-def make(directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, **config) -> torch.nn.Module:
+def make(
+    directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 17, **config
+) -> torch.nn.Module:
     """Save a model of a few layers with every tensor random, in several shards; returns it."""
     shape = {
         "vocab_size": VOCAB,
@@ -94,7 +96,7 @@ def make(directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.fl
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
-    torch.manual_seed(17)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config})
     )
