@@ -24,7 +24,8 @@ from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
-# or more values; a tuple of strings for a choice. Brackets in a help text: what it is when it is not given.
+# or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
+# is not given.
 Row = tuple[str, Any, Any, str]
 
 REPLAY = ("disabled", "R2", "R3")
@@ -53,9 +54,13 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
         ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
         ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
-        ("--use-rope-scaling", bool, False, "Llama 3.1's scaling of the rotary frequencies"),
-        ("--rope-scaling-factor", float, 8.0, "factor of --use-rope-scaling"),
-        ("--rotary-base-local", int, None, "base of the rotary frequencies in layers with a window [--rotary-base]"),
+        ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
+        (
+            "--rotary-base-local",
+            int,
+            None,
+            "base of rotary frequencies in layers with a window, unscaled [--rotary-base]",
+        ),
         ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
         ("--sandwich-norm", bool, False, "norms behind attention and MLP too, before the residual is added"),
         ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
@@ -246,7 +251,17 @@ def _reading(kind: Any) -> dict[str, Any]:
         return {"choices": kind}
     if isinstance(kind, list):
         return {"type": kind[0], "nargs": "+", "metavar": METAVARS[kind[0]]}
+    if kind is dict:
+        return {"type": json_object, "metavar": "JSON"}
     return {"type": kind, "metavar": METAVARS[kind]}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read ``{"rope_type": "linear", "factor": 8.0}``; ValueError for anything but an object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object: {text}")
+    return value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:

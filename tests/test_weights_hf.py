@@ -6,6 +6,7 @@ import pytest
 from toy_checkpoints import (
     FAMILIES,
     PADDED_VOCAB,
+    SHAPES,
     VOCAB,
     add_mtp,
     build,
@@ -28,7 +29,15 @@ from megatron_grpo import initialize
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import hf, mapping
+from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
+
+LLAMA3, YARN = SHAPES["llama"]["rope_scaling"], {"factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +73,11 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
         ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_scaling": None, "first_k_dense_replace": 0}),
         ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 1}),
         ("deepseek_v2", {"q_lora_rank": 24, "first_k_dense_replace": 1}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 64}}),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "truncate": False}}),
+        ("qwen2", {"rope_scaling": {"type": "yarn", **YARN, "mscale": 1.2, "mscale_all_dim": 0.4}}),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", **LONGROPE}, "max_position_embeddings": 256}),
     ],
 )
 def test_logits_of_other_members_of_the_families(world, tmp_path, family, config):
@@ -141,7 +155,7 @@ def test_export_replaces_only_a_model_directory(world, tmp_path):
     hf.load_hf(chunks, args, source)
     target.mkdir()
     hf.save_hf(chunks, args, target)  # an empty one will do
-    assert [path.name for path in sorted(target.iterdir())] == ["config.json", "model.safetensors"]
+    assert [path.name for path in sorted(target.iterdir())] == ["checksums.json", "config.json", "model.safetensors"]
     hf.save_hf(chunks, args, target, max_shard_bytes=50_000, dtype=torch.bfloat16)
     assert not (target / "model.safetensors").exists()
     assert {tensor.dtype for tensor in tensors_of(target).values()} == {torch.bfloat16}
@@ -327,6 +341,15 @@ def test_wrong_shape(untied):
         load()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors(untied, dtype):
+    directory, load = untied
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_file(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}), name)
+    with pytest.raises(GrpoError, match=rf"tensor {name} is stored as .*8.*: convert the model"):
+        load()
+
+
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
 
 
@@ -372,7 +395,7 @@ def test_checkpoints_that_transformers_saved_without_their_multi_token_predictio
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
     weights = mapping.table(toy_args(tmp_path))
     with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, of which mtp.*set num_nextn_predict_layers to 0"):
-        hf.check_tensors(hf.Safetensors(tmp_path), weights)
+        hf.check_tensors(Safetensors(tmp_path), weights)
 
 
 def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
@@ -385,7 +408,7 @@ def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
 def test_index_that_is_none(untied, text):
     directory, load = untied
     (directory / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not a safetensors index"):
+    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not an index of tensors"):
         load()
 
 

@@ -1,5 +1,5 @@
-"""Gemma 3's language models (arXiv:2503.19786): Gemma 2 with norms on query and key heads in place of soft caps, a window
-in five of six layers, and a rotary base of their own for those.
+"""Gemma 3's language models (arXiv:2503.19786): norms on query and key heads in place of Gemma 2's soft caps, and a
+window in five of six layers, with a rotary base of their own.
 """
 
 from megatron_grpo.errors import GrpoError
@@ -26,7 +26,7 @@ def _write(args):
 
 
 def _read_rope(config):
-    """`rope_local_base_freq` beside the other keys (transformers 4), or `rope_parameters` for each kind of layer (5)."""
+    """`rope_local_base_freq` beside `rope_theta` (transformers 4), or `rope_parameters` of both kinds of layers (5)."""
     by_kind = config.get("rope_parameters") or {}
     full, local = by_kind.get("full_attention"), by_kind.get("sliding_attention")
     if not (full and local):
@@ -34,8 +34,11 @@ def _read_rope(config):
         full = {"rope_theta": config.get("rope_theta") or 1000000, **(config.get("rope_scaling") or {})}
     windowed = read_rope({**config, "rope_scaling": None, "rope_parameters": local})
     whole = read_rope({**config, "rope_scaling": None, "rope_parameters": full})
-    if windowed["rope_scaling"]:
-        raise GrpoError("config.json scales the rotary embedding of layers with a window: only that of others may be")
+    if windowed["rope_scaling"] or (whole["rope_scaling"] or {"rope_type": "linear"})["rope_type"] != "linear":
+        raise GrpoError(
+            f"config.json has rope scaling {whole['rope_scaling']} and, in layers with a window, "
+            f"{windowed['rope_scaling']}: supported is 'linear' in layers without a window"
+        )
     return {**whole, "rotary_base_local": windowed["rotary_base"]}
 
 
