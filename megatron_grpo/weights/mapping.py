@@ -40,6 +40,7 @@ def dimensions(args: Namespace) -> dict[str, int]:
         "hidden": args.hidden_size,
         "two_hidden": 2 * args.hidden_size,
         "ffn": args.ffn_hidden_size,
+        "two_ffn": 2 * args.ffn_hidden_size,
         "head": head,
         "q": head * heads,
         "kv": head * groups,

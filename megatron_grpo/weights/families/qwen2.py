@@ -1,21 +1,16 @@
 """Qwen2 and Qwen2.5 (dense): bias on query, key and value, none elsewhere."""
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, head_dim, refuse_sliding_window
-from megatron_grpo.weights.layout import Row, grouped_qkv
-
-ROWS = dense_rows(
-    Row(
-        MCORE + "self_attention.linear_qkv.bias",
-        {
-            HF + "self_attn.q_proj.bias": "q",
-            HF + "self_attn.k_proj.bias": "kv",
-            HF + "self_attn.v_proj.bias": "kv",
-        },
-        grouped_qkv,
-        axis=0,
-    ),
+from megatron_grpo.weights.families.common import (
+    DENSE,
+    QKV_BIAS,
+    Family,
+    dense_rows,
+    head_dim,
+    refuse_sliding_window,
 )
+
+ROWS = dense_rows(QKV_BIAS)
 
 
 def _read(config):
