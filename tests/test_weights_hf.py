@@ -29,6 +29,7 @@ from megatron_grpo import initialize
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import hf, mapping
+from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
 
 LLAMA3, YARN = SHAPES["llama"]["rope_scaling"], {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -154,7 +155,7 @@ def test_export_replaces_only_a_model_directory(world, tmp_path):
     hf.load_hf(chunks, args, source)
     target.mkdir()
     hf.save_hf(chunks, args, target)  # an empty one will do
-    assert [path.name for path in sorted(target.iterdir())] == ["config.json", "model.safetensors"]
+    assert [path.name for path in sorted(target.iterdir())] == ["checksums.json", "config.json", "model.safetensors"]
     hf.save_hf(chunks, args, target, max_shard_bytes=50_000, dtype=torch.bfloat16)
     assert not (target / "model.safetensors").exists()
     assert {tensor.dtype for tensor in tensors_of(target).values()} == {torch.bfloat16}
@@ -385,7 +386,7 @@ def test_checkpoints_that_transformers_saved_without_their_multi_token_predictio
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
     weights = mapping.table(toy_args(tmp_path))
     with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, of which mtp.*set num_nextn_predict_layers to 0"):
-        hf.check_tensors(hf.Safetensors(tmp_path), weights)
+        hf.check_tensors(Safetensors(tmp_path), weights)
 
 
 def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
