@@ -341,6 +341,15 @@ def test_wrong_shape(untied):
         load()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors(untied, dtype):
+    directory, load = untied
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_file(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}), name)
+    with pytest.raises(GrpoError, match=rf"tensor {name} is stored as .*8.*: convert the model"):
+        load()
+
+
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
 
 
@@ -399,7 +408,7 @@ def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
 def test_index_that_is_none(untied, text):
     directory, load = untied
     (directory / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not a safetensors index"):
+    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not an index of tensors"):
         load()
 
 

@@ -110,7 +110,7 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
 
 
 def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
-    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, in the table's shapes."""
+    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, unquantised, in its shapes."""
     expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
     found = {name for name in source.names() if not _IGNORED.search(name)}
     if "lm_head.weight" not in expected:
@@ -124,6 +124,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
             raise GrpoError(
                 f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
             )
+        source.dtype(name)  # refuses quantised weights
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
         raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, for which the family has no place")

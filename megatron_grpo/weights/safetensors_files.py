@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
@@ -24,18 +25,7 @@ from megatron_grpo.errors import GrpoError
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -45,26 +35,28 @@ class Safetensors:
     Only headers are read at first. Every error names the file, and the tensor when there is one.
     """
 
+    index, single = INDEX, "model.safetensors"
+
     def __init__(self, hf_dir: str | Path):
         self.dir = Path(hf_dir)
         self._files: dict[Path, Any] = {}
-        index = self.dir / INDEX
+        index = self.dir / self.index
         if index.exists():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
                 self._where = {name: self.dir / file for name, file in weight_map.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise GrpoError(f"{index} is not a safetensors index: {error!r}") from None
-        elif (single := self.dir / "model.safetensors").exists():
+                raise GrpoError(f"{index} is not an index of tensors: {error!r}") from None
+        elif (single := self.dir / self.single).exists():
             self._where = dict.fromkeys(self._open(single).keys(), single)
-        elif found := sorted(self.dir.glob("pytorch_model*.bin")):
+        elif type(self) is Safetensors and (found := sorted(self.dir.glob("pytorch_model*.bin"))):
             raise GrpoError(
                 f"{found[0]} is a pickle, which can run code when read: save the model as safetensors "
                 f"(model.save_pretrained(DIR) in transformers) and give that directory, or have "
                 f"tools/checkpoint/convert.py --pytorch-bin read its tensors and nothing else"
             )
         else:
-            raise GrpoError(f"{self.dir} holds neither model.safetensors nor {INDEX}")
+            raise GrpoError(f"{self.dir} holds neither {self.single} nor {self.index}")
 
     def names(self) -> Iterable[str]:
         return self._where.keys()
@@ -73,9 +65,13 @@ class Safetensors:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
+        """GrpoError for other numbers than plain floating-point ones: quantised weights have scales elsewhere."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise GrpoError(f"{self._where[name]}: tensor {name} is stored as {stored}: convert it to bf16 first")
+            raise GrpoError(
+                f"{self._where[name]}: tensor {name} is stored as {stored}: convert the model to one of "
+                f"{', '.join(_DTYPES)} first"
+            )
         return _DTYPES[stored]
 
     def read(self, name: str, index: tuple[int | slice, ...] = (slice(None),)) -> Tensor:
@@ -90,18 +86,57 @@ class Safetensors:
         try:
             return self._open(path, name).get_slice(name)
         except SafetensorError:
-            raise GrpoError(f"{path} does not hold the tensor {name}, which {INDEX} places there") from None
+            raise GrpoError(f"{path} does not hold the tensor {name}, which {self.index} places there") from None
 
     def _open(self, path: Path, wanted: str | None = None) -> Any:
         if path not in self._files:
             asked = f" (needed for tensor {wanted})" if wanted else ""
             try:
-                self._files[path] = safe_open(path, framework="pt", device="cpu")
+                self._files[path] = self._load(path)
             except FileNotFoundError:
                 raise GrpoError(f"{path} does not exist{asked}: a shard of the checkpoint is missing") from None
             except (SafetensorError, OSError) as error:
                 raise GrpoError(f"{path} is truncated or no safetensors file{asked}: {error}") from None
         return self._files[path]
+
+    def _load(self, path: Path) -> Any:
+        return safe_open(path, framework="pt", device="cpu")
+
+
+class PytorchBin(Safetensors):
+    """The tensors of pytorch_model.bin, or of shards and their index, in the same way.
+
+    The files are pickles. They are read with torch's `weights_only`, which makes tensors and refuses everything else,
+    and mapped into memory rather than read whole.
+    """
+
+    index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype = self._slice(name).dtype
+        if dtype not in _NAMES:
+            raise GrpoError(f"{self._where[name]}: tensor {name} is of {dtype}: convert the model to bf16 first")
+        return dtype
+
+    def _slice(self, name: str) -> Tensor:
+        path = self._where[name]
+        tensors = self._open(path, name)
+        if not isinstance(tensors.get(name), Tensor):
+            raise GrpoError(f"{path} does not hold the tensor {name}, which {self.index} places there")
+        return tensors[name]
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            cause = str(error).splitlines()[0] if str(error) else repr(error)
+            raise GrpoError(f"{path} holds more than tensors, is truncated or no file of torch's: {cause}") from None
+        if not isinstance(found, dict):
+            raise GrpoError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors")
+        return found
 
 
 class PlannedFile(NamedTuple):
