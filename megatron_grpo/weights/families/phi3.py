@@ -11,6 +11,7 @@ from megatron_grpo.weights.families.common import (
     decoder_rows,
     head_dim,
     read_partial_rope,
+    refuse_bias,
     refuse_head_dim,
     write_partial_rope,
 )
@@ -38,6 +39,7 @@ _MLP = (
 
 
 def _read(config):
+    refuse_bias(config, "attention_bias", "mlp_bias", "lm_head_bias")
     return {**read_window(config), "kv_channels": head_dim(config)}
 
 
