@@ -18,10 +18,10 @@ from megatron_grpo.arguments import parse_args
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.weights import families, hf
 
-DENSE = ("qwen3", "qwen2", "llama")
-MOE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
-FAMILIES = DENSE + MOE + SANDWICHED + ("glm",)
+FAMILIES = DENSE + MOE + SANDWICHED
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 # Small enough that windows and caps matter to 40 tokens.
@@ -46,6 +46,34 @@ SHAPES = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+    },
+    "mistral": {"sliding_window": 13, "head_dim": 16},
+    "phi3": {
+        "hidden_size": 128,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 5.0],
+            "long_factor": [9.0] * 6,
+        },
+        "sliding_window": 17,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "glm4_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
     },
     "qwen3_moe": {
         "num_hidden_layers": 4,

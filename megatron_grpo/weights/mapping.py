@@ -44,6 +44,7 @@ def dimensions(args: Namespace) -> dict[str, int]:
         "head": head,
         "q": head * heads,
         "kv": head * groups,
+        "qkv": head * (heads + 2 * groups),
         "groups": groups,
         "vocab": args.vocab_size,
         "padded_vocab": args.padded_vocab_size,
