@@ -30,8 +30,15 @@ def check_heads(args: Namespace, size: int, what: str) -> None:
 
 
 def has_packed_attention(args: Namespace) -> bool:
-    """Whether attention is models/attention.py's, which has sinks, and not Transformer Engine's."""
-    return args.transformer_impl == "local" or args.softmax_type != "vanilla"
+    """Whether attention is models/attention.py's, which has sinks and soft-capping, and not Transformer Engine's."""
+    return args.transformer_impl == "local" or args.softmax_type != "vanilla" or bool(args.attn_logit_softcapping)
+
+
+def _attention(args: Namespace) -> str:
+    local = "--transformer-impl local's attention"
+    if args.transformer_impl == "local":
+        return local
+    return f"{local}, which sinks and soft-capping need," if has_packed_attention(args) else "Transformer Engine's"
 
 
 def check_parallelism(args: Namespace) -> None:
@@ -54,8 +61,7 @@ def check_parallelism(args: Namespace) -> None:
     backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
-            f"--attention-backend is {args.attention_backend}, but --transformer-impl {args.transformer_impl} with "
-            f"--softmax-type {args.softmax_type} has {', '.join(backends)}"
+            f"--attention-backend is {args.attention_backend}, but {_attention(args)} has {', '.join(backends)}"
         )
     _check_pipeline(args)
     _check_context_parallelism(args)
@@ -151,10 +157,7 @@ def _check_context_parallelism(args: Namespace) -> None:
     else:
         allowed, reason = {"p2p", "a2a"}, "Transformer Engine refuses packed batches in the others"
     if wrong := sorted(kinds - allowed):
-        raise GrpoError(
-            f"--cp-comm-type {wrong[0]}: with --transformer-impl {args.transformer_impl} and --softmax-type "
-            f"{args.softmax_type} {reason}"
-        )
+        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention(args)} {reason}")
     heads = cp * args.tensor_model_parallel_size
     if "a2a" in kinds and (args.num_attention_heads % heads or query_groups(args) % heads):
         raise GrpoError(

@@ -5,13 +5,13 @@ from megatron_grpo.weights.families.common import (
     COMMON,
     HF,
     MCORE,
+    QKV_BIAS,
     Family,
     decoder_rows,
     grouped_attention,
     need,
     read_rope,
 )
-from megatron_grpo.weights.families.qwen2 import QKV_BIAS
 from megatron_grpo.weights.families.windows import read_windows, write_windows
 from megatron_grpo.weights.layout import Row, interleaved
 
