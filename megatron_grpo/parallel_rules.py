@@ -35,10 +35,9 @@ def has_packed_attention(args: Namespace) -> bool:
 
 
 def _attention(args: Namespace) -> str:
-    local = "--transformer-impl local's attention"
-    if args.transformer_impl == "local":
-        return local
-    return f"{local}, which sinks and soft-capping need," if has_packed_attention(args) else "Transformer Engine's"
+    if args.transformer_impl == "local" or not has_packed_attention(args):
+        return f"--transformer-impl {args.transformer_impl}"
+    return "sinks or soft-capping, as --transformer-impl local,"
 
 
 def check_parallelism(args: Namespace) -> None:
@@ -151,7 +150,7 @@ def _check_context_parallelism(args: Namespace) -> None:
         raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
     if has_packed_attention(args):
-        allowed, reason = {"all_gather"}, "keys and values are gathered: leave it out"
+        allowed, reason = {"all_gather"}, "local gathers keys and values: leave it out"
     elif args.multi_latent_attention:
         allowed, reason = {"p2p"}, "latent attention has p2p only"
     else:
