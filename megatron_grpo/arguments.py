@@ -338,7 +338,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "gated_linear_unit": args.swiglu or args.geglu or args.quick_geglu,
-        "activation_func": F.silu if args.swiglu else quick_gelu if args.quick_geglu else _gelu(args),
+        "activation_func": _activation(args),
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
@@ -355,8 +355,13 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     )
 
 
-def _gelu(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """--geglu's, which megatron-core's fused kernel of F.gelu computes too."""
+def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function of the MLP, of its gate where it has one."""
+    if args.swiglu:
+        return F.silu
+    if args.quick_geglu:
+        return quick_gelu
+    # megatron-core's fused kernel of F.gelu computes --geglu's approximation.
     return fast_gelu if args.geglu and not args.bias_activation_fusion else F.gelu
 
 

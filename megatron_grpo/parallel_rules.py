@@ -30,14 +30,16 @@ def check_heads(args: Namespace, size: int, what: str) -> None:
 
 
 def has_packed_attention(args: Namespace) -> bool:
-    """Whether attention is models/attention.py's, which has sinks and soft-capping, and not Transformer Engine's."""
-    return args.transformer_impl == "local" or args.softmax_type != "vanilla" or bool(args.attn_logit_softcapping)
+    """Whether attention is models/attention.py's, which has sinks and soft caps, and not Transformer Engine's."""
+    special = args.softmax_type != "vanilla" or args.attn_logit_softcapping is not None
+    return args.transformer_impl == "local" or special
 
 
-def _attention(args: Namespace) -> str:
-    if args.transformer_impl == "local" or not has_packed_attention(args):
-        return f"--transformer-impl {args.transformer_impl}"
-    return "sinks or soft-capping, as --transformer-impl local,"
+def _attention_of(args: Namespace) -> str:
+    """What decides the attention, for messages."""
+    if has_packed_attention(args) and args.transformer_impl != "local":
+        return "attention with sinks or soft caps"
+    return f"--transformer-impl {args.transformer_impl}"
 
 
 def check_parallelism(args: Namespace) -> None:
@@ -60,7 +62,7 @@ def check_parallelism(args: Namespace) -> None:
     backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
-            f"--attention-backend is {args.attention_backend}, but {_attention(args)} has {', '.join(backends)}"
+            f"--attention-backend is {args.attention_backend}, but {_attention_of(args)} has {', '.join(backends)}"
         )
     _check_pipeline(args)
     _check_context_parallelism(args)
@@ -150,13 +152,13 @@ def _check_context_parallelism(args: Namespace) -> None:
         raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
     if has_packed_attention(args):
-        allowed, reason = {"all_gather"}, "local gathers keys and values: leave it out"
+        allowed, reason = {"all_gather"}, "keys and values are gathered: leave it out"
     elif args.multi_latent_attention:
         allowed, reason = {"p2p"}, "latent attention has p2p only"
     else:
         allowed, reason = {"p2p", "a2a"}, "Transformer Engine refuses packed batches in the others"
     if wrong := sorted(kinds - allowed):
-        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention(args)} {reason}")
+        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention_of(args)} {reason}")
     heads = cp * args.tensor_model_parallel_size
     if "a2a" in kinds and (args.num_attention_heads % heads or query_groups(args) % heads):
         raise GrpoError(

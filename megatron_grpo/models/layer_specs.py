@@ -95,6 +95,8 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     for layer in kinds.values():
         if not use_te:
             _use_ours(config, layer)
+        elif config.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         _add_parts(args, layer)
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
@@ -112,8 +114,6 @@ def _add_parts(args: Namespace, layer: ModuleSpec) -> None:
         attention.module = TwoRopesAttention
     if args.attn_logit_softcapping:
         attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
-    elif args.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
-        attention.submodules.core_attention = PackedAttention
 
 
 def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:

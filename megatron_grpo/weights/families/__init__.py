@@ -37,9 +37,9 @@ FAMILIES: dict[str, Family] = {
         glm4_moe,
         deepseek_v2,
         deepseek_v3,
-        gpt_oss,
         gemma2,
         gemma3,
+        gpt_oss,
     )
 }
 
