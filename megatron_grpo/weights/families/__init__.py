@@ -6,6 +6,10 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights.families import (
     deepseek_v2,
     deepseek_v3,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
     glm4_moe,
     llama,
     mistral,
@@ -27,9 +31,13 @@ FAMILIES: dict[str, Family] = {
         qwen3,
         qwen3_moe,
         mixtral,
+        glm,
+        glm4,
         glm4_moe,
         deepseek_v2,
         deepseek_v3,
+        gemma2,
+        gemma3,
     )
 }
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_grpo.weights.families.common import (
     COMMON,
+    QKV_BIAS,
     Family,
     decoder_rows,
     grouped_attention,
@@ -20,19 +21,14 @@ from megatron_grpo.weights.families.deepseek_v3 import (
     write_sigmoid_moe,
 )
 from megatron_grpo.weights.families.moe import MLP
-from megatron_grpo.weights.families.qwen2 import QKV_BIAS
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
-
-
-def _biased(args, layer):
-    return args.add_qkv_bias
 
 
 def _normed(args, layer):
     return args.qk_layernorm
 
 
-_ATTENTION = grouped_attention(replace(QKV_BIAS, when=_biased), *(replace(row, when=_normed) for row in HEAD_NORMS))
+_ATTENTION = grouped_attention(QKV_BIAS, *(replace(row, when=_normed) for row in HEAD_NORMS))
 _ONLY = {"norm_topk_prob": True}
 
 

@@ -6,8 +6,7 @@ from typing import Any
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     DENSE,
-    HF,
-    MCORE,
+    QKV_BIAS,
     Config,
     Family,
     dense_rows,
@@ -15,18 +14,8 @@ from megatron_grpo.weights.families.common import (
     refuse_head_dim,
 )
 from megatron_grpo.weights.families.windows import read_windows, write_window
-from megatron_grpo.weights.layout import Row, grouped_qkv
 
-QKV_BIAS = Row(
-    MCORE + "self_attention.linear_qkv.bias",
-    {
-        HF + "self_attn.q_proj.bias": "q",
-        HF + "self_attn.k_proj.bias": "kv",
-        HF + "self_attn.v_proj.bias": "kv",
-    },
-    grouped_qkv,
-    axis=0,
-)
+ROWS = dense_rows(QKV_BIAS)
 
 
 def read_qwen_window(config: Config) -> dict[str, Any]:
