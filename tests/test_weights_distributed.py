@@ -45,14 +45,18 @@ MOE_CASES = [
 ]
 MORE = ("mixtral", "glm4_moe")
 MORE_CASES = [(family, layout) for family in MORE for layout in (EP2, {**TP2, **GROUPED}, PP2)] + [("glm4_moe", VPP2)]
+# Its experts have biases: without expert tensor parallelism.
+TP2_ALONE = {**TP2, "expert_tensor_parallel_size": 1}
+GPT_OSS_CASES = [("gpt_oss", layout) for layout in (EP2, {**EP2, **GROUPED}, TP2_ALONE, {**TP2, **EP2}, PP2, VPP2)]
 CASES = {
-    2: [*DENSE_CASES, *MOE_CASES, *MORE_CASES, ("mtp", PP2), ("mtp", {**TP2, **EP2})],
+    2: [*DENSE_CASES, *MOE_CASES, *MORE_CASES, *GPT_OSS_CASES, ("mtp", PP2), ("mtp", {**TP2, **EP2})],
     4: [
         ("mtp", {**TP2, **EP2, "expert_tensor_parallel_size": 2}),  # one gather over experts and their shards
         ("mtp", {**TP2, **PP2, **EP2}),
         ("qwen3_moe", {**EP2, **VPP2, **GROUPED}),
         ("phi3-untied", TP4),
         ("mixtral", TP4),
+        ("gpt_oss", {**TP4, **EP2, **GROUPED}),
     ],
 }
 
@@ -60,7 +64,7 @@ CASES = {
 def models(directory: Path) -> dict[str, torch.nn.Module]:
     """Write the checkpoints of all cases; returns transformers' models."""
     dense = {f"{family}-{tied}": (family, tied == "tied") for family in DENSE for tied in ("tied", "untied")}
-    named = {**dense, **{family: (family, False) for family in (*MOE, *MORE)}, "mtp": ("deepseek_v3", False)}
+    named = {**dense, **{family: (family, False) for family in (*MOE, *MORE, "gpt_oss")}, "mtp": ("deepseek_v3", False)}
     made = {name: make(directory / name, family, tied) for name, (family, tied) in named.items()}
     add_mtp(directory / "mtp", made["mtp"])
     return made
