@@ -354,8 +354,9 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
 
 
 def _gelu(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """--geglu's, which megatron-core's fused kernel of F.gelu computes too."""
-    return fast_gelu if args.geglu and not args.bias_activation_fusion else F.gelu
+    """--geglu's, the tanh approximation; the fused kernels of either implementation compute it under F.gelu's name."""
+    fused = args.bias_activation_fusion or args.use_te_activation_func
+    return fast_gelu if args.geglu and not fused else F.gelu
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

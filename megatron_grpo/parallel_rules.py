@@ -46,6 +46,10 @@ def check_parallelism(args: Namespace) -> None:
                 raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
         if "moe_act" in (args.recompute_modules or []):
             raise GrpoError("--recompute-modules moe_act needs --transformer-impl transformer_engine; moe does not")
+    elif args.attn_logit_softcapping:
+        raise GrpoError(
+            "--attn-logit-softcapping needs --transformer-impl local: Transformer Engine has no such kernel"
+        )
     backends = ("auto", "local") if args.transformer_impl == "local" else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
@@ -134,6 +138,10 @@ def _read_layout(args: Namespace) -> None:
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
+    if cp > 1 and args.transformer_impl == "transformer_engine" and args.window_size and kinds not in ("a2a", ["a2a"]):
+        raise GrpoError(
+            "--context-parallel-size with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has no windows"
+        )
     if kinds is None:
         return
     if cp == 1:

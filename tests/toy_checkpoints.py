@@ -104,7 +104,7 @@ def make(
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tied or family == "gemma2",  # vLLM has no other Gemma 2
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 3,
