@@ -18,10 +18,13 @@ from megatron_grpo.arguments import parse_args
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.weights import families, hf
 
-DENSE = ("qwen3", "qwen2", "llama")
-MOE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
-FAMILIES = DENSE + MOE + SANDWICHED + ("glm",)
+FAMILIES = DENSE + MOE + SANDWICHED
+# (family, whether its embeddings are tied)
+_OTHERS = ("gpt_oss", True), ("gemma2", False)  # what these families do not have
+MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 # Small enough that windows and caps matter to 40 tokens.
@@ -47,6 +50,34 @@ SHAPES = {
             "original_max_position_embeddings": 8192,
         }
     },
+    "mistral": {"sliding_window": 13, "head_dim": 16},
+    "phi3": {
+        "hidden_size": 128,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 5.0],
+            "long_factor": [9.0] * 6,
+        },
+        "sliding_window": 17,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "glm4_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
+    },
     "qwen3_moe": {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -55,6 +86,14 @@ SHAPES = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
         "mlp_only_layers": [2],
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "truncate": False, **_YARN},
     },
     "deepseek_v2": {
         "num_key_value_heads": 8,
@@ -104,7 +143,7 @@ def make(
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": tied or family == "gemma2",  # vLLM has no other Gemma 2
+        "tie_word_embeddings": tied,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 3,
@@ -117,7 +156,9 @@ def make(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0
-            parameter.copy_(centre + 0.1 * torch.randn(parameter.shape))
+            # gpt-oss cuts off what is beyond 7.
+            deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
+            parameter.copy_(centre + deviation * torch.randn(parameter.shape))
             parameter.data = parameter.data.to(dtype)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub

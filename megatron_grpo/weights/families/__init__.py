@@ -10,7 +10,12 @@ from megatron_grpo.weights.families import (
     gemma3,
     glm,
     glm4,
+    glm4_moe,
+    gpt_oss,
     llama,
+    mistral,
+    mixtral,
+    phi3,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -19,7 +24,23 @@ from megatron_grpo.weights.families.common import Config, Family
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, gemma2, gemma3, glm, glm4)
+    for module in (
+        llama,
+        mistral,
+        phi3,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        mixtral,
+        glm,
+        glm4,
+        glm4_moe,
+        deepseek_v2,
+        deepseek_v3,
+        gemma2,
+        gemma3,
+        gpt_oss,
+    )
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.rope import check_scaling
-from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, untied, vocabulary
+from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
 
@@ -24,6 +24,7 @@ ABSENT: dict[str, Any] = {
     "softmax_type": "vanilla",
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
+    "rope_scaling": None,
     "rotary_base_local": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
@@ -33,6 +34,7 @@ ABSENT: dict[str, Any] = {
     "final_logit_softcapping": None,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
+    "quick_geglu": False,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
@@ -56,6 +58,15 @@ DENSE_MLP = (
         axis=0,
     ),
     Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+)
+FUSED_MLP = (
+    Row(
+        MCORE + "mlp.linear_fc1.weight",
+        {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
+        fused(stacked, "ffn", "ffn"),
+        axis=0,
+    ),
+    DENSE_MLP[1],
 )
 
 
@@ -221,20 +232,6 @@ class Family:
                 )
 
 
-def refuse_sliding_window(config: Config) -> None:
-    """Raise GrpoError when any layer attends through a window (Qwen's rule: from layer max_window_layers on)."""
-    layers = range(need(config, "num_hidden_layers"))
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= config.get("max_window_layers", 0) else "full_attention" for layer in layers
-    ]
-    if config.get("use_sliding_window") and config.get("sliding_window") and "sliding_attention" in kinds:
-        raise GrpoError(
-            f"config.json has sliding-window attention (use_sliding_window true, sliding_window "
-            f"{config['sliding_window']}), which is not supported; set use_sliding_window to false to train with full "
-            f"attention"
-        )
-
-
 def refuse_bias(config: Config, *keys: str) -> None:
     """Raise GrpoError when one of these bias switches is on."""
     for key in keys:
@@ -245,7 +242,13 @@ def refuse_bias(config: Config, *keys: str) -> None:
 def _read_common(config: Config) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise GrpoError(f"config.json has a quantization_config ({method}): use the checkpoint in bf16, fp16 or fp32")
+        cure = "use the checkpoint in bf16, fp16 or fp32"
+        if method == "mxfp4":
+            cure += (
+                ", as transformers makes it: AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16', "
+                "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW_DIR)"
+            )
+        raise GrpoError(f"config.json has a quantization_config ({method}): {cure}")
     heads = need(config, "num_attention_heads")
     return {
         "num_layers": need(config, "num_hidden_layers"),
@@ -278,6 +281,16 @@ def _write_common(args: Namespace) -> Config:
 def head_dim(config: Config) -> int:
     """Size of an attention head: config["head_dim"], or the hidden size shared out among the heads."""
     return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+
+
+def refuse_head_dim(args: Namespace) -> None:
+    """Raise GrpoError when heads have a size of their own, which the family's config.json cannot say."""
+    if args.kv_channels * args.num_attention_heads != args.hidden_size:
+        raise GrpoError(
+            f"model family {args.model_family} has heads of hidden_size / num_attention_heads channels: kv_channels "
+            f"({args.kv_channels}) times num_attention_heads ({args.num_attention_heads}) is not hidden_size "
+            f"({args.hidden_size})"
+        )
 
 
 def query_groups(args: Namespace) -> int:
