@@ -24,18 +24,19 @@ from megatron_grpo.metrics import check_wandb
 from megatron_grpo.parallel_rules import check_heads, check_parallelism
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.weights import families
+from megatron_grpo.weights.families.common import ABSENT
 
 # What describes a model; a checkpoint's stored arguments and a translated config.json both have these.
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
-    "rotary_base rotary_percent use_rope_scaling rope_scaling_factor max_position_embeddings vocab_size "
+    "rotary_base use_rope_scaling rope_scaling_factor max_position_embeddings vocab_size "
     "untie_embeddings_and_output_weights num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
     "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
     "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mtp_num_layers"
-).split()
+).split() + [*ABSENT]
 
 _FAMILIES = "the model families here (" + ", ".join(families.FAMILIES) + ")"
 _ENGINE = "the engine does not, and its log-probabilities must be the trainer's: leave it out"
@@ -78,13 +79,9 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("normalization", ("RMSNorm",), f"{_FAMILIES} have RMSNorm: give --normalization RMSNorm"),
     ("swiglu", (True,), f"{_FAMILIES} have SwiGLU: give --swiglu"),
     ("add_bias_linear", (False,), f"{_FAMILIES} have no such biases: give --disable-bias-linear"),
-    ("rotary_percent", (1.0,), f"{_FAMILIES} rotate whole heads: leave it at 1"),
-    ("softmax_type", ("vanilla",), f"{_FAMILIES} have a plain softmax: leave it out"),
     (
-        "softmax_scale window_size window_attn_skip_freq no_rope_freq activation_func_clamp_value glu_linear_offset "
-        "rotary_interleaved qk_l2_norm attention_output_gate apply_layernorm_1p moe_latent_size "
-        "apply_residual_connection_post_layernorm",
-        (None, False, 0.0),
+        "no_rope_freq qk_l2_norm attention_output_gate moe_latent_size apply_residual_connection_post_layernorm",
+        (None, False),
         f"{_FAMILIES} have no such thing, so the engine could not run the model: leave it out",
     ),
 )

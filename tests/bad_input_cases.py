@@ -232,7 +232,7 @@ HUGGING_FACE: list[Case] = [
     ("quantised", config(quantization_config={"quant_method": "fp8"}), r"\(fp8\): use the checkpoint in bf16"),
     ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or no safetensors file"),
     ("missing shard", index("model-1.safetensors"), r"model-1\.safetensors does not exist .*a shard .* is missing"),
-    ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not a safetensors index"),
+    ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not an index of tensors"),
     ("no weights", lambda b: ["--load-hf", str(b.hf("*.safetensors"))], r"hf holds neither model\.safetensors nor"),
     ("pickle only", lambda b: b.hf_file("pytorch_model.bin", "", "*.safetensors"), r"pickle, .*: save .*safetensors"),
     (

@@ -16,6 +16,7 @@ from transformers import (
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import families
+from megatron_grpo.weights.families.common import ABSENT
 from megatron_grpo.weights.families.moe import moe_layers
 
 QWEN3_06B = {
@@ -199,6 +200,7 @@ CLASSES = {
 def test_published_configurations_become_megatron_arguments():
     qwen3 = families.for_hf_config(QWEN3_06B).args_from_hf(QWEN3_06B)
     assert qwen3 == {
+        **ABSENT,
         "model_family": "qwen3",
         "num_layers": 28,
         "hidden_size": 1024,
@@ -215,7 +217,6 @@ def test_published_configurations_become_megatron_arguments():
         "add_qkv_bias": False,
         "position_embedding_type": "rope",
         "rotary_base": 1000000,
-        "rotary_percent": 1.0,
         "use_rope_scaling": False,
         "untie_embeddings_and_output_weights": False,
         "vocab_size": 151936,

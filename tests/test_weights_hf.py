@@ -28,6 +28,7 @@ from megatron_grpo import initialize
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import hf, mapping
+from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
 
 
@@ -141,7 +142,7 @@ def test_export_replaces_only_a_model_directory(world, tmp_path):
     hf.load_hf(chunks, args, source)
     target.mkdir()
     hf.save_hf(chunks, args, target)  # an empty one will do
-    assert [path.name for path in sorted(target.iterdir())] == ["config.json", "model.safetensors"]
+    assert [path.name for path in sorted(target.iterdir())] == ["checksums.json", "config.json", "model.safetensors"]
     hf.save_hf(chunks, args, target, max_shard_bytes=50_000, dtype=torch.bfloat16)
     assert not (target / "model.safetensors").exists()
     assert {tensor.dtype for tensor in tensors_of(target).values()} == {torch.bfloat16}
@@ -327,6 +328,15 @@ def test_wrong_shape(untied):
         load()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors(untied, dtype):
+    directory, load = untied
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_file(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}), name)
+    with pytest.raises(GrpoError, match=rf"tensor {name} is stored as .*8.*: convert the model"):
+        load()
+
+
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
 
 
@@ -372,7 +382,7 @@ def test_checkpoints_that_transformers_saved_without_their_multi_token_predictio
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
     weights = mapping.table(toy_args(tmp_path))
     with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, of which mtp.*set num_nextn_predict_layers to 0"):
-        hf.check_tensors(hf.Safetensors(tmp_path), weights)
+        hf.check_tensors(Safetensors(tmp_path), weights)
 
 
 def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
@@ -385,7 +395,7 @@ def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
 def test_index_that_is_none(untied, text):
     directory, load = untied
     (directory / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not a safetensors index"):
+    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not an index of tensors"):
         load()
 
 

@@ -7,24 +7,30 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_grpo.arguments import params_dtype
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import families, mapping
 from megatron_grpo.weights.layout import Weight
-from megatron_grpo.weights.stream import stream_hf, units
+from megatron_grpo.weights.safetensors_files import (
+    PlannedFile,
+    Safetensors,
+    SafetensorsWriter,
+    plan_files,
+    write_checksums,
+    write_index,
+)
+from megatron_grpo.weights.stream import own_hf, stream_hf
 
-_INDEX = "model.safetensors.index.json"
+Result = TypeVar("Result")
+
 # Buffers that older checkpoints hold and that the configuration gives anyway.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # What a model directory holds beside weights; everything else in it is left alone.
@@ -82,64 +88,6 @@ def copy_assets(source: str | Path, target_dir: str | Path) -> None:
         raise GrpoError(f"tokenizer files cannot be copied from {source} to {target_dir}: {error}") from error
 
 
-class Safetensors:
-    """The tensors of a directory with model.safetensors, or shards and their index: names, shapes, and slices.
-
-    Only headers are read at first. Every error names the file, and the tensor when there is one.
-    """
-
-    def __init__(self, hf_dir: str | Path):
-        self.dir = Path(hf_dir)
-        self._files: dict[Path, Any] = {}
-        index = self.dir / _INDEX
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self._where = {name: self.dir / file for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise GrpoError(f"{index} is not a safetensors index: {error!r}") from None
-        elif (single := self.dir / "model.safetensors").exists():
-            self._where = dict.fromkeys(self._open(single).keys(), single)
-        elif found := sorted(self.dir.glob("pytorch_model*.bin")):
-            raise GrpoError(
-                f"{found[0]} is a pickle, which can run code when read: save the model as safetensors "
-                f"(model.save_pretrained(DIR) in transformers) and give that directory"
-            )
-        else:
-            raise GrpoError(f"{self.dir} holds neither model.safetensors nor {_INDEX}")
-
-    def names(self) -> Iterable[str]:
-        return self._where.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def read(self, name: str, index: tuple[int | slice, ...] = (slice(None),)) -> Tensor:
-        """tensor[index] of one tensor, on the CPU; no other bytes are read."""
-        try:
-            return self._slice(name)[index]
-        except SafetensorError as error:
-            raise GrpoError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
-
-    def _slice(self, name: str) -> Any:
-        path = self._where[name]
-        try:
-            return self._open(path, name).get_slice(name)
-        except SafetensorError:
-            raise GrpoError(f"{path} does not hold the tensor {name}, which {_INDEX} places there") from None
-
-    def _open(self, path: Path, wanted: str | None = None) -> Any:
-        if path not in self._files:
-            asked = f" (needed for tensor {wanted})" if wanted else ""
-            try:
-                self._files[path] = safe_open(path, framework="pt", device="cpu")
-            except FileNotFoundError:
-                raise GrpoError(f"{path} does not exist{asked}: a shard of the checkpoint is missing") from None
-            except (SafetensorError, OSError) as error:
-                raise GrpoError(f"{path} is truncated or no safetensors file{asked}: {error}") from None
-        return self._files[path]
-
-
 def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> None:
     """Copy a Hugging Face checkpoint's weights into the model in place; every rank reads its own slices. Collective.
 
@@ -162,7 +110,7 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
 
 
 def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
-    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, in the table's shapes."""
+    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, unquantised, in its shapes."""
     expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
     found = {name for name in source.names() if not _IGNORED.search(name)}
     if "lm_head.weight" not in expected:
@@ -176,6 +124,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
             raise GrpoError(
                 f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
             )
+        source.dtype(name)  # refuses quantised weights
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
         raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, for which the family has no place")
@@ -235,42 +184,89 @@ def save_hf(
     """Write the model as a Hugging Face directory: safetensors shards, index, config.json, tokenizer. Collective.
 
     `tokenizer_dir`: where tokenizer files, generation_config.json and the special token ids of config.json are taken
-    from. `dtype`: None for the model's; a weight that has a dtype of its own keeps it. Rank 0 writes, and holds one
-    shard of at most `max_shard_bytes` (one tensor, if that is larger) in host memory. The directory is written beside
-    `out_dir` and renamed at the end, so a directory of that name is always complete. GrpoError when `out_dir` exists
-    and is no Hugging Face model directory: it would be replaced.
+    from. `dtype`: None for the model's; a weight that has a dtype of its own keeps it. All ranks must see the
+    directory: each writes what it holds, one tensor at a time. The directory is written beside `out_dir` and renamed at
+    the end, so a directory of that name is always complete. GrpoError, on every rank, when `out_dir` exists and is no
+    Hugging Face model directory (it would be replaced), or when the disk refuses.
     """
     config = families.for_args(args).hf_from_args(args)
     out_dir, dtype = Path(out_dir).resolve(), dtype or params_dtype(args)
     if out_dir.exists() and not is_replaceable(out_dir):
         raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
-    weights = [weight for unit in units(mapping.table(args)) for weight in unit]
-    dtypes = {name: weight.dtype or dtype for weight in weights for name in weight.hf}
-    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
-    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
-    shards = _plan_shards(sizes, max_shard_bytes)
+    dtypes, files = plan_export(mapping.table(args), dtype, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
-    writes = dist.get_rank() == 0
-    try:
-        if writes:
+    writer = SafetensorsWriter(partial, files)
+    failure: OSError | None = None
+
+    def start() -> None:
+        if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        stream = stream_hf(model_chunks, args)
-        for file, names in shards.items():
-            tensors = {}
-            for _ in names:
-                name, tensor = next(stream)
-                if writes:
-                    tensors[name] = tensor.to(device="cpu", dtype=dtypes[name]).contiguous()
-            if writes:
-                save_file(tensors, partial / file, metadata={"format": "pt"})
-        if writes:
-            _write_index(partial, shards, sum(sizes.values()))
-            _write_config(partial, config, dtype, tokenizer_dir)
-            _replace(partial, out_dir)
-    except (OSError, SafetensorError) as error:
-        raise GrpoError(f"{out_dir} cannot be written: {error}") from error
-    dist.barrier()
+            writer.create()
+
+    def write() -> dict[str, dict[int, int]]:
+        nonlocal failure
+        for name, tensor, part, parts in own_hf(model_chunks, args):
+            try:
+                if failure is None:
+                    writer.write(name, tensor.to(dtypes[name]), part, parts)
+            except OSError as error:
+                failure = error  # raised when the others need this rank no more
+        if failure is not None:
+            raise failure
+        writer.close()
+        return writer.checksums
+
+    def finish() -> None:
+        if dist.get_rank() == 0:
+            finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir)
+
+    _on_all_ranks(start, out_dir)
+    checksums: dict[str, dict[int, int]] = {}
+    for found in _on_all_ranks(write, out_dir):
+        for name, parts in found.items():
+            checksums.setdefault(name, {}).update(parts)
+    _on_all_ranks(finish, out_dir)
+
+
+def plan_export(
+    weights: Sequence[Weight], dtype: torch.dtype, max_shard_bytes: int
+) -> tuple[dict[str, torch.dtype], list[PlannedFile]]:
+    """(dtype of each tensor, the files that hold them) when a model is written in `dtype`, in the table's order."""
+    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
+    dtypes = {name: weight.dtype or dtype for weight in weights for name in weight.hf}
+    return dtypes, plan_files({name: (shape, dtypes[name]) for name, shape in shapes.items()}, max_shard_bytes)
+
+
+def finish_export(
+    partial: Path,
+    out_dir: Path,
+    files: list[PlannedFile],
+    checksums: dict[str, dict[int, int]],
+    config: dict,
+    dtype: torch.dtype,
+    tokenizer_dir: str | Path | None,
+) -> None:
+    """Write all that is not a tensor beside the written files, and rename `partial` to `out_dir`."""
+    write_index(partial, files)
+    write_checksums(partial, checksums)
+    _write_config(partial, config, dtype, tokenizer_dir)
+    _replace(partial, out_dir)
+
+
+def _on_all_ranks(step: Callable[[], Result], out_dir: Path) -> list[Result]:
+    """What `step` returns on every rank; GrpoError on every rank when it fails on one. Collective."""
+    mine: tuple = (None, None)
+    try:
+        mine = step(), None
+    except (OSError, GrpoError) as error:
+        mine = None, str(error)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for _, error in everyone:
+        if error is not None:
+            raise GrpoError(f"{out_dir} cannot be written: {error}")
+    return [result for result, _ in everyone]
 
 
 def is_replaceable(path: Path) -> bool:
@@ -278,28 +274,6 @@ def is_replaceable(path: Path) -> bool:
     return path.is_dir() and (
         not any(path.iterdir()) or ((path / "config.json").exists() and any(path.glob("*.safetensors")))
     )
-
-
-def _plan_shards(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
-    """File name -> its tensors, in the order of `sizes` (name -> bytes); the names follow Hugging Face's pattern."""
-    shards: list[list[str]] = [[]]
-    total = 0
-    for name, size in sizes.items():
-        if shards[-1] and total + size > max_bytes:
-            shards.append([])
-            total = 0
-        shards[-1].append(name)
-        total += size
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
-
-
-def _write_index(out_dir: Path, shards: dict[str, list[str]], total_bytes: int) -> None:
-    if len(shards) > 1:
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (out_dir / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_config(out_dir: Path, config: dict, dtype: torch.dtype, tokenizer_dir: str | Path | None) -> None:

@@ -73,6 +73,44 @@ def stream_hf(
                         yield name, stacks.pop(name)[0]
 
 
+def own_hf(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor, int, int]]:
+    """Yield (Hugging Face name, tensor, part, parts) of what this rank is to write of the whole model. Collective.
+
+    `parts` is 1, or the number of experts in a tensor that holds them all, of which `part` is this one. Over all ranks
+    every part of every tensor comes once: each pipeline stage and each expert-parallel rank keeps what it owns, and
+    only tensor-parallel groups of the first data-parallel replica gather, each weight on one of their ranks in turn.
+    """
+    weights = mapping.table(args)
+    local = {weight.name: tensor for weight, tensor in mapping.local_weights(model_chunks, weights)}
+    stages = mapping.owning_stages(weights, local)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    expert_replica = parallel_state.get_expert_data_parallel_rank()
+    for number, weight in enumerate(weights):
+        if weight.name not in local or stages[weight.name] != stage:
+            continue
+        if (replica if weight.expert is None else expert_replica) > 0:
+            continue
+        shards = _gather(local[weight.name], weight, number)
+        for name, tensor in zip(weight.hf, weight.split(shards), strict=True) if shards else ():
+            yield name, tensor, *((weight.expert, weight.hf[name][0]) if weight.all_experts else (0, 1))
+
+
+def _gather(tensor: Tensor, weight: Weight, number: int) -> list[Tensor]:
+    """The shards of a weight on the rank of its tensor-parallel group whose turn it is; none on the others."""
+    if weight.expert is None:
+        group = parallel_state.get_tensor_model_parallel_group()
+    else:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    writer = number % size
+    if weight.axis is None or size == 1:
+        return [tensor] if place == writer else []
+    shards = [torch.empty_like(tensor) for _ in range(size)] if place == writer else []
+    dist.gather(tensor.contiguous(), shards or None, dst=dist.get_global_rank(group, writer), group=group)
+    return shards
+
+
 def units(weights: Sequence[Weight]) -> Iterator[Unit]:
     """The table's weights as they travel, in its order, except that experts of equal place on their ranks go together.
 

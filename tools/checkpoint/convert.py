@@ -40,6 +40,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, print_rank_0, run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights.safetensors_files import Safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -106,7 +107,7 @@ def hf_to_megatron(options: argparse.Namespace) -> None:
     """Import: each process reads its slices of the safetensors files, then writes its shards of the checkpoint."""
     config = hf.read_config(options.load)
     args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
-    source = hf.Safetensors(options.load)
+    source = Safetensors(options.load)
     weights = mapping.table(args)
     hf.check_tensors(source, weights)
     if options.dry_run:

@@ -15,13 +15,20 @@ Config = dict[str, Any]
 # What mcore's RotaryEmbedding hard-codes for Llama 3.1's frequency scaling; only the factor is free.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# Rotary embedding, RMSNorm and SwiGLU without biases: true of every family here.
-COMMON = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
+# Rotary embedding, RMSNorm and SwiGLU without biases: true of most families here.
+COMMON = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
+# What only some families have: argument -> its value in a model without. A family that has it says so in `fixed`, or
+# reads and writes it; all others refuse it.
+ABSENT: dict[str, Any] = {
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
     "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "apply_layernorm_1p": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
@@ -153,7 +160,7 @@ class Family:
         Raises GrpoError for a missing key, or for a setting that the model built from these arguments would not have.
         """
         try:
-            found = {**self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
+            found = {**ABSENT, **self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
             return {"model_family": self.name, **found}
         except (AttributeError, TypeError, ValueError) as error:
             raise GrpoError(f"config.json has a value of the wrong type: {error}") from error
@@ -163,14 +170,20 @@ class Family:
 
         Raises GrpoError when an argument has a value that no member of the family has.
         """
-        for dest, value in self.fixed.items():
+        self._check(args, self.fixed)
+        names = {"architectures": [self.architecture], "model_type": self.name}
+        config = {**names, **_write_common(args), **self.write_rope(args), **self.write(args)}
+        written = self.args_from_hf(config)  # a part that the family does not have, or not so, is not in there
+        self._check(args, {dest: written[dest] for dest in ABSENT})
+        return config
+
+    def _check(self, args: Namespace, values: Mapping[str, Any]) -> None:
+        for dest, value in values.items():
             if getattr(args, dest) != value:
                 raise GrpoError(
                     f"model family {self.name} has {dest} = {value}, but the arguments say {getattr(args, dest)}: "
                     f"correct the flag or choose another --model-family"
                 )
-        names = {"architectures": [self.architecture], "model_type": self.name}
-        return {**names, **_write_common(args), **self.write_rope(args), **self.write(args)}
 
 
 def refuse_sliding_window(config: Config) -> None:

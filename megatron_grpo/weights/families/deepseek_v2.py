@@ -49,7 +49,7 @@ def write_deepseek(args: Namespace) -> Config:
         **write_moe(args),
         "n_routed_experts": args.num_experts,
         "n_shared_experts": shared // args.moe_ffn_hidden_size,
-        "routed_scaling_factor": args.moe_router_topk_scaling_factor,
+        "routed_scaling_factor": args.moe_router_topk_scaling_factor or 1.0,
         "first_k_dense_replace": first,
     }
 

@@ -1,0 +1,60 @@
+"""Sliding windows: which layers attend through one, in config.json and in Megatron-LM's arguments."""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families.common import Config, need
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(config: Config, windowed: Callable[[int], bool] = lambda layer: True) -> dict[str, Any]:
+    """The arguments of `sliding_window` and `layer_types`; without the latter layer i, from 0, has a window where
+    `windowed(i)`.
+
+    A token sees itself and sliding_window - 1 before it, which Megatron-LM calls a window of (sliding_window - 1, 0).
+    """
+    layers, size = need(config, "num_hidden_layers"), config.get("sliding_window")
+    kinds = config.get("layer_types") or [SLIDING if windowed(layer) else FULL for layer in range(layers)]
+    if len(kinds) != layers or not {SLIDING, FULL}.issuperset(kinds):
+        raise GrpoError(
+            f"config.json has layer_types of {len(kinds)} layers, {', '.join(sorted(set(kinds)))}: it must say "
+            f"{SLIDING} or {FULL} for each of num_hidden_layers {layers}"
+        )
+    if not size or SLIDING not in kinds:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    return {"window_size": [size - 1, 0], "window_attn_skip_freq": _skip_freq([kind == SLIDING for kind in kinds])}
+
+
+def write_windows(args: Namespace) -> Config:
+    """The keys that read_windows reads."""
+    windowed = windowed_layers(args)
+    return {
+        "sliding_window": args.window_size[0] + 1 if any(windowed) else None,
+        "layer_types": [SLIDING if window else FULL for window in windowed],
+    }
+
+
+def windowed_layers(args: Namespace) -> list[bool]:
+    """Which decoder layers attend through --window-size, by --window-attn-skip-freq."""
+    skip = args.window_attn_skip_freq
+    if skip == 0 or (isinstance(skip, list) and len(skip) != args.num_layers):
+        raise GrpoError(
+            f"--window-attn-skip-freq is {skip}: give n, for full attention in every n-th layer, or for each of the "
+            f"{args.num_layers} layers 1, for a window, or 0"
+        )
+    return [is_layer_window_attention(args.window_size, skip, layer) for layer in range(1, args.num_layers + 1)]
+
+
+def _skip_freq(windowed: Sequence[bool]) -> int | list[int] | None:
+    """--window-attn-skip-freq in its shortest spelling: None for a window everywhere, n, or a list."""
+    if all(windowed):
+        return None
+    every = list(windowed).index(False) + 1
+    if all(window == (layer % every != 0) for layer, window in enumerate(windowed, start=1)):
+        return every
+    return [int(window) for window in windowed]
