@@ -16,6 +16,7 @@ import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import cache
 from itertools import product
 from math import prod
@@ -26,6 +27,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import enums, safe_globals
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.transformer import enums as transformer_enums
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
@@ -42,6 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
+from megatron_grpo.checkpointing import CONTENT_METADATA
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights.layout import Read, Weight
 from megatron_grpo.weights.mapping import FUSED_NORMS
@@ -54,7 +59,7 @@ _NOT_THE_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a checkpoint: at `index` of the axes in front of tensor `key`, whose sizes are `sizes`."""
+    """Where a parameter lies in a checkpoint: tensor `key`, at `index` of the axes in front, which have these `sizes`."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -103,6 +108,27 @@ def written_places(args: Namespace, weights: Sequence[Weight]) -> dict[str, Plac
         return spell(args, name, layers=alike, fused=linear in names)
 
     return {name: place(name) for name in names}
+
+
+def tensor_parallel_size(args: Namespace, weight: Weight) -> int:
+    """Size of the tensor parallelism that splits a weight in the layout of `args`."""
+    return args.tensor_model_parallel_size if weight.expert is None else args.expert_tensor_parallel_size
+
+
+def megatron_lm_args(directory: Path) -> dict[str, Any]:
+    """The arguments that Megatron-LM stored in a checkpoint's common.pt, {} when there are none.
+
+    It is read with torch's `weights_only`: beside plain values it may hold a Namespace and megatron-core's enumerations
+    and nothing else; GrpoError names what it holds more.
+    """
+    classes = [c for m in (safe_globals, enums, transformer_enums) for c in vars(m).values()]
+    allowed = [c for c in classes if c is Namespace or (isinstance(c, type) and issubclass(c, Enum))]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError) as error:
+        raise GrpoError(f"{directory / 'common.pt'} cannot be read: {error}") from None
+    return dict(vars(common.get("args", Namespace())))
 
 
 class Checkpoint:
@@ -161,7 +187,9 @@ class Checkpoint:
         claimed = {place.key for places in found.values() for place in places}
         if unclaimed := sorted(self.tensors.keys() - claimed):
             more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
-            raise GrpoError(f"checkpoint {self.directory} holds {unclaimed[0]}{more}, for which the family has no place")
+            raise GrpoError(
+                f"checkpoint {self.directory} holds {unclaimed[0]}{more}, for which the family has no place"
+            )
         return found
 
     def _find(self, args: Namespace, weight: Weight) -> list[Place]:
@@ -238,8 +266,8 @@ class Checkpoint:
             raise GrpoError(f"{self.directory / info.relative_path}: {key} cannot be read: {error}") from None
         if meta.shape != chunk.sizes:
             raise GrpoError(
-                f"{self.directory / info.relative_path}: {key} has a chunk of shape {tuple(meta.shape)} where .metadata "
-                f"says {tuple(chunk.sizes)}"
+                f"{self.directory / info.relative_path}: {key} has a chunk of shape {tuple(meta.shape)}, in "
+                f".metadata {tuple(chunk.sizes)}"
             )
         start = info.offset + meta.untyped_storage()._checkpoint_offset
         bytes_ = memory[start : start + meta.untyped_storage().nbytes()]
@@ -276,6 +304,19 @@ def write(
         torch.serialization.set_crc32_options(crc32)
 
 
+def write_common(directory: Path) -> None:
+    """Write what makes the tensors a checkpoint of megatron-core: common.pt and metadata.json, as for weights alone."""
+    common = {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "extra_state": {},
+        "optimizer_type": None,
+        "content_metadata": CONTENT_METADATA,
+    }
+    torch.save(common, directory / "common.pt")
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
 class _Cut(NamedTuple):
     """Lines [first, last) of a parameter, and the item of torch's plan that writes them."""
 
@@ -309,7 +350,7 @@ def _cuts(args: Namespace, places: dict[str, Place], weights: Sequence[Weight], 
 def _number_of_cuts(weight: Weight, args: Namespace) -> int:
     if weight.axis is None:
         return 1
-    size = args.tensor_model_parallel_size if weight.expert is None else args.expert_tensor_parallel_size or 1
+    size = tensor_parallel_size(args, weight)
     lines = [shape[weight.axis] for shape in weight.part_shapes()]
     whole, ranks = (weight.layout(lines, n, weight.dims) for n in (1, size))
     # Where ranks hold other lines than those at their place in the whole, they hold as many of each of its parts.
