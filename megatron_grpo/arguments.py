@@ -23,7 +23,8 @@ from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
-# or more values; a tuple of strings for a choice. Brackets in a help text: what it is when it is not given.
+# or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
+# is not given.
 Row = tuple[str, Any, Any, str]
 
 REPLAY = ("disabled", "R2", "R3")
@@ -52,8 +53,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
         ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
         ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
-        ("--use-rope-scaling", bool, False, "Llama 3.1's scaling of the rotary frequencies"),
-        ("--rope-scaling-factor", float, 8.0, "factor of --use-rope-scaling"),
+        ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
         ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
         ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
     ),
@@ -239,7 +239,17 @@ def _reading(kind: Any) -> dict[str, Any]:
         return {"choices": kind}
     if isinstance(kind, list):
         return {"type": kind[0], "nargs": "+", "metavar": METAVARS[kind[0]]}
+    if kind is dict:
+        return {"type": json_object, "metavar": "JSON"}
     return {"type": kind, "metavar": METAVARS[kind]}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read ``{"rope_type": "linear", "factor": 8.0}``; ValueError for anything but an object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object: {text}")
+    return value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:

@@ -21,6 +21,7 @@ from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.metrics import check_wandb
+from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_heads, check_parallelism
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.weights import families
@@ -30,7 +31,7 @@ from megatron_grpo.weights.families.common import ABSENT
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
-    "rotary_base use_rope_scaling rope_scaling_factor max_position_embeddings vocab_size "
+    "rotary_base rope_scaling max_position_embeddings vocab_size "
     "untie_embeddings_and_output_weights num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
     "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
@@ -121,6 +122,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_parallelism(args)
     families.for_args(args).hf_from_args(args)  # refuses what no member of the family has
     _check_lengths(args)
+    check_rope(args)
     _check_data(args)
     _check_rollout(args, world_size)
     _check_rewards(args)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -159,7 +160,7 @@ def test_it_fits_beside_the_engine(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_flags_describe_the_published_model(name):
     text = (REPO / f"examples/grpo/{name}.sh").read_text()
-    words = re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1].replace("'", "").split()
+    words = shlex.split(re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1])
     args, config = parse_args(words), SCRIPTS[name].config
     source = families.for_hf_config(config).args_from_hf(config)
     merge_architecture(args, source, "config.json")  # a flag that differs is refused

@@ -217,7 +217,7 @@ def test_published_configurations_become_megatron_arguments():
         "add_qkv_bias": False,
         "position_embedding_type": "rope",
         "rotary_base": 1000000,
-        "use_rope_scaling": False,
+        "rope_scaling": None,
         "untie_embeddings_and_output_weights": False,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
@@ -227,7 +227,7 @@ def test_published_configurations_become_megatron_arguments():
     qwen2 = families.for_hf_config(QWEN25_05B).args_from_hf(QWEN25_05B)
     assert (qwen2["add_qkv_bias"], qwen2["qk_layernorm"], qwen2["kv_channels"]) == (True, False, 64)
     llama = families.for_hf_config(LLAMA31_8B).args_from_hf(LLAMA31_8B)
-    assert (llama["use_rope_scaling"], llama["rope_scaling_factor"], llama["rotary_base"]) == (True, 8.0, 500000)
+    assert (llama["rope_scaling"], llama["rotary_base"]) == (LLAMA31_8B["rope_scaling"], 500000)
     assert (llama["untie_embeddings_and_output_weights"], llama["kv_channels"]) == (True, 128)
 
 
@@ -322,7 +322,7 @@ def test_both_spellings_of_rope_give_the_same_arguments(name):
 def test_arguments_become_the_configuration_again(name):
     family = families.for_hf_config(CONFIGS[name])
     arguments = family.args_from_hf(CONFIGS[name])
-    args = Namespace(**{"rope_scaling_factor": 8.0, **arguments})
+    args = Namespace(**arguments)
     assert families.for_args(args) is family
     written = family.hf_from_args(args)
     assert family.args_from_hf(written) == arguments
@@ -362,9 +362,10 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4}, "sliding_window 64"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, "sliding_window 32768"),
-        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling of type 'yarn'"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
-        ("llama", {"rope_scaling": {**LLAMA31_8B["rope_scaling"], "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "by": 3}}, "'linear' has 'by', which is not supp"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of the wrong type: '2'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "each kind of layer"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),

@@ -6,6 +6,7 @@ import pytest
 from toy_checkpoints import (
     FAMILIES,
     PADDED_VOCAB,
+    SHAPES,
     VOCAB,
     add_mtp,
     build,
@@ -30,6 +31,13 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import hf, mapping
 from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
+
+LLAMA3, YARN = SHAPES["llama"]["rope_scaling"], {"factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +73,11 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
         ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_scaling": None, "first_k_dense_replace": 0}),
         ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 1}),
         ("deepseek_v2", {"q_lora_rank": 24, "first_k_dense_replace": 1}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 64}}),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "truncate": False}}),
+        ("qwen2", {"rope_scaling": {"type": "yarn", **YARN, "mscale": 1.2, "mscale_all_dim": 0.4}}),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", **LONGROPE}, "max_position_embeddings": 256}),
     ],
 )
 def test_logits_of_other_members_of_the_families(world, tmp_path, family, config):

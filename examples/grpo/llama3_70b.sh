@@ -52,8 +52,8 @@ MODEL_ARGS=(
     --disable-bias-linear
     --norm-epsilon 1e-5
     --rotary-base 500000
-    --use-rope-scaling
-    --rope-scaling-factor 8.0
+    --rope-scaling '{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}'
     --vocab-size 128256
     --max-position-embeddings 131072
     --untie-embeddings-and-output-weights

@@ -11,6 +11,7 @@ from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import IGNORED_LABEL
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
+from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.sequence_parallel import own_tokens
 
 
@@ -95,6 +96,9 @@ class PolicyModel(GPTModel):
 def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
     """This pipeline stage's part of the policy, randomly initialised, as ``args`` describe it."""
     config = transformer_config_from_args(args)
+    if not config.multi_latent_attention:
+        inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
+        set_attention_factor(config, factor)
     mtp = mtp_spec(config, args.transformer_impl, vp_stage)
     model = PolicyModel(
         config,
@@ -108,11 +112,11 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
+    if not config.multi_latent_attention:
+        model.rotary_pos_emb.inv_freq = inv_freq
     if mtp is not None and config.mtp_loss_scaling_factor == 0:
         model.mtp.requires_grad_(False)  # kept as they are: no gradient, no optimizer state, no weight decay
     model.temperature = args.temperature

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.models.rope import check_scaling
 from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
-
-# What mcore's RotaryEmbedding hard-codes for Llama 3.1's frequency scaling; only the factor is free.
-LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 # Rotary embedding, RMSNorm and SwiGLU without biases: true of most families here.
 COMMON = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
@@ -89,46 +87,55 @@ def need(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
-def rope_of(config: Config) -> tuple[str, int | float, Mapping[str, Any]]:
-    """(type, theta, parameters) of the rotary embedding.
+def rope_of(config: Config, partial: bool = False) -> tuple[int | float, float, Config | None]:
+    """(theta, share of a head that is rotated, scaling as in models/rope.py) of the rotary embedding.
 
-    Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
+    Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5). Raises
+    GrpoError for a share less than 1, but for families that may have one (`partial`).
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise GrpoError("config.json has rope parameters for each kind of layer: only one kind of layer is supported")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise GrpoError(f"config.json has partial_rotary_factor {partial}: only 1.0 is supported")
-    return rope.get("rope_type") or rope.get("type") or "default", int(theta) if theta == int(theta) else theta, rope
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000
+    percent = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if percent != 1.0 and not partial:
+        raise GrpoError(f"config.json has partial_rotary_factor {percent}: this family rotates whole heads only")
+    old = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or old or "default"
+    original = config.get("original_max_position_embeddings")
+    if original and kind in ("llama3", "yarn", "longrope"):  # transformers prefers it to the one inside
+        rope["original_max_position_embeddings"] = original
+    scaling = {"rope_type": kind, **{name: value for name, value in rope.items() if value is not None}}
+    return int(theta) if theta == int(theta) else theta, percent, None if kind == "default" else scaling
 
 
-def read_rope(config: Config) -> dict[str, Any]:
-    """Arguments of the rotary embedding of whole heads: plain, or scaled as in Llama 3.1."""
-    kind, theta, rope = rope_of(config)
-    if kind not in ("default", "llama3"):
-        raise GrpoError(f"config.json has rope scaling of type {kind!r}: only 'default' and 'llama3' are supported")
-    found = {"rotary_base": theta, "use_rope_scaling": kind == "llama3"}
-    if kind == "llama3":
-        for key, value in LLAMA3_SCALING.items():
-            if rope.get(key) != value:
-                raise GrpoError(
-                    f"config.json has llama3 rope scaling with {key} {rope.get(key)}: Megatron-Core fixes it at {value}"
-                )
-        found["rope_scaling_factor"] = need(rope, "factor")
-    return found
+def read_rope(config: Config, partial: bool = False) -> dict[str, Any]:
+    """Arguments of the rotary embedding; `partial` as in rope_of."""
+    theta, percent, scaling = rope_of(config, partial)
+    check_scaling(scaling, need(config, "max_position_embeddings"))
+    return {"rotary_base": theta, "rotary_percent": percent, "rope_scaling": scaling}
+
+
+def read_partial_rope(config: Config) -> dict[str, Any]:
+    """Arguments of a rotary embedding that may turn a part of every head only."""
+    return read_rope(config, partial=True)
 
 
 def write_rope(args: Namespace) -> Config:
     """The keys that read_rope reads."""
-    scaling = None
-    if args.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **LLAMA3_SCALING}
-    return rope_keys(args, scaling)
+    if args.rotary_percent != 1.0:
+        raise GrpoError(f"model family {args.model_family} rotates whole heads: not --rotary-percent")
+    return rope_keys(args, args.rope_scaling)
 
 
-def rope_keys(args: Namespace, scaling: Config | None) -> Config:
+def write_partial_rope(args: Namespace) -> Config:
+    """The keys that read_partial_rope reads."""
+    keys = rope_keys(args, args.rope_scaling)
+    part = {"partial_rotary_factor": args.rotary_percent}
+    return {**keys, **part, "rope_parameters": {**keys["rope_parameters"], **part}}
+
+
+def rope_keys(args: Namespace, scaling: Mapping[str, Any] | None) -> Config:
     """Both spellings, because readers of either kind take a default theta in silence when theirs is missing."""
     parameters = {"rope_theta": args.rotary_base, **(scaling or {"rope_type": "default"})}
     return {"rope_theta": args.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters}

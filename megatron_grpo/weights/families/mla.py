@@ -40,7 +40,14 @@ ATTENTION = (
     Row(_ATTENTION + "linear_proj.weight", {_HF + "o_proj.weight": "hidden latent_out"}, axis=1),
 )
 
-FIXED = {"multi_latent_attention": True, "qk_layernorm": True, "add_qkv_bias": False, "group_query_attention": False}
+FIXED = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "add_qkv_bias": False,
+    "group_query_attention": False,
+    "rotary_percent": 1.0,
+    "rope_scaling": None,  # --rope-type and the arguments beside it
+}
 
 
 def read_mla(config: Config) -> dict[str, Any]:
@@ -78,10 +85,10 @@ def write_mla(args: Namespace) -> Config:
 
 def read_mla_rope(config: Config) -> dict[str, Any]:
     """Arguments of the rotary embedding: plain, or YaRN (arXiv:2309.00071) as DeepSeek scales it."""
-    kind, theta, rope = rope_of(config)
-    found = {"rotary_base": theta, "use_rope_scaling": False}
-    if kind == "default":
-        return {**found, "rope_type": "rope", "mscale_all_dim": 0.0}
+    theta, _, rope = rope_of(config)
+    if rope is None:
+        return {"rotary_base": theta, "rope_type": "rope", "mscale_all_dim": 0.0}
+    kind = rope["rope_type"]
     if kind != "yarn":
         raise GrpoError(f"config.json has rope scaling of type {kind!r}: only 'default' and 'yarn' are supported")
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
@@ -98,7 +105,7 @@ def read_mla_rope(config: Config) -> dict[str, Any]:
             )
         mscale, all_dim = 1.0, 0.0
     return {
-        **found,
+        "rotary_base": theta,
         "rope_type": "yarn",
         "rotary_scaling_factor": need(rope, "factor"),
         "original_max_position_embeddings": need(rope, "original_max_position_embeddings"),

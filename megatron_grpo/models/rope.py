@@ -1,0 +1,117 @@
+"""Frequencies of rotary position embeddings, scaled (``--rope-scaling``) by transformers' own functions."""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_grpo.errors import GrpoError
+
+# A scaling as config.json has it: {"rope_type": "yarn", "factor": 4.0, ...}; None: plain frequencies.
+Scaling = Mapping[str, Any] | None
+
+# rope_type -> (parameters that it needs, parameters that it may have). Transformers and vLLM read these alike; of
+# LongRoPE's, transformers alone knows attention_factor, vLLM alone short_mscale and long_mscale.
+PARAMETERS = {
+    "linear": ("factor", ""),
+    "llama3": ("factor low_freq_factor high_freq_factor original_max_position_embeddings", ""),
+    "yarn": (
+        "factor original_max_position_embeddings",
+        "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
+    ),
+    "longrope": ("short_factor long_factor original_max_position_embeddings", "factor"),
+}
+
+
+def check_scaling(scaling: Scaling, max_position_embeddings: int) -> None:
+    """Raise GrpoError for a scaling that is of no known kind, lacks a parameter or has one too many."""
+    if scaling is None:
+        return
+    kind = scaling.get("rope_type")
+    if kind not in PARAMETERS:
+        more = ": its frequencies depend on the length of each sequence" if kind == "dynamic" else ""
+        raise GrpoError(f"rope scaling of type {kind!r} is not supported{more}; supported are {', '.join(PARAMETERS)}")
+    needed, optional = (names.split() for names in PARAMETERS[kind])
+    for name in needed:
+        if scaling.get(name) is None:
+            raise GrpoError(f"rope scaling of type {kind!r} lacks {name!r}: {dict(scaling)}")
+    for name, value in scaling.items():
+        if name not in ("rope_type", *needed, *optional):
+            raise GrpoError(f"rope scaling of type {kind!r} has {name!r}, which is not supported: {dict(scaling)}")
+        if name != "rope_type" and not isinstance(
+            value, list if name.endswith("_factor") and kind == "longrope" else int | float
+        ):
+            raise GrpoError(f"rope scaling of type {kind!r} has a {name} of the wrong type: {value!r}")
+    if kind == "longrope" and "factor" in scaling:
+        ratio = max_position_embeddings / scaling["original_max_position_embeddings"]
+        if scaling["factor"] != ratio:
+            raise GrpoError(
+                f"rope scaling of type 'longrope' has factor {scaling['factor']}, but max_position_embeddings "
+                f"({max_position_embeddings}) / original_max_position_embeddings = {ratio}, which vLLM takes instead"
+            )
+
+
+def frequencies(args: Namespace, base: float, scaling: Scaling) -> tuple[torch.Tensor, float]:
+    """(angles per token [rotated channels / 2] in float32, factor of cosines and sines) of a rotary embedding.
+
+    Of LongRoPE's two lists of factors those for short sequences: `check_rope` refuses longer ones. GrpoError for
+    parameters that transformers' function cannot work with.
+    """
+    channels = int(args.kv_channels * args.rotary_percent)  # rounded as in megatron-core
+    if scaling is None:
+        return 1.0 / base ** (torch.arange(0, channels, 2, dtype=torch.float) / channels), 1.0
+    check_scaling(scaling, args.max_position_embeddings)
+    from transformers import PreTrainedConfig  # takes a second, which models without scaling need not wait
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = PreTrainedConfig()
+    config.head_dim = config.hidden_size = channels  # of one head; the functions ask for either
+    config.num_attention_heads, config.max_position_embeddings = 1, args.max_position_embeddings
+    config.rope_parameters = {**scaling, "rope_theta": base}
+    try:
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise GrpoError(f"rope scaling {dict(scaling)} cannot be computed: {error}") from error
+    if not inv_freq.isfinite().all():
+        raise GrpoError(f"rope scaling {dict(scaling)} does not give finite frequencies")
+    return inv_freq, float(factor)
+
+
+def check_rope(args: Namespace) -> None:
+    """Raise GrpoError for a rotary embedding that trainer and engine would not compute alike, or not at all."""
+    if args.multi_latent_attention:
+        return
+    channels = int(args.kv_channels * args.rotary_percent)
+    if channels % 2 or not 0 < channels <= args.kv_channels:
+        raise GrpoError(
+            f"--rotary-percent ({args.rotary_percent}) of --kv-channels ({args.kv_channels}) are {channels} channels: "
+            "pairs of channels are rotated"
+        )
+    _, factor = frequencies(args, args.rotary_base, args.rope_scaling)
+    if args.apply_rope_fusion and (factor != 1 or args.rotary_interleaved):
+        raise GrpoError(
+            "--apply-rope-fusion: the fused kernel for packs knows neither --rotary-interleaved nor the attention "
+            f"factor ({factor:.4g}) of --rope-scaling: leave it out"
+        )
+    if args.rope_scaling and args.rope_scaling["rope_type"] == "longrope":
+        original = args.rope_scaling["original_max_position_embeddings"]
+        if args.vllm_max_model_len > original:
+            raise GrpoError(
+                f"--vllm-max-model-len ({args.vllm_max_model_len}) exceeds the original_max_position_embeddings "
+                f"({original}) of --rope-scaling: beyond it transformers takes LongRoPE's other factors for long "
+                "sequences, vLLM for all; shorten --max-prompt-length and --max-completion-length"
+            )
+
+
+def set_attention_factor(config: TransformerConfig, factor: float) -> None:
+    """Make megatron-core's attention multiply cosines and sines by `factor`.
+
+    It computes (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1) from attributes of the configuration
+    (_yarn_get_concentration_factor), whatever the kind of embedding.
+    """
+    config.yarn_rotary_scaling_factor = math.e
+    config.yarn_mscale = 10 * (factor - 1)
+    config.yarn_mscale_all_dim = 0.0
