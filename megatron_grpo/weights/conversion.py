@@ -171,8 +171,11 @@ def _hf_parts(weight: Weight, tensor: Tensor) -> list[tuple[str, tuple[int, ...]
     return [(name, index, part) for name, part in zip(weight.hf, weight.split([tensor]), strict=True)]
 
 
-def compare_logits(args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path) -> str:
-    """Compare transformers' model of `hf_dir` with ours of the checkpoint, both in float32, on a few tokens.
+def compare_logits(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
+) -> str:
+    """Compare transformers' model of `hf_dir` with ours of the checkpoint on a few tokens, both in float32 with weights
+    as they are in `dtype`, which was written.
 
     Returns what was found, or why nothing was: both models must fit into the available memory. GrpoError when they
     differ by more than LOGITS_TOLERANCE.
@@ -180,19 +183,25 @@ def compare_logits(args: Namespace, weights: Sequence[Weight], checkpoint: Check
     need, available = 2 * size_of(distinct(weights), torch.float32), psutil.virtual_memory().available
     if need > available:
         return f"logits were not compared: two float32 models need {need / 1e9:.1f} GB, {available / 1e9:.1f} are free"
-    return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, hf_dir), hf_dir, "cannot be compared")
+    return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, hf_dir, dtype), hf_dir, "is another model")
 
 
 @torch.no_grad()
-def _compare_logits(args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path) -> str:
+def _compare_logits(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
+) -> str:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it names the multi-token-prediction layers, which it leaves out
     tokens = torch.randint(args.vocab_size, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    theirs = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()(tokens[None]).logits[0]
-    ours = _logits(args, weights, checkpoint, tokens)[:, : args.vocab_size]
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    theirs = model(tokens[None]).logits[0]
+    del model
+    ours = _logits(args, weights, checkpoint, tokens, dtype)[:, : args.vocab_size]
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     found = f"the logits of {_TOKENS} tokens differ from transformers' by at most {difference:.2g} of {largest:.3g}"
     if not difference <= LOGITS_TOLERANCE * largest:
@@ -200,7 +209,9 @@ def _compare_logits(args: Namespace, weights: Sequence[Weight], checkpoint: Chec
     return found
 
 
-def _logits(args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
+def _logits(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Logits [tokens, padded vocabulary] of the checkpoint's model, built in this process alone."""
     alone = copy(args)
     alone.bf16 = alone.fp16 = alone.perform_initialization = False
@@ -208,9 +219,9 @@ def _logits(args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, 
     alone.expert_tensor_parallel_size = alone.mtp_num_layers = None
     set_random_seed(alone.seed)
     model = model_provider(alone, pre_process=True, post_process=True).eval()
-    places = checkpoint.places(args, weights)
+    places, by_name = checkpoint.places(args, weights), {weight.name: weight for weight in weights}
     for name, tensor in mapping.named_weights([model]):
-        tensor.copy_(checkpoint.read(places[name]))
+        tensor.copy_(checkpoint.read(places[name]).to(write_dtype(by_name[name], dtype)))
     pack = packed_seq_params(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "local")
     positions = torch.arange(len(tokens))[None]
     return model(tokens[None], positions, attention_mask=None, packed_seq_params=pack)[0]

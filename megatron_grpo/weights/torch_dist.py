@@ -59,7 +59,7 @@ _NOT_THE_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a checkpoint: tensor `key`, at `index` of the axes in front, which have these `sizes`."""
+    """Where a parameter lies in a checkpoint: in tensor `key`, at `index` of axes in front that have these `sizes`."""
 
     key: str
     index: tuple[int, ...] = ()

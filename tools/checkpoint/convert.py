@@ -55,7 +55,7 @@ EXPERT_TENSOR = "expert_tensor_parallel_size"
 # What Megatron-LM stores of a model and its tensors' shapes do not show.
 UNSEEN = (
     "num_attention_heads num_query_groups kv_channels normalization norm_epsilon swiglu position_embedding_type "
-    "rotary_base rotary_percent use_rope_scaling"
+    "rotary_base rotary_percent"
 ).split()
 UNSEEN_OF_EXPERTS = "moe_router_topk moe_router_score_function moe_router_pre_softmax".split()
 
@@ -153,7 +153,7 @@ def verify(
     written = torch_dist.Checkpoint(checkpoint)
     count = conversion.verify(args, weights, written, source, dtype)
     print_rank_0(f"verified: {count} tensors are the same bit by bit")
-    print_rank_0(conversion.compare_logits(args, weights, written, source.dir))
+    print_rank_0(conversion.compare_logits(args, weights, written, source.dir, dtype))
 
 
 def hf_to_megatron(options: argparse.Namespace) -> int:
@@ -228,13 +228,17 @@ def check_agreement(args: argparse.Namespace, stored: Mapping[str, Any], directo
     stored = dict(stored)
     if not stored.get("group_query_attention"):
         stored["num_query_groups"] = stored.get("num_attention_heads")  # Megatron-LM's default says 1
+    llama3 = (args.rope_scaling or {}).get("rope_type") == "llama3"
+    here = {**vars(args), "use_rope_scaling": llama3, "rope_scaling_factor": (args.rope_scaling or {}).get("factor")}
     names = UNSEEN + (UNSEEN_OF_EXPERTS if args.num_experts else [])
+    names += ["use_rope_scaling"] + ["rope_scaling_factor"] * llama3
     if args.multi_latent_attention:
         names = [name for name in names if name not in ("num_query_groups", "kv_channels")]
     for name in names:
-        here, there = getattr(args, name), stored.get(name)
-        if here is not None and there is not None and here != there:
-            raise GrpoError(f"{directory} was trained with {name} {there}, but {hf_config}/config.json says {here}")
+        if None not in (here[name], stored.get(name)) and here[name] != stored[name]:
+            raise GrpoError(
+                f"{directory} was trained with {name} {stored[name]}, but {hf_config}/config.json says {here[name]}"
+            )
 
 
 def convert(options: argparse.Namespace) -> None:
