@@ -9,11 +9,12 @@ import difflib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import fast_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -54,6 +55,17 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
         ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
         ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
+        (
+            "--rotary-base-local",
+            int,
+            None,
+            "base of rotary frequencies in layers with a window, unscaled [--rotary-base]",
+        ),
+        ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
+        ("--sandwich-norm", bool, False, "norms behind attention and MLP too, before the residual is added"),
+        ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
+        ("--attn-logit-softcapping", float, None, "cap of attention scores: cap * tanh(score / cap)"),
+        ("--final-logit-softcapping", float, None, "cap of logits: cap * tanh(logit / cap)"),
         ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
         ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
     ),
@@ -323,7 +335,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     derived = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "activation_func": F.silu if args.swiglu else F.gelu,
+        "gated_linear_unit": args.swiglu or args.geglu,
+        "activation_func": F.silu if args.swiglu else _gelu(args),
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
@@ -338,6 +351,11 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     return core_config(
         MLATransformerConfig, args, **derived, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent
     )
+
+
+def _gelu(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """--geglu's, which megatron-core's fused kernel of F.gelu computes too."""
+    return fast_gelu if args.geglu and not args.bias_activation_fusion else F.gelu
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

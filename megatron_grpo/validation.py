@@ -31,7 +31,7 @@ from megatron_grpo.weights.families.common import ABSENT
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
-    "rotary_base rope_scaling max_position_embeddings vocab_size "
+    "rotary_base max_position_embeddings vocab_size "
     "untie_embeddings_and_output_weights num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
     "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
@@ -78,7 +78,6 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "the engine drops nothing, and its log-probabilities must be the trainer's: set it to 0",
     ),
     ("normalization", ("RMSNorm",), f"{_FAMILIES} have RMSNorm: give --normalization RMSNorm"),
-    ("swiglu", (True,), f"{_FAMILIES} have SwiGLU: give --swiglu"),
     ("add_bias_linear", (False,), f"{_FAMILIES} have no such biases: give --disable-bias-linear"),
     (
         "no_rope_freq qk_l2_norm attention_output_gate moe_latent_size apply_residual_connection_post_layernorm",

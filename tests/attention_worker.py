@@ -33,7 +33,7 @@ NAMES = "output", "d q", "d k", "d v", "d sink"
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: lengths of the sequences, heads and their sizes, window (tokens to the left) and kind of softmax."""
+    """One problem: lengths of the sequences, heads and their sizes, window (tokens to the left), softmax, soft cap."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -43,6 +43,7 @@ class Case:
     left: int | None = None
     softmax: str = "vanilla"
     scale: float | None = None
+    cap: float | None = None
 
     def tensors(self, device="cpu", dtype=torch.float64) -> tuple[list[torch.Tensor], torch.Tensor]:
         """q, k, v and the sinks; the upstream gradient. Rounded to ``dtype``, the same on every rank and device."""
@@ -83,6 +84,7 @@ class Case:
             k_channels=self.size,
             v_channels=self.value_size,
             pg_collection=groups,
+            softcap=self.cap,
         )
 
 
@@ -92,6 +94,8 @@ def plain(case: Case, q, k, v, sink) -> torch.Tensor:
     outputs = []
     for one_q, one_k, one_v in zip(*(x.split(case.lengths) for x in (q, k, v)), strict=True):
         scores = torch.einsum("shd,thd->hst", one_q, one_k) * (case.scale or 1 / math.sqrt(case.size))
+        if case.cap is not None:
+            scores = torch.tanh(scores / case.cap) * case.cap
         behind = torch.arange(len(one_q))[:, None] - torch.arange(len(one_q))  # how far to the left a key is
         seen = (behind >= 0) & (behind <= (math.inf if case.left is None else case.left))
         scores = scores.masked_fill(~seen.to(scores.device), -math.inf)
@@ -168,6 +172,7 @@ def layouts(directory: str) -> None:
         Case((16, 8), groups=4, size=6, value_size=4, scale=0.3),
         Case((8, 40, 16), left=5),
         Case((32, 8), groups=1, left=11, softmax="learnable"),
+        Case((16, 24, 8), left=7, cap=0.8),
         Case((24, 8), softmax="off-by-one", left=64, size=4, value_size=8),
     ]
     previous = None

@@ -41,6 +41,8 @@ CASES = {
     "off by one": Case(MIXED, softmax="off-by-one"),
     "sinks": Case(MIXED, softmax="learnable"),
     "sinks and window": Case(MIXED, softmax="learnable", left=3),
+    "soft-capped": Case(MIXED, cap=0.8),
+    "soft-capped, window, scale": Case(MIXED, groups=1, cap=0.8, left=3, scale=0.9),
     "all": Case(MIXED, heads=6, size=10, value_size=7, softmax="learnable", left=5, scale=0.4),
 }
 

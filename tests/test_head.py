@@ -18,26 +18,28 @@ def problem():
     return hidden, weight, labels, upstream
 
 
-def expected(temperature: float):
+def expected(temperature: float, cap: float | None):
     """log_softmax of the whole float64 logits, and the gradients that autograd finds through it."""
     hidden, weight, labels, upstream = problem()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_p = torch.log_softmax((hidden @ weight[:VOCAB].T) / temperature, -1)
+    logits = hidden @ weight[:VOCAB].T
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    log_p = torch.log_softmax(logits / temperature, -1)
     chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
     return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def check(group, rank: int, world: int, temperature: float, chunk: int) -> None:
+def check(group, rank: int, world: int, temperature: float, chunk: int, cap: float | None = None) -> None:
     hidden, weight, labels, upstream = problem()
     shard = weight.chunk(world)[rank].clone().requires_grad_()
     hidden.requires_grad_()
-    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk)
+    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk, cap)
     (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
     grad_hidden = hidden.grad
     if group is not None:
         dist.all_reduce(grad_hidden, group=group)  # partial sums, as copy_to_tensor_model_parallel_region adds them up
-    want = expected(temperature)
+    want = expected(temperature, cap)
     got = chosen, entropy, grad_hidden, shard.grad
     want = *want[:3], want[3].chunk(world)[rank]
     for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=True):
@@ -46,8 +48,9 @@ def check(group, rank: int, world: int, temperature: float, chunk: int) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [8, 1000])
-def test_one_rank(temperature, chunk):
-    check(None, 0, 1, temperature, chunk)
+@pytest.mark.parametrize("cap", [None, 2.5])
+def test_one_rank(temperature, chunk, cap):
+    check(None, 0, 1, temperature, chunk, cap)
 
 
 def test_without_entropy_gradient():
@@ -80,5 +83,6 @@ def test_sharded_vocabulary(torchrun, world):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for temperature in (1.0, 0.7):
-        check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8)
+        for cap in (None, 2.5):
+            check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8, cap)
     dist.destroy_process_group()

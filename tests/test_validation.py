@@ -177,7 +177,10 @@ REFUSED = {
     "--fp8-format hybrid": "--fp8-format is hybrid: training in 8 or 4 bits is not supported yet",
     "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine drops nothing",
     "--normalization LayerNorm": "give --normalization RMSNorm",
-    "--window-size 128,0": "model family qwen3 has window_size = None, but the arguments say [128, 0]",
+    "--window-size 128,0 --model-family llama --no-qk-layernorm": (
+        "model family llama has window_size = None, but the arguments say [128, 0]"
+    ),
+    "--window-size 128,0 --window-attn-skip-freq 2": "qwen3 has window_attn_skip_freq = None, but the arguments say 2",
     "--recompute-granularity full": "megatron-core refuses these settings (TransformerConfig): Using recompute_gran",
 }
 

@@ -32,6 +32,7 @@ from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+TP4 = {"tensor_model_parallel_size": 4}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 VPP2 = {**PP2, "num_virtual_stages_per_pipeline_rank": 2}
 GROUPED = {"moe_grouped_gemm": True}
@@ -42,12 +43,16 @@ MOE_CASES = [
     for family in MOE
     for layout in (EP2, {**EP2, **GROUPED}, TP2, {**TP2, **EP2}, {**TP2, **GROUPED}, PP2, VPP2)
 ]
+MORE = ("mixtral", "glm4_moe")
+MORE_CASES = [(family, layout) for family in MORE for layout in (EP2, {**TP2, **GROUPED}, PP2)] + [("glm4_moe", VPP2)]
 CASES = {
-    2: [*DENSE_CASES, *MOE_CASES, ("mtp", PP2), ("mtp", {**TP2, **EP2})],
+    2: [*DENSE_CASES, *MOE_CASES, *MORE_CASES, ("mtp", PP2), ("mtp", {**TP2, **EP2})],
     4: [
         ("mtp", {**TP2, **EP2, "expert_tensor_parallel_size": 2}),  # one gather over experts and their shards
         ("mtp", {**TP2, **PP2, **EP2}),
         ("qwen3_moe", {**EP2, **VPP2, **GROUPED}),
+        ("phi3-untied", TP4),
+        ("mixtral", TP4),
     ],
 }
 
@@ -55,7 +60,7 @@ CASES = {
 def models(directory: Path) -> dict[str, torch.nn.Module]:
     """Write the checkpoints of all cases; returns transformers' models."""
     dense = {f"{family}-{tied}": (family, tied == "tied") for family in DENSE for tied in ("tied", "untied")}
-    named = {**dense, **{family: (family, False) for family in MOE}, "mtp": ("deepseek_v3", False)}
+    named = {**dense, **{family: (family, False) for family in (*MOE, *MORE)}, "mtp": ("deepseek_v3", False)}
     made = {name: make(directory / name, family, tied) for name, (family, tied) in named.items()}
     add_mtp(directory / "mtp", made["mtp"])
     return made

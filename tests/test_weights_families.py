@@ -8,7 +8,11 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -179,7 +183,92 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+MIXTRAL_8X7B = {
+    **MISTRAL_7B,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {  # of the long factors only the first and the last are the published ones
+        "long_factor": [1.0 + i * (47.77 - 1.0) / 47 for i in range(48)],
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+GLM45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
 CONFIGS = {
+    "mistral": MISTRAL_7B,
+    "mixtral": MIXTRAL_8X7B,
+    "phi3": PHI4_MINI,
+    "glm4_moe": GLM45_AIR,
     "qwen3": QWEN3_06B,
     "qwen2": QWEN25_05B,
     "llama": LLAMA31_8B,
@@ -188,6 +277,10 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK_V3,
 }
 CLASSES = {
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "phi3": Phi3Config,
+    "glm4_moe": Glm4MoeConfig,
     "qwen3": Qwen3Config,
     "qwen2": Qwen2Config,
     "llama": LlamaConfig,
@@ -217,7 +310,6 @@ def test_published_configurations_become_megatron_arguments():
         "add_qkv_bias": False,
         "position_embedding_type": "rope",
         "rotary_base": 1000000,
-        "rope_scaling": None,
         "untie_embeddings_and_output_weights": False,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
@@ -329,6 +421,11 @@ def test_arguments_become_the_configuration_again(name):
     ours, theirs = (CLASSES[name].from_dict(dict(c)).to_dict() for c in (written, CONFIGS[name]))
     for key in ("bos_token_id", "eos_token_id", "dtype", "max_window_layers"):  # not the model's arguments
         ours.pop(key, None), theirs.pop(key, None)
+    if name == "mixtral":
+        assert ours.pop("head_dim") == 128 and theirs.pop("head_dim") is None  # 4096 / 32
+    if name == "phi3":  # switches that transformers does not know, and the old name of a key
+        assert not any(theirs.pop(key) for key in ("attention_bias", "mlp_bias", "lm_head_bias"))
+        assert theirs["rope_parameters"].pop("type") == "longrope"
     assert ours == theirs
     # What knows only one of the two spellings finds it.
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == arguments["rotary_base"]
@@ -360,8 +457,19 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("llama", {"mlp_bias": True}, "mlp_bias true"),
         ("qwen3", {"hidden_size": None}, "lacks 'hidden_size'"),
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4}, "sliding_window 64"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, "sliding_window 32768"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4},
+            "sliding_window 64 in some",
+        ),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, "sliding_window 32768 in some layers only"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "sliding_window 4096 and layer_types without it"),
+        ("mistral", {"attention_bias": True}, "attention_bias true"),
+        ("mixtral", {"num_experts_per_tok": 1}, "one expert per token, of weight 1"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias true"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "has that of type 'longrope' only"),
+        ("phi3", {"rope_scaling": {**PHI4_MINI["rope_scaling"], "short_mscale": 1.1}}, "has 'short_mscale'"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "by": 3}}, "'linear' has 'by', which is not supp"),
@@ -392,10 +500,42 @@ def test_what_the_model_would_not_be_is_refused(name, change, message):
         families.for_hf_config(config).args_from_hf(config)
 
 
-def test_a_window_that_no_layer_uses_is_accepted():
-    config = {**QWEN25_05B, "use_sliding_window": True, "max_window_layers": 24}
-    assert "sliding_attention" not in Qwen2Config.from_dict(dict(config)).layer_types
-    families.for_hf_config(config).args_from_hf(config)
+@pytest.mark.parametrize(
+    ("name", "change", "window"),
+    [
+        ("qwen2", {}, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 24}, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [32767, 0]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, [63, 0]),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, [63, 0]),  # max_window_layers is not heeded
+        ("mistral", {}, [4095, 0]),
+        ("mistral", {"sliding_window": None}, None),
+        ("mixtral", {"sliding_window": 128}, [127, 0]),
+        ("phi3", {}, [262143, 0]),
+    ],
+)
+def test_windows_are_those_of_transformers(name, change, window):
+    config = {**CONFIGS[name], **change}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CLASSES[name].from_dict({**config, "num_hidden_layers": 24}))
+    sizes = {getattr(layer.self_attn, "sliding_window", model.config.sliding_window) for layer in model.model.layers}
+    assert sizes == {window and window[0] + 1}
+    family = families.for_hf_config(config)
+    arguments = family.args_from_hf(config)
+    assert (arguments["window_size"], arguments["window_attn_skip_freq"]) == (window, None)
+    written = family.hf_from_args(Namespace(**arguments))
+    assert family.args_from_hf(written) == arguments
+
+
+def test_names_of_longrope_and_its_length():
+    """Phi-3's first files call it "su"; transformers takes the length from outside the scaling, by default 4096."""
+    for config in ({**PHI4_MINI, "rope_scaling": {**PHI4_MINI["rope_scaling"], "type": "su"}}, PHI4_MINI):
+        config = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}
+        theirs = Phi3Config.from_dict(dict(config)).rope_parameters
+        found = families.for_hf_config(config).args_from_hf(config)
+        for key in ("rope_type", "short_factor", "long_factor", "original_max_position_embeddings"):
+            assert found["rope_scaling"][key] == theirs[key]
+        assert found["rotary_percent"] == theirs["partial_rotary_factor"] == 0.75
 
 
 def test_arguments_outside_the_family_are_refused():
@@ -404,7 +544,7 @@ def test_arguments_outside_the_family_are_refused():
     with pytest.raises(GrpoError, match="qwen3 has qk_layernorm = True"):
         families.for_args(args).hf_from_args(args)
     args.model_family = "gpt5"
-    with pytest.raises(GrpoError, match="'gpt5': give one of llama, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3"):
+    with pytest.raises(GrpoError, match=f"'gpt5': give one of {', '.join(families.FAMILIES)}"):
         families.for_args(args)
     args = Namespace(**families.FAMILIES["qwen2"].args_from_hf(QWEN25_05B))
     args.kv_channels = 128

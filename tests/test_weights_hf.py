@@ -77,6 +77,16 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
         ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 64}}),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "truncate": False}}),
         ("qwen2", {"rope_scaling": {"type": "yarn", **YARN, "mscale": 1.2, "mscale_all_dim": 0.4}}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 0}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
+        ("mistral", {"sliding_window": None, "rope_scaling": {"rope_type": "yarn", **YARN}}),
+        ("mixtral", {"sliding_window": 10}),
+        ("phi3", {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": None, "hidden_size": 64}),
+        ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 1.0}),
+        (
+            "glm4_moe",
+            {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_scaling": {"type": "yarn", **YARN}},
+        ),
         ("llama", {"rope_scaling": {"rope_type": "longrope", **LONGROPE}, "max_position_embeddings": 256}),
     ],
 )
@@ -92,8 +102,9 @@ def test_logits_of_other_members_of_the_families(world, tmp_path, family, config
 
 
 @torch.no_grad()
-def test_multi_token_prediction_equals_transformers(world, tmp_path):
-    theirs = make(tmp_path, "deepseek_v3", tied=False)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_multi_token_prediction_equals_transformers(world, tmp_path, family):
+    theirs = make(tmp_path, family, tied=False)
     extra = add_mtp(tmp_path, theirs)
     args = toy_args(tmp_path)
     (model,) = chunks = build(args)
@@ -114,6 +125,7 @@ def test_multi_token_prediction_equals_transformers(world, tmp_path):
         attention_mask=None,
         packed_seq_params=packed(ids),
         embedding=model.embedding,
+        rotary_pos_emb=None if args.multi_latent_attention else model.rotary_pos_emb(40, packed_seq=True),
     )
     found = out[:39, 0] @ model.output_layer.weight[:VOCAB].T
     assert expected.std() > 0.5

@@ -18,12 +18,25 @@ from megatron_grpo.arguments import parse_args
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.weights import families, hf
 
-DENSE = ("qwen3", "qwen2", "llama")
-MOE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
-FAMILIES = DENSE + MOE
+DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
+SANDWICHED = ("gemma2", "gemma3_text", "glm4")
+FAMILIES = DENSE + MOE + SANDWICHED
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+# Small enough that windows and caps matter to 40 tokens.
+_GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
 SHAPES = {
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {
+        **_GEMMA,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "glm4": {"num_hidden_layers": 4, "head_dim": 16},
+    "glm": {"head_dim": 16, "attention_bias": False},
     "qwen3": {"head_dim": 16},  # 8 heads of 16: more than hidden_size, as in Qwen3 0.6B
     "llama": {
         "rope_scaling": {
@@ -33,6 +46,34 @@ SHAPES = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+    },
+    "mistral": {"sliding_window": 13, "head_dim": 16},
+    "phi3": {
+        "hidden_size": 128,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 5.0],
+            "long_factor": [9.0] * 6,
+        },
+        "sliding_window": 17,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "glm4_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
     },
     "qwen3_moe": {
         "num_hidden_layers": 4,
@@ -79,7 +120,9 @@ SHAPES = {
 }
 
 
-def make(directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, **config) -> torch.nn.Module:
+def make(
+    directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 17, **config
+) -> torch.nn.Module:
     """Save a model of a few layers with every tensor random, in several shards; returns it."""
     shape = {
         "vocab_size": VOCAB,
@@ -94,9 +137,10 @@ def make(directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.fl
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
-    torch.manual_seed(17)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config})
+        AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config}),
+        attn_implementation="eager",  # the others leave out Gemma 2's soft cap
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

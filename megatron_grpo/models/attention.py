@@ -24,11 +24,13 @@ from megatron.core.utils import divide
 from megatron_grpo.data.zigzag import zigzag
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
+from megatron_grpo.models.softcap import Sees, soft_capped_attention
 
 
 class PackedAttention(MegatronModule):
     """softmax(scale q k^T) v within each sequence of a pack: causal, with grouped-query heads, a sliding window
-    (``config.window_size``), sinks (``config.softmax_type``) and values of another size than keys (MLA).
+    (``config.window_size``), sinks (``config.softmax_type``) and values of another size than keys (MLA). Or with scores
+    that are soft-capped, and then without sinks.
 
     Takes q ``[t / cp, heads, d]``, k ``[t / cp, groups, d]`` and v ``[t / cp, groups, d_v]``, tokens in the order of
     `zigzag`; returns ``[t / cp, heads * d_v]``.
@@ -46,8 +48,10 @@ class PackedAttention(MegatronModule):
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        softcap: float | None = None,
     ):
         super().__init__(config)
+        self.softcap = softcap
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -92,6 +96,9 @@ class PackedAttention(MegatronModule):
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        if self.softcap is not None:
+            sees = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
+            return soft_capped_attention(query, key, value, sees, scale, self.softcap).flatten(1)
         if not query.is_cuda:
             kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
         elif cp_size == 1:
@@ -173,3 +180,18 @@ def segments(
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
     return Varlen(cu_queries, cu_keys, int(chunk.max()), int(key_counts.max()), left, scale), keys
+
+
+@lru_cache(maxsize=8)
+def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, device: torch.device) -> Sees:
+    """Which of the gathered keys each of a rank's queries sees, for soft-capped attention; ``left`` as in `Varlen`."""
+    cu = np.array(cu_seqlens)
+    last = zigzag(cu, cp_size, cp_rank)
+    start = cu[np.searchsorted(cu, last, side="right") - 1]  # of the query's sequence
+    arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered(cu, cp_size)
+    first, last, positions = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+
+    def sees(batch, head, query, key):
+        return (first[query] <= positions[key]) & (positions[key] <= last[query])
+
+    return sees

@@ -13,6 +13,8 @@ from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.sequence_parallel import own_tokens
+from megatron_grpo.models.softcap import soft_cap
+from megatron_grpo.models.two_ropes import TwoRopes
 
 
 class PolicyModel(GPTModel):
@@ -20,13 +22,20 @@ class PolicyModel(GPTModel):
 
     temperature = 1.0
     vocab_size_without_padding: int
+    embedding_scale: float | None = None
+    final_logit_softcapping: float | None = None
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
-        """megatron-core's, with this rank's part of the padding mask on every stage: it gives it to the first only."""
-        out = super()._preprocess(*args, padding_mask=None, **kwargs)
+        """megatron-core's, with scaled embeddings and with this rank's part of the padding mask on every stage: it
+        gives it to the first only.
+        """
+        hidden_states, *out = super()._preprocess(*args, padding_mask=None, **kwargs)
+        if self.embedding_scale is not None and self.pre_process:
+            # A tensor, because transformers and the engine round the factor to the weights' dtype.
+            hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
         if padding_mask is not None:
             padding_mask = own_tokens(self.config, padding_mask[0])[None]
-        return *out[:5], padding_mask, *out[6:]
+        return hidden_states, *out[:4], padding_mask, *out[5:]
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels=None, **kwargs):
         """Last stage with labels: ``[2 + n, l]``, for the l positions whose label is not ``IGNORED_LABEL`` their
@@ -35,9 +44,10 @@ class PolicyModel(GPTModel):
         The prompt's positions never reach the vocabulary: on long prompts this saves most of the head's work.
         """
         if not self.post_process or labels is None:
-            return super()._postprocess(
+            out = super()._postprocess(
                 hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels, **kwargs
             )
+            return soft_cap(out, self.final_logit_softcapping) if self.post_process else out
         tied = self.share_embeddings_and_output_weights
         # The layer itself is not called, so what waits for its weight (--overlap-param-gather) has to be.
         for wait in self.output_layer._forward_pre_hooks.values():
@@ -63,6 +73,7 @@ class PolicyModel(GPTModel):
             self.temperature,
             self.vocab_size_without_padding,
             parallel_state.get_tensor_model_parallel_group(),
+            cap=self.final_logit_softcapping,
         )
 
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
@@ -99,10 +110,10 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     if not config.multi_latent_attention:
         inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
         set_attention_factor(config, factor)
-    mtp = mtp_spec(config, args.transformer_impl, vp_stage)
+    mtp = mtp_spec(config, args, vp_stage)
     model = PolicyModel(
         config,
-        decoder_spec(config, args.transformer_impl, vp_stage),
+        decoder_spec(config, args, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -119,6 +130,10 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         model.rotary_pos_emb.inv_freq = inv_freq
     if mtp is not None and config.mtp_loss_scaling_factor == 0:
         model.mtp.requires_grad_(False)  # kept as they are: no gradient, no optimizer state, no weight decay
+    if args.rotary_base_local:
+        model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
+    model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
+    model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature
     model.vocab_size_without_padding = args.vocab_size
     return model

@@ -4,6 +4,8 @@ For a token with hidden state h and logits z = W h / temperature over the vocabu
 
     log p(y) = z_y - logsumexp(z)            entropy = logsumexp(z) - sum_v p_v z_v
 
+(with soft-capped logits z = cap tanh(W h / cap) / temperature).
+
 Logits are made ``chunk`` tokens at a time, in the forward pass and once more in the backward pass, so that no
 ``[tokens, vocabulary]`` tensor is ever held; on a GPU the float32 arithmetic is compiled into kernels that keep it in
 registers. Ranks exchange four numbers a token, never the vocabulary. The gradients
@@ -17,6 +19,8 @@ loss and wrong gradients.)
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.models.softcap import soft_cap
+
 CHUNK = 4096  # tokens: with a vocabulary of 152k one chunk of bf16 logits is 1.2 GiB
 
 
@@ -28,42 +32,43 @@ def vocab_parallel_log_probs(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     chunk: int = CHUNK,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each label and entropy of its distribution, float32 ``[t]`` each, equal on every rank of
     ``group``.
 
     ``hidden`` is ``[t, h]`` (the same on every rank), ``weight`` this rank's ``[V/tp, h]`` rows, ``labels`` ``[t]``.
-    Rows at or past ``vocab_size`` are padding and get no probability. The gradient of ``hidden`` is this rank's
-    partial sum.
+    Rows at or past ``vocab_size`` are padding and get no probability; ``cap`` soft-caps the logits. The gradient of
+    ``hidden`` is this rank's partial sum.
     """
-    return _LogProbs.apply(hidden, weight, labels, temperature, vocab_size, group, chunk)
+    return _LogProbs.apply(hidden, weight, labels, temperature, vocab_size, group, chunk, cap)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, vocab_size, group, chunk):
+    def forward(ctx, hidden, weight, labels, temperature, vocab_size, group, chunk, cap):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight) if group is not None else 0
         rows = min(max(0, vocab_size - first), len(weight))  # the others are padding
         log_z, entropy, chosen = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
         for part in _chunks(len(labels), chunk):
             logits = hidden[part] @ weight[:rows].T
-            peak = _peak(logits, temperature) if rows else torch.full_like(log_z[part], float("-inf"))
+            peak = _peak(logits, temperature, cap) if rows else torch.full_like(log_z[part], float("-inf"))
             _reduce(peak, dist.ReduceOp.MAX, group)
-            sums = _sums(logits, peak, labels[part] - first, temperature)
+            sums = _sums(logits, peak, labels[part] - first, temperature, cap)
             _reduce(sums, dist.ReduceOp.SUM, group)
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.options = temperature, first, rows, chunk
+        ctx.options = temperature, first, rows, chunk, cap
         return chosen, entropy
 
     @staticmethod
     def backward(ctx, grad_chosen, grad_entropy):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        temperature, first, rows, chunk = ctx.options
+        temperature, first, rows, chunk, cap = ctx.options
         zeros = torch.zeros_like(log_z)  # None stands for a gradient of zero
         grad_chosen = zeros if grad_chosen is None else grad_chosen
         grad_entropy = zeros if grad_entropy is None else grad_entropy
@@ -72,10 +77,10 @@ class _LogProbs(torch.autograd.Function):
         for part in _chunks(len(labels), chunk):
             logits = hidden[part] @ weight[:rows].T
             upstream = grad_chosen[part], grad_entropy[part]
-            grad = _gradient(logits, log_z[part], entropy[part], labels[part] - first, *upstream, temperature)
+            grad = _gradient(logits, log_z[part], entropy[part], labels[part] - first, *upstream, temperature, cap)
             grad_hidden[part] = grad @ weight[:rows]
             grad_weight[:rows] += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
 
 
 def _fused(function):
@@ -84,25 +89,28 @@ def _fused(function):
 
 
 @_fused
-def _peak(logits, temperature: float):
-    return logits.float().amax(-1) / temperature
+def _peak(logits, temperature: float, cap: float | None):
+    return soft_cap(logits.float().amax(-1), cap) / temperature
 
 
 @_fused
-def _sums(logits, peak, column, temperature: float):
+def _sums(logits, peak, column, temperature: float, cap: float | None):
     """This rank's part of sum exp(z - peak), of z_y - peak, and of sum exp(z - peak) (z - peak): ``[3, t]``."""
-    z = logits.float() / temperature - peak[:, None]
+    z = soft_cap(logits.float(), cap) / temperature - peak[:, None]
     mass = z.exp()
     return torch.stack([mass.sum(-1), torch.where(_is(column, z), z, 0.0).sum(-1), (mass * z).sum(-1)])
 
 
 @_fused
-def _gradient(logits, log_z, entropy, column, grad_chosen, grad_entropy, temperature: float):
+def _gradient(logits, log_z, entropy, column, grad_chosen, grad_entropy, temperature: float, cap: float | None):
     """Gradient of this rank's logits, in their dtype."""
-    log_p = logits.float() / temperature - log_z[:, None]
+    capped = soft_cap(logits.float(), cap)
+    log_p = capped / temperature - log_z[:, None]
     p = log_p.exp()
     grad = torch.where(_is(column, p), 1.0 - p, -p) * grad_chosen[:, None]
     grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
+    if cap is not None:
+        grad = grad * (1 - (capped / cap) ** 2)  # of cap * tanh(x / cap)
     return (grad / temperature).to(logits.dtype)
 
 

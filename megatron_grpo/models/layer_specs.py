@@ -1,5 +1,8 @@
 """Which modules the layers are made of: Transformer Engine's, or megatron-core's own with ours in some places."""
 
+from argparse import Namespace
+from functools import partial
+
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
@@ -15,8 +18,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.models.experts import GroupedExperts
-from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
+from megatron_grpo.models.two_ropes import TwoRopesAttention
 
 # Transformer Engine fuses a norm into the linear layer behind it. Checkpoints have its names, so that one written by
 # either implementation loads into the other: the name in a layer of the local spec -> Transformer Engine's.
@@ -51,31 +55,31 @@ class Router(TopKRouter):
         super()._apply_expert_bias(routing_map, padding_mask=mask)
 
 
-def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (or virtual stage) and its final norm."""
-    layers = _layers(config, transformer_impl)
+    layers = _layers(config, args)
     if config.pipeline_model_parallel_layout is not None:
         mine = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
         layers = [layers[i] for i in mine]
     else:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm(transformer_impl))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(args.transformer_impl))
 
 
-def mtp_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None):
+def mtp_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None):
     """The multi-token-prediction layers, where this stage holds them: each has a layer like the decoder's last."""
     if not config.mtp_num_layers:
         return None
-    last = _layers(config, transformer_impl)[-1]
-    spec = get_gpt_mtp_block_spec(config, last, transformer_impl == "transformer_engine", vp_stage=vp_stage)
-    if spec is not None and transformer_impl == "local":
+    last = _layers(config, args)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
+    if spec is not None and args.transformer_impl == "local":
         for layer in spec.layer_specs:
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     return spec
 
 
-def _final_norm(transformer_impl: str) -> type:
+def _norm(transformer_impl: str) -> type:
     if transformer_impl == "local":
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -83,17 +87,31 @@ def _final_norm(transformer_impl: str) -> type:
     return TENorm
 
 
-def _layers(config: TransformerConfig, transformer_impl: str) -> list[ModuleSpec]:
+def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     """A specification for every decoder layer of the whole model."""
-    use_te = transformer_impl == "transformer_engine"
+    use_te = args.transformer_impl == "transformer_engine"
     layers = get_gpt_decoder_layer_specs(config, use_te, normalization=config.normalization)
     kinds = {id(layer): layer for layer in layers}  # dense and MoE layers: two objects, listed many times
     for layer in kinds.values():
         if not use_te:
             _use_ours(config, layer)
+        _add_parts(args, layer)
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
     return layers
+
+
+def _add_parts(args: Namespace, layer: ModuleSpec) -> None:
+    """Put what only some families have into a layer of either implementation."""
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp.submodules
+    if args.sandwich_norm:
+        norm = _norm(args.transformer_impl)
+        attention.submodules.linear_proj = with_post_layernorm(attention.submodules.linear_proj, norm)
+        mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
+    if args.rotary_base_local:
+        attention.module = TwoRopesAttention
+    if args.attn_logit_softcapping:
+        attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
 
 def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:

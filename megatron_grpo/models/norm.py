@@ -1,16 +1,46 @@
 """RMSNorm for the ``local`` layer spec, which works under sequence parallelism (megatron-core's wrapper refuses it)."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), built as megatron-core builds its norms.
 
-    Under sequence parallelism each tensor-parallel rank sees a part of the tokens, so the weight's gradient is a
-    partial sum: the mark ``sequence_parallel`` makes megatron-core add the parts up.
+    With ``--apply-layernorm-1p`` it multiplies by 1 + weight, in float32 like Gemma: in 16 bits 1 + weight would lose
+    most of the weight. Under sequence parallelism each tensor-parallel rank sees a part of the tokens, so the weight's
+    gradient is a partial sum: the mark ``sequence_parallel`` makes megatron-core add the parts up.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        if self.zero_centered:
+            torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+def with_post_layernorm(linear: type, norm: Any) -> type:
+    """A row-parallel linear layer, of either implementation, with a norm of its own on its output (Gemma 2, GLM-4).
+
+    ``norm`` is built like `RMSNorm`. The norm comes after the tensor-parallel ranks' partial sums have been added up.
+    """
+
+    class PostNormLinear(linear):
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any):
+            super().__init__(input_size, output_size, config=config, **more)
+            self.post_layernorm = norm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return PostNormLinear

@@ -3,11 +3,42 @@
 from argparse import Namespace
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.families import deepseek_v2, deepseek_v3, llama, qwen2, qwen3, qwen3_moe
+from megatron_grpo.weights.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_grpo.weights.families.common import Config, Family
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3)
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        llama,
+        mistral,
+        phi3,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        mixtral,
+        glm,
+        glm4,
+        glm4_moe,
+        deepseek_v2,
+        deepseek_v3,
+        gemma2,
+        gemma3,
+    )
 }
 
 

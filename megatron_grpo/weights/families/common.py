@@ -24,7 +24,14 @@ ABSENT: dict[str, Any] = {
     "softmax_type": "vanilla",
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
+    "rope_scaling": None,
+    "rotary_base_local": None,
     "apply_layernorm_1p": False,
+    "sandwich_norm": False,
+    "geglu": False,
+    "scale_embeddings": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
 }
@@ -35,6 +42,13 @@ HF = "model.layers.{layer}."
 
 EMBEDDING = Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0)
 OUTPUT = Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied)
+QKV_BIAS = Row(
+    MCORE + "self_attention.linear_qkv.bias",
+    {HF + "self_attn.q_proj.bias": "q", HF + "self_attn.k_proj.bias": "kv", HF + "self_attn.v_proj.bias": "kv"},
+    grouped_qkv,
+    axis=0,
+    when=lambda args, layer: args.add_qkv_bias,
+)
 DENSE_MLP = (
     Row(
         MCORE + "mlp.linear_fc1.weight",
@@ -67,16 +81,26 @@ def dense_rows(*attention: Row) -> tuple[Row, ...]:
     return decoder_rows(grouped_attention(*attention), DENSE_MLP)
 
 
-def decoder_rows(attention: Sequence[Row], mlp: Sequence[Row]) -> tuple[Row, ...]:
-    """The table of a Llama-like model with these rows for attention and MLP."""
+def decoder_rows(
+    attention: Sequence[Row], mlp: Sequence[Row], pre_mlp_norm: str = "post_attention_layernorm"
+) -> tuple[Row, ...]:
+    """The table of a Llama-like model with these rows for attention and MLP; `pre_mlp_norm`: the norm between them."""
     return (
         EMBEDDING,
         Row(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
         *attention,
-        Row(MCORE + "pre_mlp_layernorm.weight", {HF + "post_attention_layernorm.weight": "hidden"}),
+        Row(MCORE + "pre_mlp_layernorm.weight", {HF + f"{pre_mlp_norm}.weight": "hidden"}),
         *mlp,
         Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
         OUTPUT,
+    )
+
+
+def sandwich_norms(attention: str, mlp: str) -> tuple[Row, Row]:
+    """The norms behind attention and MLP (--sandwich-norm), by their Hugging Face names."""
+    return (
+        Row(MCORE + "self_attention.linear_proj.post_layernorm.weight", {HF + f"{attention}.weight": "hidden"}),
+        Row(MCORE + "mlp.linear_fc2.post_layernorm.weight", {HF + f"{mlp}.weight": "hidden"}),
     )
 
 
@@ -148,7 +172,8 @@ class Family:
     `fixed`: arguments that every member has. `read(config)`: the family's own arguments from a config.json, GrpoError
     for what cannot be represented. `write(args)`: the config.json keys that `read` reads. `read_rope` and `write_rope`
     do the same for the rotary embedding. `mtp_rows`: what a multi-token-prediction layer has beside its decoder layer;
-    none in families without such layers.
+    none in families without such layers. `activation`: the key of config.json that names the activation function of the
+    MLP, and the name.
     """
 
     name: str
@@ -160,6 +185,7 @@ class Family:
     read_rope: Callable[[Config], dict[str, Any]] = read_rope
     write_rope: Callable[[Namespace], Config] = write_rope
     mtp_rows: tuple[Row, ...] = ()
+    activation: tuple[str, str] = ("hidden_act", "silu")
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:
         """Argument values (by Megatron-LM's attribute names) of the model that a config.json describes.
@@ -167,6 +193,9 @@ class Family:
         Raises GrpoError for a missing key, or for a setting that the model built from these arguments would not have.
         """
         try:
+            key, activation = self.activation
+            if need(config, key) != activation:
+                raise GrpoError(f"config.json has {key} {config[key]!r}: only {activation!r} is supported")
             found = {**ABSENT, **self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
             return {"model_family": self.name, **found}
         except (AttributeError, TypeError, ValueError) as error:
@@ -178,7 +207,7 @@ class Family:
         Raises GrpoError when an argument has a value that no member of the family has.
         """
         self._check(args, self.fixed)
-        names = {"architectures": [self.architecture], "model_type": self.name}
+        names = dict([("architectures", [self.architecture]), ("model_type", self.name), self.activation])
         config = {**names, **_write_common(args), **self.write_rope(args), **self.write(args)}
         written = self.args_from_hf(config)  # a part that the family does not have, or not so, is not in there
         self._check(args, {dest: written[dest] for dest in ABSENT})
@@ -193,20 +222,6 @@ class Family:
                 )
 
 
-def refuse_sliding_window(config: Config) -> None:
-    """Raise GrpoError when any layer attends through a window (Qwen's rule: from layer max_window_layers on)."""
-    layers = range(need(config, "num_hidden_layers"))
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= config.get("max_window_layers", 0) else "full_attention" for layer in layers
-    ]
-    if config.get("use_sliding_window") and config.get("sliding_window") and "sliding_attention" in kinds:
-        raise GrpoError(
-            f"config.json has sliding-window attention (use_sliding_window true, sliding_window "
-            f"{config['sliding_window']}), which is not supported; set use_sliding_window to false to train with full "
-            f"attention"
-        )
-
-
 def refuse_bias(config: Config, *keys: str) -> None:
     """Raise GrpoError when one of these bias switches is on."""
     for key in keys:
@@ -218,8 +233,6 @@ def _read_common(config: Config) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise GrpoError(f"config.json has a quantization_config ({method}): use the checkpoint in bf16, fp16 or fp32")
-    if need(config, "hidden_act") != "silu":
-        raise GrpoError(f"config.json has hidden_act {config['hidden_act']!r}: only 'silu' is supported (SwiGLU)")
     heads = need(config, "num_attention_heads")
     return {
         "num_layers": need(config, "num_hidden_layers"),
@@ -242,7 +255,6 @@ def _write_common(args: Namespace) -> Config:
         "intermediate_size": args.ffn_hidden_size,
         "num_attention_heads": args.num_attention_heads,
         "num_key_value_heads": query_groups(args),
-        "hidden_act": "silu",
         "rms_norm_eps": args.norm_epsilon,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         "vocab_size": args.vocab_size,
@@ -253,6 +265,16 @@ def _write_common(args: Namespace) -> Config:
 def head_dim(config: Config) -> int:
     """Size of an attention head: config["head_dim"], or the hidden size shared out among the heads."""
     return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+
+
+def refuse_head_dim(args: Namespace) -> None:
+    """Raise GrpoError when heads have a size of their own, which the family's config.json cannot say."""
+    if args.kv_channels * args.num_attention_heads != args.hidden_size:
+        raise GrpoError(
+            f"model family {args.model_family} has heads of hidden_size / num_attention_heads channels: kv_channels "
+            f"({args.kv_channels}) times num_attention_heads ({args.num_attention_heads}) is not hidden_size "
+            f"({args.hidden_size})"
+        )
 
 
 def query_groups(args: Namespace) -> int:

@@ -13,15 +13,16 @@ from megatron_grpo.weights.families.moe import MLP, moe_layers, read_moe, write_
 _ONLY = {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1, "norm_topk_prob": False}
 
 
-def read_deepseek(config: Config, only: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that both generations have; `only`: keys of config.json with the one value that is supported."""
+def read_deepseek_moe(config: Config, only: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of routed and shared experts in all layers but the first ones; `only`: keys of config.json with the one
+    value that is supported.
+    """
     for key, value in only.items():
         if config.get(key, value) != value:
             raise GrpoError(f"config.json has {key} {config[key]}: only {value} is supported")
     layers, first = need(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
     moe = read_moe(config, [layer >= first for layer in range(layers)])
     return {
-        **read_mla(config),
         **moe,
         "num_experts": need(config, "n_routed_experts"),
         "moe_router_topk_scaling_factor": need(config, "routed_scaling_factor"),
@@ -30,8 +31,8 @@ def read_deepseek(config: Config, only: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_deepseek(args: Namespace) -> Config:
-    """The keys that read_deepseek reads, but for `only`."""
+def write_deepseek_moe(args: Namespace) -> Config:
+    """The keys that read_deepseek_moe reads, but for `only`."""
     sparse = moe_layers(args)
     first, shared = sparse.index(True), args.moe_shared_expert_intermediate_size or 0
     if not all(sparse[first:]):
@@ -45,7 +46,6 @@ def write_deepseek(args: Namespace) -> Config:
             f"({args.moe_ffn_hidden_size}): model family {args.model_family} has shared experts of an expert's size"
         )
     return {
-        **write_mla(args),
         **write_moe(args),
         "n_routed_experts": args.num_experts,
         "n_shared_experts": shared // args.moe_ffn_hidden_size,
@@ -55,11 +55,11 @@ def write_deepseek(args: Namespace) -> Config:
 
 
 def _read(config):
-    return read_deepseek(config, _ONLY)
+    return {**read_mla(config), **read_deepseek_moe(config, _ONLY)}
 
 
 def _write(args):
-    return {**write_deepseek(args), **_ONLY, "n_group": 1, "topk_group": 1}
+    return {**write_mla(args), **write_deepseek_moe(args), **_ONLY, "n_group": 1, "topk_group": 1}
 
 
 FAMILY = Family(

@@ -2,10 +2,14 @@
 (arXiv:2412.19437); the rest is DeepSeek-V2's.
 """
 
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.families.common import COMMON, HF, Family, decoder_rows
-from megatron_grpo.weights.families.deepseek_v2 import read_deepseek, write_deepseek
-from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla_rope, write_mla_rope
+from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, decoder_rows
+from megatron_grpo.weights.families.deepseek_v2 import read_deepseek_moe, write_deepseek_moe
+from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla, read_mla_rope, write_mla, write_mla_rope
 from megatron_grpo.weights.families.moe import MLP
 from megatron_grpo.weights.layout import Row, untied, vocabulary
 
@@ -30,8 +34,11 @@ _ONLY = {
 }
 
 
-def _read(config):
-    found = read_deepseek(config, _ONLY)
+def read_sigmoid_moe(config: Config, only: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of experts that a sigmoid router chooses by groups, and of multi-token prediction; `only` as for
+    read_deepseek_moe.
+    """
+    found = read_deepseek_moe(config, only)
     groups, chosen, topk = config.get("n_group") or 1, config.get("topk_group") or 1, found["moe_router_topk"]
     if topk == 1:
         raise GrpoError("config.json has one expert per token, whose weight Megatron-Core does not normalise to 1")
@@ -50,21 +57,30 @@ def _read(config):
     }
 
 
-def _write(args):
+def write_sigmoid_moe(args: Namespace) -> Config:
+    """The keys that read_sigmoid_moe reads, but for `only`."""
     return {
-        **write_deepseek(args),
-        **_ONLY,
+        **write_deepseek_moe(args),
         "n_group": args.moe_router_num_groups or 1,
         "topk_group": args.moe_router_group_topk or 1,
         "num_nextn_predict_layers": args.mtp_num_layers or 0,
     }
 
 
+def _read(config):
+    return {**read_mla(config), **read_sigmoid_moe(config, _ONLY)}
+
+
+def _write(args):
+    return {**write_mla(args), **write_sigmoid_moe(args), **_ONLY}
+
+
+SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 FAMILY = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     rows=decoder_rows(ATTENTION, MLP),
-    fixed={**COMMON, **FIXED, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    fixed={**COMMON, **FIXED, **SIGMOID_ROUTER},
     read=_read,
     write=_write,
     read_rope=read_mla_rope,

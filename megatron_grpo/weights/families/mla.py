@@ -40,14 +40,7 @@ ATTENTION = (
     Row(_ATTENTION + "linear_proj.weight", {_HF + "o_proj.weight": "hidden latent_out"}, axis=1),
 )
 
-FIXED = {
-    "multi_latent_attention": True,
-    "qk_layernorm": True,
-    "add_qkv_bias": False,
-    "group_query_attention": False,
-    "rotary_percent": 1.0,
-    "rope_scaling": None,  # --rope-type and the arguments beside it
-}
+FIXED = {"multi_latent_attention": True, "qk_layernorm": True, "add_qkv_bias": False, "group_query_attention": False}
 
 
 def read_mla(config: Config) -> dict[str, Any]:

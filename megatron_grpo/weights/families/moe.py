@@ -37,30 +37,30 @@ def _shared(args, layer):
     return _sparse(args, layer) and bool(args.moe_shared_expert_intermediate_size)
 
 
+def routed_experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Router and experts, by the names that a family has for the block and for an expert's three projections."""
+    expert = f"{HF}{block}.experts.{{expert}}."
+    return (
+        Row(MCORE + "mlp.router.weight", {f"{HF}{block}.gate.weight": "experts hidden"}, when=_sparse),
+        Row(
+            _EXPERT + "linear_fc1.weight",
+            {f"{expert}{gate}.weight": "expert_ffn hidden", f"{expert}{up}.weight": "expert_ffn hidden"},
+            stacked,
+            axis=0,
+            when=_sparse,
+        ),
+        Row(_EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": "hidden expert_ffn"}, axis=1, when=_sparse),
+    )
+
+
 MLP = (
     *(replace(row, when=_dense) for row in DENSE_MLP),
-    Row(MCORE + "mlp.router.weight", {HF + "mlp.gate.weight": "experts hidden"}, when=_sparse),
+    *routed_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     Row(
         MCORE + "mlp.router.expert_bias",
         {HF + "mlp.gate.e_score_correction_bias": "experts"},
         when=_biased,
         dtype=torch.float32,
-    ),
-    Row(
-        _EXPERT + "linear_fc1.weight",
-        {
-            HF + "mlp.experts.{expert}.gate_proj.weight": "expert_ffn hidden",
-            HF + "mlp.experts.{expert}.up_proj.weight": "expert_ffn hidden",
-        },
-        stacked,
-        axis=0,
-        when=_sparse,
-    ),
-    Row(
-        _EXPERT + "linear_fc2.weight",
-        {HF + "mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"},
-        axis=1,
-        when=_sparse,
     ),
     Row(
         MCORE + "mlp.shared_experts.linear_fc1.weight",

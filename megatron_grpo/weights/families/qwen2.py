@@ -1,42 +1,60 @@
 """Qwen2 and Qwen2.5 (dense): bias on query, key and value, none elsewhere."""
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, head_dim, refuse_sliding_window
-from megatron_grpo.weights.layout import Row, grouped_qkv
+from argparse import Namespace
+from typing import Any
 
-ROWS = dense_rows(
-    Row(
-        MCORE + "self_attention.linear_qkv.bias",
-        {
-            HF + "self_attn.q_proj.bias": "q",
-            HF + "self_attn.k_proj.bias": "kv",
-            HF + "self_attn.v_proj.bias": "kv",
-        },
-        grouped_qkv,
-        axis=0,
-    ),
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families.common import (
+    DENSE,
+    QKV_BIAS,
+    Config,
+    Family,
+    dense_rows,
+    head_dim,
+    refuse_head_dim,
 )
+from megatron_grpo.weights.families.windows import read_windows, write_window
+
+ROWS = dense_rows(QKV_BIAS)
+
+
+def read_qwen_window(config: Config) -> dict[str, Any]:
+    """The arguments of `use_sliding_window` and what stands beside it."""
+    if not config.get("use_sliding_window"):
+        return {}
+    first = config.get("max_window_layers", 28)  # as in transformers, like the size below
+    found = read_windows({"sliding_window": 4096, **config}, lambda layer: layer >= first)
+    if found["window_attn_skip_freq"] is not None:
+        raise GrpoError(
+            f"config.json has sliding_window {config.get('sliding_window')} in some layers only, which vLLM does not "
+            f"support; set use_sliding_window to false to train with full attention"
+        )
+    return found
+
+
+def write_qwen_window(args: Namespace) -> Config:
+    """The keys that read_qwen_window reads."""
+    windowed = bool(args.window_size)
+    return {
+        **write_window(args),
+        "use_sliding_window": windowed,
+        "max_window_layers": 0 if windowed else args.num_layers,
+    }
 
 
 def _read(config):
-    refuse_sliding_window(config)
-    return {"kv_channels": head_dim(config)}
+    return {**read_qwen_window(config), "kv_channels": head_dim(config)}
 
 
 def _write(args):
-    if args.kv_channels * args.num_attention_heads != args.hidden_size:
-        raise GrpoError(
-            f"model family qwen2 has heads of hidden_size / num_attention_heads channels: kv_channels "
-            f"({args.kv_channels}) times num_attention_heads ({args.num_attention_heads}) is not hidden_size "
-            f"({args.hidden_size})"
-        )
-    return {"use_sliding_window": False, "sliding_window": None}
+    refuse_head_dim(args)
+    return write_qwen_window(args)
 
 
 FAMILY = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    rows=ROWS,
+    rows=dense_rows(QKV_BIAS),
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": True},
     read=_read,
     write=_write,

@@ -1,14 +1,7 @@
 """Qwen3 (dense): RMSNorm on every query and key head, no biases, head size of its own."""
 
-from megatron_grpo.weights.families.common import (
-    DENSE,
-    HF,
-    MCORE,
-    Family,
-    dense_rows,
-    refuse_bias,
-    refuse_sliding_window,
-)
+from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, refuse_bias
+from megatron_grpo.weights.families.qwen2 import read_qwen_window, write_qwen_window
 from megatron_grpo.weights.layout import Row
 
 HEAD_NORMS = (
@@ -19,12 +12,11 @@ HEAD_NORMS = (
 
 def _read(config):
     refuse_bias(config, "attention_bias")
-    refuse_sliding_window(config)
-    return {"kv_channels": config.get("head_dim") or 128}  # 128: transformers' default
+    return {**read_qwen_window(config), "kv_channels": config.get("head_dim") or 128}  # 128: transformers' default
 
 
 def _write(args):
-    return {"head_dim": args.kv_channels, "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+    return {**write_qwen_window(args), "head_dim": args.kv_channels, "attention_bias": False}
 
 
 FAMILY = Family(

@@ -9,17 +9,16 @@ from megatron_grpo.weights.families.common import (
     head_dim,
     need,
     refuse_bias,
-    refuse_sliding_window,
 )
 from megatron_grpo.weights.families.moe import MLP, moe_layers, read_moe, write_moe
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
+from megatron_grpo.weights.families.windows import read_window, write_window
 
 ROWS = decoder_rows(grouped_attention(*HEAD_NORMS), MLP)
 
 
 def _read(config):
     refuse_bias(config, "attention_bias")
-    refuse_sliding_window(config)
     # transformers 5 writes num_local_experts.
     experts = config.get("num_local_experts") or need(config, "num_experts")
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
@@ -31,6 +30,7 @@ def _read(config):
         raise GrpoError("config.json has norm_topk_prob true with one expert per token, which nothing could train")
     return {
         **found,
+        **(read_window(config, default=4096) if config.get("use_sliding_window") else {}),
         "num_experts": experts,
         "kv_channels": head_dim(config),
         "moe_router_pre_softmax": not normalised,
@@ -46,8 +46,8 @@ def _write(args):
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, sparse in enumerate(moe_layers(args)) if not sparse],
         "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        **write_window(args),
+        "use_sliding_window": bool(args.window_size),
     }
 
 

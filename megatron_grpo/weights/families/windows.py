@@ -39,6 +39,22 @@ def write_windows(args: Namespace) -> Config:
     }
 
 
+def read_window(config: Config, default: int | None = None) -> dict[str, Any]:
+    """The arguments of a family with `sliding_window` in every layer; `default`: what it is when it is not there."""
+    found = read_windows({"sliding_window": default, **config, "layer_types": None})
+    if found["window_size"] and FULL in (config.get("layer_types") or ()):
+        raise GrpoError(
+            f"config.json has sliding_window {config['sliding_window']} and layer_types without it, which vLLM heeds "
+            f"and transformers does not: leave out one of them"
+        )
+    return found
+
+
+def write_window(args: Namespace) -> Config:
+    """The key that read_window reads."""
+    return {"sliding_window": args.window_size[0] + 1 if args.window_size else None}
+
+
 def windowed_layers(args: Namespace) -> list[bool]:
     """Which decoder layers attend through --window-size, by --window-attn-skip-freq."""
     skip = args.window_attn_skip_freq

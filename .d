@@ -1,0 +1,1 @@
+/tmp/tmp.lTOtqd7MOk

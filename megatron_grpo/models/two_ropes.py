@@ -1,0 +1,33 @@
+"""Two rotary position embeddings in one model: one for layers with a window, one for the others (Gemma 3)."""
+
+from argparse import Namespace
+
+import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+
+
+class TwoRopes(torch.nn.Module):
+    """The model's rotary embedding and, behind it along an axis in front, that of layers with a window: of base
+    ``--rotary-base-local``, without scaling. One tensor, because recomputation hands nothing else on.
+    """
+
+    def __init__(self, whole: RotaryEmbedding, args: Namespace):
+        super().__init__()
+        self.whole = whole
+        self.local = RotaryEmbedding(args.kv_channels, args.rotary_percent, rotary_base=args.rotary_base_local)
+        self.get_rotary_seq_len = whole.get_rotary_seq_len
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        """``[2, s, 1, 1, d]``."""
+        return torch.stack([self.whole(*args, **kwargs), self.local(*args, **kwargs)])
+
+
+class TwoRopesAttention(SelfAttention):
+    """Self-attention that takes its layer's part of `TwoRopes`."""
+
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, **more):
+        config = self.config
+        local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[int(local)], **more)

@@ -1,0 +1,53 @@
+"""GLM-4 of 2025 (Glm4ForCausalLM): norms before and after each half of a layer, half of every head rotated in pairs."""
+
+from megatron_grpo.weights.families.common import (
+    DENSE,
+    HF,
+    MCORE,
+    QKV_BIAS,
+    Family,
+    decoder_rows,
+    grouped_attention,
+    head_dim,
+    read_partial_rope,
+    sandwich_norms,
+    write_partial_rope,
+)
+from megatron_grpo.weights.layout import Row, fused, stacked
+
+MLP = (
+    Row(
+        MCORE + "mlp.linear_fc1.weight",
+        {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
+        fused(stacked, "ffn", "ffn"),
+        axis=0,
+    ),
+    Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+)
+ATTENTION = grouped_attention(QKV_BIAS)
+POST_ATTENTION, POST_MLP = sandwich_norms("post_self_attn_layernorm", "post_mlp_layernorm")
+FIXED = {**DENSE, "qk_layernorm": False, "rotary_interleaved": True}
+
+
+def read(config):
+    return {"kv_channels": head_dim(config), "add_qkv_bias": bool(config.get("attention_bias", True))}
+
+
+def write(args):
+    return {"head_dim": args.kv_channels, "attention_bias": args.add_qkv_bias}
+
+
+def read_rope(config):
+    return read_partial_rope({"partial_rotary_factor": 0.5, **config})  # transformers' default, as in all GLM-4
+
+
+FAMILY = Family(
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    rows=decoder_rows((*ATTENTION, POST_ATTENTION), (*MLP, POST_MLP)),
+    fixed={**FIXED, "sandwich_norm": True},
+    read=read,
+    write=write,
+    read_rope=read_rope,
+    write_rope=write_partial_rope,
+)

@@ -1,0 +1,23 @@
+"""Mistral (dense): Llama with a sliding window in every layer, or none (arXiv:2310.06825)."""
+
+from megatron_grpo.weights.families.common import DENSE, Family, dense_rows, head_dim, refuse_bias
+from megatron_grpo.weights.families.windows import read_window, write_window
+
+
+def _read(config):
+    refuse_bias(config, "attention_bias", "mlp_bias")
+    return {**read_window(config, default=4096), "kv_channels": head_dim(config)}  # 4096: transformers' default
+
+
+def _write(args):
+    return {**write_window(args), "head_dim": args.kv_channels}
+
+
+FAMILY = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    rows=dense_rows(),
+    fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": False},
+    read=_read,
+    write=_write,
+)

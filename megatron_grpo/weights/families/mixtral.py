@@ -1,0 +1,69 @@
+"""Mixtral: Mistral's attention, a softmax router over experts of the size of a dense layer (arXiv:2401.04088)."""
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families.common import (
+    COMMON,
+    Family,
+    decoder_rows,
+    grouped_attention,
+    head_dim,
+    need,
+    read_rope,
+)
+from megatron_grpo.weights.families.moe import moe_layers, routed_experts
+from megatron_grpo.weights.families.windows import read_window, write_window
+
+
+def _read(config):
+    topk = need(config, "num_experts_per_tok")
+    if topk == 1:
+        raise GrpoError("config.json has one expert per token, of weight 1: nothing could train the router")
+    return {
+        **read_window(config),
+        "kv_channels": head_dim(config),
+        "num_experts": need(config, "num_local_experts"),
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": need(config, "intermediate_size"),
+    }
+
+
+def _write(args):
+    if not all(moe_layers(args)) or args.ffn_hidden_size != args.moe_ffn_hidden_size:
+        raise GrpoError(
+            f"model family mixtral has experts in every layer, and one size of inner layers: not moe_layer_freq "
+            f"{args.moe_layer_freq}, ffn_hidden_size {args.ffn_hidden_size}, moe_ffn_hidden_size "
+            f"{args.moe_ffn_hidden_size}"
+        )
+    return {
+        **write_window(args),
+        "head_dim": args.kv_channels,
+        "num_local_experts": args.num_experts,
+        "num_experts_per_tok": args.moe_router_topk,
+    }
+
+
+def _read_rope(config):
+    return read_rope({"rope_theta": 1000000.0, **config})  # transformers' default
+
+
+FAMILY = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    rows=decoder_rows(grouped_attention(), routed_experts("block_sparse_moe", "w1", "w3", "w2")),
+    fixed={
+        **COMMON,
+        "qk_layernorm": False,
+        "add_qkv_bias": False,
+        "multi_latent_attention": False,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": None,
+        "moe_shared_expert_intermediate_size": None,
+    },
+    read=_read,
+    write=_write,
+    read_rope=_read_rope,
+)

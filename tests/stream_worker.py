@@ -1,0 +1,71 @@
+"""What tests/test_stream.py runs: greedy answers of vLLM before and after weights came through the stream.
+
+    torchrun --nproc-per-node 1 tests/stream_worker.py HF_DIR OTHER_HF_DIR OUT_JSON
+
+The engine starts from the files of HF_DIR, as `vllm serve` would; then it is given the weights of OTHER_HF_DIR, then
+those of HF_DIR, both by the trainer's stream.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()
+
+import vllm
+
+from megatron_grpo import training
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.rollout.vllm_colocate import VllmColocate
+from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.stream import stream_hf
+
+PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
+GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True, log_probs=True)
+FLAGS = """--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused --reward-funcs exact_match
+    --tokenizer-model unused --vllm-enforce-eager --vllm-max-num-seqs 4 --micro-batch-size 2 --global-batch-size 4
+    --num-generations 4 --max-prompt-length 48 --max-completion-length 16 --make-vocab-size-divisible-by 64"""
+
+
+def main() -> None:
+    first, other, out = sys.argv[1:]
+    args = parse_args([*FLAGS.split(), "--load-hf", first])
+    merge_architecture(args, families.for_hf_config(hf.read_config(first)).args_from_hf(hf.read_config(first)), first)
+    validate_args(args, 1)
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    model = training.build_model(args, model_provider)
+
+    class FromFiles(vllm.LLM):
+        """The engine as VllmColocate makes it, but with the weights of HF_DIR."""
+
+        def __init__(self, model, load_format, **options):
+            assert load_format == "dummy"
+            super().__init__(model=first, **options)
+
+    vllm.LLM = FromFiles
+    engine = VllmColocate(args, families.for_args(args).hf_from_args(args), eos_id=2)
+    answers = {"files": ask(engine)}
+    for name, directory in (("other", other), ("stream", first)):
+        hf.load_hf(model, args, directory)
+        engine.update_weights(stream_hf(model, args), version=1)
+        answers[name] = ask(engine)
+    Path(out).write_text(json.dumps(answers))
+    engine.close()
+
+
+def ask(engine) -> list:
+    """[ids, log-probabilities] of each prompt's completion."""
+    with engine.rollout(1):
+        done = generate(engine, [Request(i, ids, GREEDY) for i, ids in enumerate(PROMPTS)])
+        return [[c.token_ids, c.log_probs] for c in sorted(done, key=lambda c: c.id)]
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,42 @@
+"""Every family that vLLM's CPU build runs: what the stream gives the engine is what the files would have given it."""
+
+import json
+
+import pytest
+import torch
+from conftest import run_torchrun
+from toy_checkpoints import FAMILIES, make
+from transformers import AutoModelForCausalLM
+
+# Those of stream_worker.py.
+PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
+pytestmark = pytest.mark.vllm
+# vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
+MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
+# With what config.json has on the Hub and transformers leaves out.
+SIZES = {
+    "qwen2": {"hidden_size": 256},
+    "deepseek_v2": {**MULTI_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**MULTI_LATENT, "topk_method": "noaux_tc"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_weights_answer_like_those_from_files(family, tmp_path):
+    sizes = SIZES.get(family, {"head_dim": 32})
+    make(tmp_path / "first", family, tied=False, **sizes)
+    make(tmp_path / "other", family, tied=False, seed=23, **sizes)
+    out = tmp_path / "answers.json"
+    run_torchrun(1, "tests/stream_worker.py", tmp_path / "first", tmp_path / "other", out)
+    answers = json.loads(out.read_text())
+    ids = {name: [completion for completion, _ in found] for name, found in answers.items()}
+    assert ids["stream"] == ids["files"] != ids["other"]
+    for name in ("files", "stream", "other"):
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / ("other" if name == "other" else "first"), dtype=torch.float32
+        )
+        for prompt, (completion, log_probs) in zip(PROMPTS, answers[name], strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[torch.arange(len(completion)), completion]
+            assert (expected - torch.tensor(log_probs)).abs().max() < 1e-3, name
