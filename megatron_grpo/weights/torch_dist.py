@@ -16,7 +16,6 @@ import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import cache
 from itertools import product
 from math import prod
@@ -27,9 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import enums, safe_globals
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.transformer import enums as transformer_enums
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
@@ -118,16 +115,15 @@ def tensor_parallel_size(args: Namespace, weight: Weight) -> int:
 def megatron_lm_args(directory: Path) -> dict[str, Any]:
     """The arguments that Megatron-LM stored in a checkpoint's common.pt, {} when there are none.
 
-    It is read with torch's `weights_only`: beside plain values it may hold a Namespace and megatron-core's enumerations
-    and nothing else; GrpoError names what it holds more.
+    It is read with torch's `weights_only`, which makes plain values and what megatron-core registers as safe, and
+    nothing else (a Namespace, enumerations, arrays: megatron/core/safe_globals.py); GrpoError names what there is more.
     """
-    classes = [c for m in (safe_globals, enums, transformer_enums) for c in vars(m).values()]
-    allowed = [c for c in classes if c is Namespace or (isinstance(c, type) and issubclass(c, Enum))]
     try:
-        with torch.serialization.safe_globals(allowed):
-            common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+        common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError) as error:
-        raise GrpoError(f"{directory / 'common.pt'} cannot be read: {error}") from None
+        found = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        cause = f"it holds a {found[1]}, which could run code" if found else str(error).splitlines()[0]
+        raise GrpoError(f"{directory / 'common.pt'} cannot be read: {cause}") from None
     return dict(vars(common.get("args", Namespace())))
 
 

@@ -8,8 +8,10 @@ time and do not count. The scratch directory needs three times the size, and is 
 """
 
 import argparse
+import filecmp
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,7 +83,9 @@ def measure(command: list[str]) -> tuple[float, int]:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
-        peak = max(peak, *(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0)
+        peak = max(
+            peak, *(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0
+        )
         time.sleep(0.01)
     if process.wait():
         sys.exit(f"{' '.join(command)} failed")
@@ -106,16 +110,26 @@ def main() -> None:
     make_model(source, options.gigabytes * 1e9)
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     os.sync()
-    rows = [("start of Python and imports", *measure([*CONVERT, "--hf-to-megatron", "--load", str(source), "--dry-run"]))]
+    rows = [
+        ("start of Python and imports", *measure([*CONVERT, "--hf-to-megatron", "--load", str(source), "--dry-run"]))
+    ]
     rows.append(("cp", *measure(["cp", "-r", "--reflink=never", str(source), str(copy)])))
     empty(copy)
     durable = f"cp -r --reflink=never {source} {copy} && sync {copy}/*"
     rows.append(("cp, brought to the disk", *measure(["sh", "-c", durable])))
     empty(copy)
-    rows.append(("HF -> Megatron", *measure([*CONVERT, "--hf-to-megatron", "--load", str(source), "--save", str(megatron)])))
+    rows.append(
+        ("HF -> Megatron", *measure([*CONVERT, "--hf-to-megatron", "--load", str(source), "--save", str(megatron)]))
+    )
     os.sync()
-    rows.append(("Megatron -> HF", *measure([*CONVERT, "--megatron-to-hf", "--load", str(megatron), "--save", str(back)])))
-    same = all((back / file.name).read_bytes() == file.read_bytes() for file in source.glob("*.safetensors")) if size < 2e9 else None
+    rows.append(
+        ("Megatron -> HF", *measure([*CONVERT, "--megatron-to-hf", "--load", str(megatron), "--save", str(back)]))
+    )
+    same = (
+        all((back / file.name).read_bytes() == file.read_bytes() for file in source.glob("*.safetensors"))
+        if size < 2e9
+        else None
+    )
     empty(source, megatron, back)
     print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores{', there and back byte for byte' * bool(same)}\n")
     print("| | seconds | GB/s | anonymous memory, GiB |\n|---|---|---|---|")
