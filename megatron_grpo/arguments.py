@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import fast_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -67,6 +68,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--attn-logit-softcapping", float, None, "cap of attention scores: cap * tanh(score / cap)"),
         ("--final-logit-softcapping", float, None, "cap of logits: cap * tanh(logit / cap)"),
         ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
+        ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
         ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
     ),
     "parallelism": (
@@ -335,8 +337,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     derived = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "gated_linear_unit": args.swiglu or args.geglu,
-        "activation_func": F.silu if args.swiglu else _gelu(args),
+        "gated_linear_unit": args.swiglu or args.geglu or args.quick_geglu,
+        "activation_func": _activation(args),
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
@@ -353,8 +355,13 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     )
 
 
-def _gelu(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """--geglu's, which megatron-core's fused kernel of F.gelu computes too."""
+def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function of the MLP, of its gate where it has one."""
+    if args.swiglu:
+        return F.silu
+    if args.quick_geglu:
+        return quick_gelu
+    # megatron-core's fused kernel of F.gelu computes --geglu's approximation.
     return fast_gelu if args.geglu and not args.bias_activation_fusion else F.gelu
 
 

@@ -56,7 +56,7 @@ CONTENT_METADATA = {
 
 # Arguments that decide which weights there are; the built model's configuration has them too.
 ARCHITECTURE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels swiglu normalization "
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "qk_layernorm add_bias_linear add_qkv_bias num_experts moe_ffn_hidden_size moe_router_topk "
     "moe_router_score_function moe_shared_expert_intermediate_size multi_latent_attention q_lora_rank kv_lora_rank "
     "v_head_dim mtp_num_layers"

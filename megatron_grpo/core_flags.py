@@ -100,7 +100,7 @@ EXCLUDED = {
             "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func init_method "
             "output_layer_init_method embedding_init_method _cpu_offloading_context quant_recipe"
         ),
-        "--swiglu decides": "activation_func use_fused_weighted_squared_relu",
+        "--swiglu and --quick-geglu decide": "activation_func use_fused_weighted_squared_relu",
         "--bf16 and --fp16 decide": "params_dtype pipeline_dtype autocast_dtype enable_autocast",
         "follows from the pipeline: packs differ in length, sent tensors are freed": (
             "variable_seq_lengths deallocate_pipeline_outputs mtp_standalone"

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_grpo.arguments import params_dtype, transformer_config_from_args
 from megatron_grpo.core_flags import DTYPES
 from megatron_grpo.models.head import CHUNK
-from megatron_grpo.parallel_rules import NEED_TRANSFORMER_ENGINE
+from megatron_grpo.parallel_rules import NEED_TRANSFORMER_ENGINE, has_packed_attention
 from megatron_grpo.weights import mapping
 from megatron_grpo.weights.families.common import query_groups
 from megatron_grpo.weights.families.moe import moe_layers
@@ -108,7 +108,7 @@ class Plan:
     def whole_model(self) -> int:
         """Parameters of the model, each counted once, without multi-token prediction and padding."""
         weights = [weight for place, row in self.weights.items() if place != MTP for weight in row]
-        return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.hf.values())
+        return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.part_shapes())
 
     def engine(self) -> int:
         """Parameters of one rank of the engine, which splits experts as it splits the rest."""
@@ -283,7 +283,7 @@ def _attention(args: Namespace) -> tuple[float, float]:
     and its values are padded to the size of its keys.
     """
     tp, gathered = args.tensor_model_parallel_size, 1
-    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+    if args.context_parallel_size > 1 and has_packed_attention(args):
         gathered = args.context_parallel_size
     heads = args.num_attention_heads
     if not args.multi_latent_attention:

@@ -29,6 +29,19 @@ def check_heads(args: Namespace, size: int, what: str) -> None:
         raise GrpoError(f"--num-query-groups ({groups}) must be a multiple or a divisor of {what} ({size})")
 
 
+def has_packed_attention(args: Namespace) -> bool:
+    """Whether attention is models/attention.py's, which has sinks and soft caps, and not Transformer Engine's."""
+    special = args.softmax_type != "vanilla" or args.attn_logit_softcapping is not None
+    return args.transformer_impl == "local" or special
+
+
+def _attention_of(args: Namespace) -> str:
+    """What decides the attention, for messages."""
+    if has_packed_attention(args) and args.transformer_impl != "local":
+        return "attention with sinks or soft caps"
+    return f"--transformer-impl {args.transformer_impl}"
+
+
 def check_parallelism(args: Namespace) -> None:
     tp = args.tensor_model_parallel_size
     check_heads(args, tp, "tensor parallel size")
@@ -46,11 +59,10 @@ def check_parallelism(args: Namespace) -> None:
                 raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
         if "moe_act" in (args.recompute_modules or []):
             raise GrpoError("--recompute-modules moe_act needs --transformer-impl transformer_engine; moe does not")
-    backends = ("auto", "local") if args.transformer_impl == "local" else ("auto", "flash", "fused", "unfused")
+    backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
-            f"--attention-backend is {args.attention_backend}, but --transformer-impl {args.transformer_impl} has "
-            f"{', '.join(backends)}"
+            f"--attention-backend is {args.attention_backend}, but {_attention_of(args)} has {', '.join(backends)}"
         )
     _check_pipeline(args)
     _check_context_parallelism(args)
@@ -139,14 +151,14 @@ def _check_context_parallelism(args: Namespace) -> None:
     if cp == 1:
         raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
-    if args.transformer_impl == "local":
-        allowed, reason = {"all_gather"}, "local gathers keys and values: leave it out"
+    if has_packed_attention(args):
+        allowed, reason = {"all_gather"}, "keys and values are gathered: leave it out"
     elif args.multi_latent_attention:
         allowed, reason = {"p2p"}, "latent attention has p2p only"
     else:
         allowed, reason = {"p2p", "a2a"}, "Transformer Engine refuses packed batches in the others"
     if wrong := sorted(kinds - allowed):
-        raise GrpoError(f"--cp-comm-type {wrong[0]}: with --transformer-impl {args.transformer_impl} {reason}")
+        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention_of(args)} {reason}")
     heads = cp * args.tensor_model_parallel_size
     if "a2a" in kinds and (args.num_attention_heads % heads or query_groups(args) % heads):
         raise GrpoError(
@@ -194,6 +206,8 @@ def _check_experts(args: Namespace) -> None:
             f"mixture of experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: each rank routes "
             "its own part of the tokens"
         )
+    if args.add_bias_linear:
+        _check_expert_biases(args)
     if args.router_replay_mode != "disabled":
         excludes(args, "router_replay_mode", "moe_router_fusion", "the fused router chooses for itself")
         if experts > 2**15:
@@ -202,3 +216,21 @@ def _check_experts(args: Namespace) -> None:
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind not in BALANCING:
             raise GrpoError(f"--moe-router-load-balancing-type {kind}: choose from {', '.join(BALANCING)}")
+
+
+def _check_expert_biases(args: Namespace) -> None:
+    """Experts with biases, where megatron-core would refuse, fail or compute something else."""
+    if args.expert_tensor_parallel_size > 1:
+        raise GrpoError(
+            f"experts with biases cannot be split over {args.expert_tensor_parallel_size} tensor-parallel ranks, each "
+            "of which would add the whole bias: give --expert-tensor-parallel-size 1"
+        )
+    if args.moe_grouped_gemm:
+        return
+    if args.transformer_impl == "transformer_engine":
+        raise GrpoError("experts with biases need --moe-grouped-gemm with --transformer-impl transformer_engine")
+    if args.bias_activation_fusion and args.activation_func_clamp_value is not None:
+        raise GrpoError(
+            "--bias-activation-fusion with --activation-func-clamp-value would cut off before the bias is added: leave "
+            "it out, or give --moe-grouped-gemm"
+        )

@@ -55,6 +55,9 @@ def build_model(args, model_provider: Callable) -> Model:
             for name, parameter in chunk.named_parameters():
                 if ".mlp.experts." in name:
                     parameter.allreduce = False
+                    # Their biases, which are whole, it would add up over tensor-parallel ranks, and count the first
+                    # rank's only in the gradient norm, though these ranks hold other experts or see other tokens.
+                    parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
         chunk.to(device())
         model.append(Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk)
     return model

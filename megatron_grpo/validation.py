@@ -78,7 +78,6 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "the engine drops nothing, and its log-probabilities must be the trainer's: set it to 0",
     ),
     ("normalization", ("RMSNorm",), f"{_FAMILIES} have RMSNorm: give --normalization RMSNorm"),
-    ("add_bias_linear", (False,), f"{_FAMILIES} have no such biases: give --disable-bias-linear"),
     (
         "no_rope_freq qk_l2_norm attention_output_gate moe_latent_size apply_residual_connection_post_layernorm",
         (None, False),

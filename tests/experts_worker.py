@@ -22,6 +22,7 @@ cpu_backend.install()
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -33,11 +34,20 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 from megatron_grpo import checkpoint_directory, checkpointing, fused_adam
 from megatron_grpo.initialize import set_random_seed
-from megatron_grpo.models.experts import GroupedExperts
+from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
 
 EXPERTS, HIDDEN, FFN = 4, 16, 32
 KINDS = (SequentialMLP, GroupedExperts)
+
+
+# gpt-oss's experts, with a limit that many of the numbers here exceed
+GPT_OSS = {
+    "add_bias_linear": True,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 1.0,
+    "glu_linear_offset": 1.0,
+}
 
 
 def make_config(dtype=torch.float32, experts=EXPERTS, hidden=HIDDEN, ffn=FFN, **options) -> TransformerConfig:
@@ -49,35 +59,45 @@ def make_config(dtype=torch.float32, experts=EXPERTS, hidden=HIDDEN, ffn=FFN, **
         moe_ffn_hidden_size=ffn,
         num_moe_experts=experts,
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         params_dtype=dtype,
         cuda_graph_scope=[],
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        **options,
+        **{"activation_func": F.silu, "add_bias_linear": False, **options},
     )
 
 
 def build(kind: type, config: TransformerConfig, seed: int = 1):
-    """This rank's experts, initialised from the seed."""
+    """This rank's experts, initialised from the seed; biases, which would be zero, are random."""
     set_random_seed(seed)
     local = config.num_moe_experts // config.expert_model_parallel_size
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return kind(local, config, linears, ProcessGroupCollection.use_mpu_process_groups())
+    fc2 = ExpertRowParallelLinear if config.add_bias_linear else RowParallelLinear
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=fc2)
+    experts = kind(local, config, linears, ProcessGroupCollection.use_mpu_process_groups())
+    for biases in by_expert(experts)[2:]:
+        for bias in biases:
+            bias.normal_()
+    return experts
 
 
 def by_expert(experts, name: str = "data") -> list[list[torch.Tensor]]:
-    """Of fc1 and of fc2, the weight of each expert (or its ``grad`` or ``main_grad``), of either kind."""
+    """Of fc1 and of fc2, the weight of each expert (or its ``grad`` or ``main_grad``), of either kind, and the same of
+    their biases, where there are any.
+    """
+    wanted = [("linear_fc1", "weight"), ("linear_fc2", "weight")]
+    if experts.config.add_bias_linear:
+        wanted += [("linear_fc1", "bias"), ("linear_fc2", "bias")]
     if isinstance(experts, GroupedExperts):
-        return [list(getattr(weight, name)) for weight in (experts.weight1, experts.weight2)]
-    linears = ("linear_fc1", "linear_fc2")
-    return [[getattr(getattr(e, linear).weight, name) for e in experts.local_experts] for linear in linears]
+        return [list(getattr(getattr(getattr(experts, linear), part), name)) for linear, part in wanted]
+    return [
+        [getattr(getattr(getattr(expert, linear), part), name) for expert in experts.local_experts]
+        for linear, part in wanted
+    ]
 
 
 def stacked(experts, name: str = "data") -> list[torch.Tensor]:
-    """``[E, 2 * f, h]`` and ``[E, h, f]``."""
+    """``[E, 2 * f, h]``, ``[E, h, f]``, and of biases ``[E, 2 * f]`` and ``[E, h]``."""
     return [torch.stack(tensors) for tensors in by_expert(experts, name)]
 
 
@@ -92,9 +112,10 @@ def step(experts, hidden, counts, probs, upstream) -> list[torch.Tensor]:
 
 
 def run(experts, *inputs) -> dict[str, torch.Tensor]:
-    """What ``step`` gives, and the gradients of the weights."""
+    """What ``step`` gives, and the gradients of the weights and biases."""
     results = [*step(experts, *inputs), *stacked(experts, "grad")]
-    return dict(zip(("output", "d input", "d probs", "d weight1", "d weight2"), results, strict=True))
+    names = ("output", "d input", "d probs", "d weight1", "d weight2", "d bias1", "d bias2")
+    return dict(zip(names, results, strict=False))
 
 
 def problem(counts: list[int], dtype=torch.float32, hidden=HIDDEN, device="cpu"):
@@ -118,19 +139,21 @@ def enter(layout: str) -> tuple[int, int]:
 
 
 def whole(seed: int) -> list[torch.Tensor]:
-    """Weights of all experts, bfloat16: gates [E, F, H], ups [E, F, H], downs [E, H, F]."""
+    """Weights of all experts, bfloat16: gates [E, F, H], ups [E, F, H], downs [E, H, F]; biases [E, 2 F], [E, H]."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(EXPERTS, FFN, HIDDEN)] * 2 + [(EXPERTS, HIDDEN, FFN)]
+    shapes = [(EXPERTS, FFN, HIDDEN)] * 2 + [(EXPERTS, HIDDEN, FFN), (EXPERTS, 2 * FFN), (EXPERTS, HIDDEN)]
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
 def part(seed: int) -> list[torch.Tensor]:
-    """What this rank holds of the whole: its experts, and of each its rows of gates and ups and columns of downs."""
+    """What this rank holds of the whole: its experts, and of each its rows of gates and ups and columns of downs, and
+    the biases as without expert tensor parallelism.
+    """
     group = parallel_state.get_expert_model_parallel_group()
-    gates, ups, downs = (tensor.chunk(group.size())[group.rank()] for tensor in whole(seed))
+    gates, ups, downs, *biases = (tensor.chunk(group.size())[group.rank()] for tensor in whole(seed))
     group = parallel_state.get_expert_tensor_parallel_group()
     gates, ups = (tensor.chunk(group.size(), 1)[group.rank()] for tensor in (gates, ups))
-    return [torch.cat([gates, ups], 1), downs.chunk(group.size(), 2)[group.rank()]]
+    return [torch.cat([gates, ups], 1), downs.chunk(group.size(), 2)[group.rank()], *biases]
 
 
 class Layer(MegatronModule):
@@ -138,8 +161,8 @@ class Layer(MegatronModule):
 
     share_embeddings_and_output_weights = False
 
-    def __init__(self, kind: type, axis_for_layers: bool, seed: int):
-        super().__init__(make_config(torch.bfloat16, bf16=True))
+    def __init__(self, kind: type, axis_for_layers: bool, seed: int, **options):
+        super().__init__(make_config(torch.bfloat16, bf16=True, **options))
         self.experts = build(kind, self.config)
         self.norm = RMSNorm(self.config, HIDDEN)  # so that the optimizer has something outside the experts too
         self.offsets = ((0, 0, 1),) if axis_for_layers else ()
@@ -147,7 +170,7 @@ class Layer(MegatronModule):
 
     def fill(self, seed: int, name: str = "data") -> None:
         """Set the weights, or their ``main_grad``, to this rank's part of the whole."""
-        for targets, values in zip(by_expert(self.experts, name), part(seed), strict=True):
+        for targets, values in zip(by_expert(self.experts, name), part(seed), strict=False):  # without biases fewer
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
 
@@ -184,25 +207,30 @@ def options(path: Path) -> SimpleNamespace:
 
 def weights_move(root: Path) -> None:
     """Weights saved by either kind in any layout are, bit for bit, those that the other loads in any layout."""
-    for axis_for_layers in (False, True):
+    with_biases = [layout for layout in LAYOUTS if layout != "ETP2"]
+    for axis_for_layers, layouts, more in (
+        (False, LAYOUTS, {}),
+        (True, LAYOUTS, {}),
+        (True, with_biases, GPT_OSS),
+    ):
         for kind, other in (KINDS, KINDS[::-1]):
-            for source in LAYOUTS:
+            for source in layouts:
                 enter(source)
-                directory = root / f"{kind.__name__} {source} {axis_for_layers}"
-                saved = Layer(kind, axis_for_layers, seed=7)
-                same_shards(saved, Layer(other, axis_for_layers, seed=7))
+                directory = root / f"{kind.__name__} {source} {axis_for_layers} {bool(more)}"
+                saved = Layer(kind, axis_for_layers, seed=7, **more)
+                same_shards(saved, Layer(other, axis_for_layers, seed=7, **more))
                 checkpointing.save_checkpoint(options(directory), 0, [saved], None, None, {})
-                for target in LAYOUTS:
+                for target in layouts:
                     enter(target)
-                    loaded = Layer(other, axis_for_layers, seed=8)
+                    loaded = Layer(other, axis_for_layers, seed=8, **more)
                     checkpointing.load_weights(directory, [loaded])
-                    for got, want in zip(stacked(loaded.experts), part(7), strict=True):
+                    for got, want in zip(stacked(loaded.experts), part(7), strict=False):
                         assert torch.equal(got, want), (directory, target)
     print("weights moved", flush=True)
 
 
-def trainable(kind: type, seed: int):
-    layer = Layer(kind, True, seed)
+def trainable(kind: type, seed: int, **more):
+    layer = Layer(kind, True, seed, **more)
     ddp = DistributedDataParallel(layer.config, DistributedDataParallelConfig(use_distributed_optimizer=True), layer)
     config = OptimizerConfig(
         lr=0.1,
@@ -221,22 +249,23 @@ def optimizer_moves(root: Path) -> None:
         stored = dist_checkpointing.load_plain_tensors(str(checkpoint_directory.find(directory)[1]))
         return {key: value for key, value in stored.items() if torch.is_tensor(value)}
 
-    for layout in ("EP2", "ETP2"):
+    for layout, more, tensors_there in (("EP2", GPT_OSS, 5), ("ETP2", {}, 3)):
         enter(layout)
         norms, states = [], []
         for kind, other in (KINDS, KINDS[::-1]):
-            layer, ddp, optimizer = trainable(kind, seed=7)
+            layer, ddp, optimizer = trainable(kind, seed=7, **more)
             for step in range(2):
                 layer.fill(20 + step, "main_grad")
                 norms.append(optimizer.step()[1])
             directories = [root / f"{kind.__name__} {layout} {i}" for i in range(2)]
             checkpointing.save_checkpoint(options(directories[0]), 0, [ddp], optimizer, None, {})
-            _, ddp, optimizer = trainable(other, seed=8)
+            _, ddp, optimizer = trainable(other, seed=8, **more)
             checkpointing.load_checkpoint(options(directories[0]), [ddp], optimizer, None)
             checkpointing.save_checkpoint(options(directories[1]), 0, [ddp], optimizer, None, {})
             states += map(tensors, directories)
         # Every gradient is somewhere once, or once on each of the data-parallel ranks.
-        exact = [sum((x.double() ** 2).sum() for x in whole(20 + step)).sqrt().item() for step in range(2)]
+        updates = [whole(20 + step)[:tensors_there] for step in range(2)]
+        exact = [sum((x.double() ** 2).sum() for x in tensors).sqrt().item() for tensors in updates]
         for norm, want in zip(norms, exact * 2, strict=True):
             assert abs(norm / want - 1) < 1e-5, (layout, norms, exact)
         assert any("exp_avg_sq" in key for key in states[0])
@@ -250,14 +279,16 @@ def optimizer_moves(root: Path) -> None:
 def parts_agree() -> None:
     """On each rank of a layout: results without communication, and the marks of the parameters."""
     for layout in LAYOUTS:
-        _, ep = enter(layout)
-        layers = [Layer(kind, False, seed=7).experts.float() for kind in KINDS]
+        tp, ep = enter(layout)
+        more = GPT_OSS if tp == 1 else {}
+        layers = [Layer(kind, False, seed=7, **more).experts.float() for kind in KINDS]
         inputs = problem([3, 0, 5, 2][: EXPERTS // ep])
         want, got = (run(experts, *inputs) for experts in layers)
         for name in want:
             assert (got[name] - want[name]).norm() <= 1e-6 * want[name].norm(), (layout, name)
         sequential, grouped = layers
-        for linear, weight in (("linear_fc1", grouped.weight1), ("linear_fc2", grouped.weight2)):
+        for linear in ("linear_fc1", "linear_fc2"):
+            weight = getattr(grouped, linear).weight
             other = getattr(sequential.local_experts[0], linear).weight
             for mark in ("allreduce", "tensor_model_parallel", "partition_stride"):
                 assert getattr(weight, mark) == getattr(other, mark), (layout, mark)

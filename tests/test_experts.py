@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from experts_worker import EXPERTS, HIDDEN, KINDS, build, make_config, problem, run, stacked
+from experts_worker import EXPERTS, GPT_OSS, HIDDEN, KINDS, build, make_config, problem, run, stacked
 
 # experts_worker installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -35,7 +35,7 @@ def check(config, inputs, tolerance: float) -> None:
     for name in want:
         assert (got[name] - want[name]).norm() <= tolerance * want[name].norm(), name
     idle = inputs[1] == 0
-    for name in ("d weight1", "d weight2"):
+    for name in list(want)[3:]:
         assert not got[name][idle].any() and got[name][~idle].any() == (~idle).any()
 
 
@@ -43,6 +43,12 @@ def check(config, inputs, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_values_and_gradients(counts, dtype, tolerance):
     check(make_config(dtype, bf16=dtype == torch.bfloat16), problem(counts, dtype), tolerance)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_biases_and_the_clamped_activation(counts, dtype, tolerance):
+    check(make_config(dtype, bf16=dtype == torch.bfloat16, **GPT_OSS), problem(counts, dtype), tolerance)
 
 
 def test_fused_activation():

@@ -150,7 +150,7 @@ REFUSED = {
     "--save-hf a --no-save-hf": "--save-hf and --no-save-hf cannot both be given",
     "--wandb-exp-name run": "--wandb-exp-name needs --wandb-project",
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
-    "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local local gathers keys and values",
+    "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local keys and values are gathered",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
     "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
     "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",

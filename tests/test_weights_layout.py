@@ -119,18 +119,18 @@ def test_a_rank_reads_what_it_holds_and_little_more(case):
     """Nothing twice; of interleaved lines and of fused tensors no more than the runs that its lines lie in."""
     weight, tp = case
     by_name = dict(zip(weight.hf, numbered(weight), strict=True))
-    read = []
+    read = [torch.empty(0, dtype=torch.float64)]
 
     def note(name, index):
         read.append(by_name[name][index].flatten())
         return by_name[name][index]
 
     for rank in range(tp):
-        read.clear()
+        del read[1:]
         shard = torch.empty(weight.shard_shape(tp), dtype=torch.float64)
         weight.fill(shard, rank, tp, note)
         assert torch.equal(torch.cat(read).sort().values, shard[shard > 0].sort().values)
-        assert len(read) <= 3
+        assert len(read) - 1 <= 3
 
 
 @given(cases(), st.data())

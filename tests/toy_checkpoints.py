@@ -19,9 +19,11 @@ from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.weights import families, hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 FAMILIES = DENSE + MOE + SANDWICHED
+# (family, whether its embeddings are tied): gpt-oss has no tied ones
+MEMBERS = [(family, tied) for family in FAMILIES for tied in (False, True) if (family, tied) != ("gpt_oss", True)]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 # Small enough that windows and caps matter to 40 tokens.
@@ -84,6 +86,14 @@ SHAPES = {
         "norm_topk_prob": True,
         "mlp_only_layers": [2],
     },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "truncate": False, **_YARN},
+    },
     "deepseek_v2": {
         "num_key_value_heads": 8,
         "n_routed_experts": 4,
@@ -145,7 +155,9 @@ def make(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0
-            parameter.copy_(centre + 0.1 * torch.randn(parameter.shape))
+            # gpt-oss cuts off what is beyond 7.
+            deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
+            parameter.copy_(centre + deviation * torch.randn(parameter.shape))
             parameter.data = parameter.data.to(dtype)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub

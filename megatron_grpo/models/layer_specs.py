@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_grpo.models.attention import PackedAttention
-from megatron_grpo.models.experts import GroupedExperts
+from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
 from megatron_grpo.models.two_ropes import TwoRopesAttention
@@ -95,6 +95,8 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     for layer in kinds.values():
         if not use_te:
             _use_ours(config, layer)
+        elif config.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         _add_parts(args, layer)
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
@@ -136,4 +138,6 @@ def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:
         names |= _FUSED_MLP_NORM
     elif config.moe_grouped_gemm:
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    elif config.add_bias_linear:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
     parts.sharded_state_dict_keys_map = names

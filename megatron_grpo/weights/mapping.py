@@ -28,9 +28,9 @@ FUSED_NORMS = {
 }
 _MTP_LAYER = "mtp.layers.{mtp}.transformer_layer"
 # Experts by megatron-core's SequentialMLP, by Transformer Engine's grouped layers, and stacked by models/experts.py.
-_SEQUENTIAL = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
-_GROUPED = re.compile(r"experts\.(linear_fc[12]\.weight)(\d+)")
-_STACKED = re.compile(r"experts\.weight([12])")
+_SEQUENTIAL = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_GROUPED = re.compile(r"experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_STACKED = re.compile(r"experts\.(linear_fc[12]\.(?:weight|bias))")
 
 
 def dimensions(args: Namespace) -> dict[str, int]:
@@ -42,6 +42,7 @@ def dimensions(args: Namespace) -> dict[str, int]:
         "ffn": args.ffn_hidden_size,
         "two_ffn": 2 * args.ffn_hidden_size,
         "head": head,
+        "heads": heads,
         "q": head * heads,
         "kv": head * groups,
         "qkv": head * (heads + 2 * groups),
@@ -53,6 +54,7 @@ def dimensions(args: Namespace) -> dict[str, int]:
         dims |= {
             "experts": args.num_experts,
             "expert_ffn": args.moe_ffn_hidden_size,
+            "two_expert_ffn": 2 * args.moe_ffn_hidden_size,
             "shared_ffn": args.moe_shared_expert_intermediate_size or 0,
         }
     if args.multi_latent_attention:
@@ -144,7 +146,7 @@ def _experts(name: str, tensor: Tensor) -> Iterator[tuple[int, str, Tensor]]:
     elif found := _GROUPED.fullmatch(name):
         yield int(found[2]), found[1], tensor
     elif found := _STACKED.fullmatch(name):
-        yield from ((place, f"linear_fc{found[1]}.weight", part) for place, part in enumerate(tensor))
+        yield from ((place, found[1], part) for place, part in enumerate(tensor))
     else:
         raise GrpoError(
             f"the experts' parameter {name} is of no known kind: give --moe-grouped-gemm, or leave out what replaces it"

@@ -11,6 +11,7 @@ from megatron_grpo.weights.families import (
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         deepseek_v3,
         gemma2,
         gemma3,
+        gpt_oss,
     )
 }
 

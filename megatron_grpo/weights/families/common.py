@@ -34,6 +34,7 @@ ABSENT: dict[str, Any] = {
     "final_logit_softcapping": None,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
+    "quick_geglu": False,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
@@ -232,7 +233,13 @@ def refuse_bias(config: Config, *keys: str) -> None:
 def _read_common(config: Config) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise GrpoError(f"config.json has a quantization_config ({method}): use the checkpoint in bf16, fp16 or fp32")
+        cure = "use the checkpoint in bf16, fp16 or fp32"
+        if method == "mxfp4":
+            cure += (
+                ", as transformers makes it: AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16', "
+                "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW_DIR)"
+            )
+        raise GrpoError(f"config.json has a quantization_config ({method}): {cure}")
     heads = need(config, "num_attention_heads")
     return {
         "num_layers": need(config, "num_hidden_layers"),

@@ -1,0 +1,135 @@
+"""gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, biases everywhere, clamped SwiGLU in its experts."""
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.weights.families.common import (
+    COMMON,
+    HF,
+    MCORE,
+    QKV_BIAS,
+    Family,
+    decoder_rows,
+    grouped_attention,
+    need,
+    read_rope,
+)
+from megatron_grpo.weights.families.windows import read_windows, write_windows
+from megatron_grpo.weights.layout import Row, interleaved
+
+_EXPERT, _EXPERTS = MCORE + "mlp.experts.local_experts.{expert}.", HF + "mlp.experts."
+ATTENTION = (
+    *grouped_attention(
+        QKV_BIAS,
+        Row(MCORE + "self_attention.core_attention.softmax_offset", {HF + "self_attn.sinks": "heads"}, axis=0),
+    ),
+    Row(MCORE + "self_attention.linear_proj.bias", {HF + "self_attn.o_proj.bias": "hidden"}),
+)
+MLP = (
+    Row(MCORE + "mlp.router.weight", {HF + "mlp.router.weight": "experts hidden"}),
+    Row(MCORE + "mlp.router.bias", {HF + "mlp.router.bias": "experts"}),
+    Row(
+        _EXPERT + "linear_fc1.weight",
+        {_EXPERTS + "gate_up_proj": "experts hidden two_expert_ffn"},
+        interleaved,
+        axis=0,
+        all_experts=True,
+        transposed=True,
+    ),
+    Row(
+        _EXPERT + "linear_fc1.bias",
+        {_EXPERTS + "gate_up_proj_bias": "experts two_expert_ffn"},
+        interleaved,
+        axis=0,
+        all_experts=True,
+    ),
+    Row(
+        _EXPERT + "linear_fc2.weight",
+        {_EXPERTS + "down_proj": "experts expert_ffn hidden"},
+        axis=1,
+        all_experts=True,
+        transposed=True,
+    ),
+    Row(_EXPERT + "linear_fc2.bias", {_EXPERTS + "down_proj_bias": "experts hidden"}, all_experts=True),
+)
+# What vLLM's model has, whatever config.json says.
+_ONLY = {
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+}
+_YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+
+
+def _read_rope(config):
+    found = read_rope({"rope_theta": 150000, **config})  # transformers' default
+    scaling = found["rope_scaling"] or {}
+    if scaling.get("rope_type") != "yarn" or scaling.keys() - {"truncate"} != _YARN:
+        raise GrpoError(
+            f"config.json has rope parameters {scaling}: the engine wants gpt-oss's to be yarn, with "
+            f"{', '.join(sorted(_YARN))}, and ignores others but truncate"
+        )
+    return found
+
+
+def _read(config):
+    for key, value in _ONLY.items():
+        if config.get(key, value) != value:
+            raise GrpoError(f"config.json has {key} {config[key]}: gpt-oss has {value}, and the engine knows no other")
+    windows = read_windows(config, lambda layer: layer % 2 == 0)
+    if windows["window_size"] and windows["window_attn_skip_freq"] != 2:
+        raise GrpoError(
+            f"config.json has layer_types {config['layer_types']}: the engine gives a window to the first layer and "
+            "then to every other one"
+        )
+    return {
+        **windows,
+        "kv_channels": config.get("head_dim") or 64,  # transformers' default
+        "num_experts": need(config, "num_local_experts"),
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": need(config, "intermediate_size"),
+    }
+
+
+def _write(args):
+    if args.moe_ffn_hidden_size != args.ffn_hidden_size:
+        raise GrpoError(
+            f"model family gpt_oss has experts in every layer, of --ffn-hidden-size ({args.ffn_hidden_size}): "
+            f"moe_ffn_hidden_size is {args.moe_ffn_hidden_size}"
+        )
+    return {
+        **_ONLY,
+        **write_windows(args),
+        "head_dim": args.kv_channels,
+        "num_local_experts": args.num_experts,
+        "num_experts_per_tok": args.moe_router_topk,
+    }
+
+
+FAMILY = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    rows=decoder_rows(ATTENTION, MLP),
+    fixed={
+        **COMMON,
+        "swiglu": False,
+        "quick_geglu": True,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "qk_layernorm": False,
+        "softmax_type": "learnable",
+        "multi_latent_attention": False,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": None,
+        "moe_shared_expert_intermediate_size": None,
+    },
+    read=_read,
+    write=_write,
+    read_rope=_read_rope,
+)
