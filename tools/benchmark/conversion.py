@@ -83,9 +83,8 @@ def measure(command: list[str]) -> tuple[float, int]:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
-        peak = max(
-            peak, *(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0
-        )
+        if found := re.search(r"RssAnon:\s+(\d+) kB", status):
+            peak = max(peak, 1024 * int(found[1]))
         time.sleep(0.01)
     if process.wait():
         sys.exit(f"{' '.join(command)} failed")
@@ -110,28 +109,22 @@ def main() -> None:
     make_model(source, options.gigabytes * 1e9)
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     os.sync()
-    rows = [
-        ("start of Python and imports", *measure([*CONVERT, "--hf-to-megatron", "--load", str(source), "--dry-run"]))
-    ]
-    rows.append(("cp", *measure(["cp", "-r", "--reflink=never", str(source), str(copy)])))
-    empty(copy)
-    durable = f"cp -r --reflink=never {source} {copy} && sync {copy}/*"
-    rows.append(("cp, brought to the disk", *measure(["sh", "-c", durable])))
-    empty(copy)
-    rows.append(
-        ("HF -> Megatron", *measure([*CONVERT, "--hf-to-megatron", "--load", str(source), "--save", str(megatron)]))
-    )
-    os.sync()
-    rows.append(
-        ("Megatron -> HF", *measure([*CONVERT, "--megatron-to-hf", "--load", str(megatron), "--save", str(back)]))
-    )
-    same = (
-        all((back / file.name).read_bytes() == file.read_bytes() for file in source.glob("*.safetensors"))
-        if size < 2e9
-        else None
-    )
+    commands = {
+        "start of Python, imports": [*CONVERT, "--hf-to-megatron", "--load", str(source), "--dry-run"],
+        "cp": ["cp", "-r", "--reflink=never", str(source), str(copy)],
+        "cp, brought to the disk": ["sh", "-c", f"cp -r --reflink=never {source} {copy} && sync {copy}/*"],
+        "HF -> Megatron": [*CONVERT, "--hf-to-megatron", "--load", str(source), "--save", str(megatron)],
+        "Megatron -> HF": [*CONVERT, "--megatron-to-hf", "--load", str(megatron), "--save", str(back)],
+    }
+    rows = []
+    for name, command in commands.items():
+        rows.append((name, *measure(command)))
+        empty(copy)
+    different = [file.name for file in source.glob("*.safetensors") if not filecmp.cmp(file, back / file.name, False)]
     empty(source, megatron, back)
-    print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores{', there and back byte for byte' * bool(same)}\n")
+    if different:
+        sys.exit(f"there and back is not the same: {different}")
+    print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores; there and back is the same byte for byte\n")
     print("| | seconds | GB/s | anonymous memory, GiB |\n|---|---|---|---|")
     for name, seconds, peak in rows:
         print(f"| {name} | {seconds:.1f} | {size / 1e9 / seconds:.2f} | {peak / 2**30:.2f} |")
