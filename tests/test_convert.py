@@ -71,8 +71,9 @@ def stored(root):
     return {key: (value.size, value.properties.dtype) for key, value in found.items() if hasattr(value, "size")}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", torch.float32)] + [(family, torch.bfloat16) for family in FAMILIES]
+)
 def test_there_and_back(convert, tmp_path, capsys, family, dtype):
     source, middle, target = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
     make(source, family, tied=family == "qwen3", dtype=dtype)
@@ -88,9 +89,9 @@ def test_there_and_back(convert, tmp_path, capsys, family, dtype):
     old, new = (json.loads((path / "config.json").read_text()) for path in (source, target))
     assert new["eos_token_id"] == old["eos_token_id"] == 2
     assert new["torch_dtype"] == str(dtype).removeprefix("torch.")
-    # Done again, both replace their own work.
-    convert("--hf-to-megatron", "--load", source, "--save", middle)
-    convert("--megatron-to-hf", "--load", middle, "--save", target)
+    if family == "qwen3":  # done again, both replace their own work
+        convert("--hf-to-megatron", "--load", source, "--save", middle)
+        convert("--megatron-to-hf", "--load", middle, "--save", target)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe of equal layers"])

@@ -1,7 +1,8 @@
 """Hugging Face directory -> Megatron checkpoint and back, one tensor at a time, and the comparison of the two.
 
-No model is built: mapping.table says what there is, torch_dist.py and safetensors_files.py read and write it. Every
-process takes a share of the parameters, by bytes; none holds more than one of them. All functions are collective.
+No model is built: mapping.table says what there is, torch_dist.py, torch_dist_writer.py and safetensors_files.py read
+and write it. Every process takes a share of the parameters, by bytes; none holds more than one of them. What reads or
+writes files of both sides is collective.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_grpo.arguments import args_to_json
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import set_random_seed
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
-from megatron_grpo.weights import families, hf, mapping, torch_dist
+from megatron_grpo.weights import families, hf, mapping, torch_dist_writer
 from megatron_grpo.weights.hf import on_all_ranks
 from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
@@ -66,7 +67,7 @@ def size_of(weights: Sequence[Weight], dtype: torch.dtype) -> int:
 def hf_to_megatron(
     args: Namespace, weights: Sequence[Weight], source: Safetensors, root: Path, dtype: torch.dtype
 ) -> None:
-    """Write the tensors of `source` as iteration 0 under `root`, cut for the layout of `args` (see torch_dist).
+    """Write the tensors of `source` as iteration 0 under `root`, cut for the layout of `args` (see torch_dist_writer).
 
     Beside it go the tokenizer and config.json, in {root}/hf_assets. GrpoError, on every rank and with nothing left
     behind, when a tensor cannot be read or the disk refuses.
@@ -77,10 +78,10 @@ def hf_to_megatron(
     try:
         mine = share(distinct_weights, dtype, dist.get_rank(), dist.get_world_size())
         with _progress("writing", size_of(distinct_weights, dtype)) as bar:
-            torch_dist.write(temporary, args, distinct_weights, mine, source.read, dtype, bar.update)
+            torch_dist_writer.write(temporary, args, distinct_weights, mine, source.read, dtype, bar.update)
 
         def finish() -> None:
-            torch_dist.write_common(temporary)
+            torch_dist_writer.write_common(temporary)
             hf.copy_assets(source.dir, root / hf.ASSETS_DIR)
             checkpoint_directory.publish(temporary, args_to_json(args))
 

@@ -48,6 +48,7 @@ from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
 from megatron_grpo.weights import conversion, families, hf, mapping, torch_dist
 from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors
+from megatron_grpo.weights.torch_dist_writer import tensor_parallel_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -116,7 +117,7 @@ def table(args: argparse.Namespace) -> list[Weight]:
     """The model's weights; GrpoError where one cannot be cut for the layout."""
     weights = mapping.table(args)
     for weight in weights:
-        weight.shard_shape(torch_dist.tensor_parallel_size(args, weight))
+        weight.shard_shape(tensor_parallel_size(args, weight))
     return weights
 
 
