@@ -65,6 +65,10 @@ TINY = f"""
 """
 GROUPS = "--group-query-attention --num-query-groups 2 --qk-layernorm --num-layers 4"
 EXPERTS = " --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+YARN = json.dumps(
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1},
+    separators=(",", ":"),
+)
 FAMILIES = {
     "dense": f"--model-family qwen3 {GROUPS}",
     "moe": f"--model-family qwen3_moe {GROUPS} {EXPERTS}",
@@ -72,6 +76,10 @@ FAMILIES = {
         --qk-pos-emb-head-dim 8 --v-head-dim 8 --qk-layernorm --num-layers 5 --moe-layer-freq ([0]*2+[1]*3) {EXPERTS}
         --moe-shared-expert-intermediate-size 16 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
         --mtp-num-layers 1""",
+    "gpt_oss": f"""--model-family gpt_oss --group-query-attention --num-query-groups 2 --num-layers 4 {EXPERTS}
+        --no-swiglu --quick-geglu --add-bias-linear --add-qkv-bias --softmax-type learnable --window-size 7,0
+        --window-attn-skip-freq 2 --activation-func-clamp-value 7 --glu-linear-offset 1 --ffn-hidden-size 16
+        --norm-epsilon 1e-5 --rope-scaling {YARN} --untie-embeddings-and-output-weights""",
 }
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -86,6 +94,8 @@ LAYOUTS = [
     ("moe", f"{TP} 2 --sequence-parallel --expert-tensor-parallel-size 1"),
     ("moe", f"{EP} 4 --moe-layer-freq 2"),
     ("moe", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
+    ("gpt_oss", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
+    ("gpt_oss", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2 --moe-grouped-gemm"),
     ("mla", f"{TP} 2 {PP} 2 --sequence-parallel --decoder-last-pipeline-num-layers 2 {UNTIED}"),
     ("mla", f"{EP} 2 {PP} 2 --pipeline-model-parallel-layout Ettt|ttmL --mtp-loss-scaling-factor 0.1"),
     ("mla", f"{PP} 2 --pipeline-model-parallel-layout Et|tt|t|tmL --num-virtual-stages-per-pipeline-rank 2 {UNTIED}"),

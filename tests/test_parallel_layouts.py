@@ -31,6 +31,12 @@ LATENT = f"""{ATTENTION} --model-family deepseek_v3 --multi-latent-attention --q
  --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 2
  --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 32
  --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"""
+YARN = '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":128,"beta_fast":32,"beta_slow":1}'
+GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss --group-query-attention {EXPERTS}
+ --num-query-groups 2 --kv-channels 32 --ffn-hidden-size 32 --quick-geglu --activation-func-clamp-value 7
+ --glu-linear-offset 1 --add-bias-linear --add-qkv-bias --softmax-type learnable --window-size 7,0
+ --window-attn-skip-freq 2 --norm-epsilon 1e-5 --expert-tensor-parallel-size 1
+ --rope-scaling {YARN}"""
 OVERLAP = check_parallel.OVERLAP
 LAYOUTS = {
     "dense": [
@@ -85,6 +91,13 @@ LAYOUTS = {
         f"PP2 VPP2: {BUDGET}",
         f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
     ],
+    "gpt_oss": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP EP2: {BUDGET}",
+        f"TP2 SP: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
+        f"CP2 EP2: {BUDGET} --moe-grouped-gemm --moe-layer-recompute",
+        f"PP2 VPP2: {BUDGET}",
+    ],
 }
 TOLERANCE = 1e-5
 
@@ -112,12 +125,13 @@ def test_dense_layouts_agree(dense):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["moe", "balanced", "latent"])
+@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "gpt_oss"])
 def test_layouts_of_experts_agree(model):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
-    balanced by a bias, and multi-token prediction.
+    balanced by a bias, and multi-token prediction; biases, windows and sinks.
     """
-    run = check({"moe": MOE, "balanced": BALANCED, "latent": LATENT}[model], "--layouts", *LAYOUTS[model])
+    flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}[model]
+    run = check(flags, "--layouts", *LAYOUTS[model])
     assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -71,8 +71,16 @@ def test_what_is_missing_is_named(dest):
 
 PP2 = "--pipeline-model-parallel-size 2"
 MOE = "--model-family qwen3_moe --num-experts 8"
+GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 REFUSED = {
+    f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
+    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
+        "would cut off before the bias is added"
+    ),
+    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine": (
+        "experts with biases need --moe-grouped-gemm"
+    ),
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4": "product of all model parallel sizes (16): TP 4",
     "--tensor-model-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
         "--num-attention-heads (12) must be divisible by tensor parallel size (8)"

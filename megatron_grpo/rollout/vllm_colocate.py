@@ -27,6 +27,7 @@ from megatron_grpo.arguments import params_dtype
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import host_group
 from megatron_grpo.rollout.engine import Completion, Request, Sampling
+from megatron_grpo.rollout.vllm_weights import load_weights
 from megatron_grpo.weights.families.moe import moe_layers
 
 
@@ -97,7 +98,7 @@ class VllmColocate:
             yield
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        self._llm.collective_rpc(_load_weights, args=(weights,))
+        self._llm.collective_rpc(load_weights, args=(weights,))
         self._engine.reset_prefix_cache()
         self._version = version
 
@@ -109,21 +110,6 @@ class VllmColocate:
 
     def health(self) -> str | None:
         return None  # it lives and dies with this process
-
-
-def _load_weights(worker, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    # Not model.load_weights: this also redoes what vLLM made of the weights after loading (packing on a CPU).
-    runner = worker.model_runner
-    if not torch.cuda.is_available():
-        # The CPU build (0.32) packs experts together with making their kernel, so only once: after a reload the kernel
-        # would take plain weights for packed ones. Without a kernel it does both again. GPU builds (0.26) have nothing
-        # in the kernel, and arrange the weights at every load.
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-        for module in runner.model.modules():
-            if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
-                method.moe_kernel = None
-    runner.reload_weights(weights_iterator=weights)
 
 
 def _build(args, directory: str):

@@ -147,7 +147,7 @@ def verify(
 
     Each rank compares a share. GrpoError names the first tensor that differs.
     """
-    hf.check_tensors(source, weights)
+    weights = hf.check_tensors(source, weights)
     places = checkpoint.places(args, weights)
 
     def compare() -> set[str]:

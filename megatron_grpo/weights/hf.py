@@ -100,16 +100,21 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     local = mapping.local_weights(model_chunks, weights)
     mapping.owning_stages(weights, {weight.name for weight, _ in local})
     source = Safetensors(hf_dir)
-    check_tensors(source, weights)
+    weights = check_tensors(source, weights)
     check_copies(source, weights, {weight.name: mapping.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
         weight.fill(tensor, *mapping.tensor_parallel(weight), source.read)
 
 
-def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
-    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, unquantised, in its shapes."""
-    expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
+def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight]:
+    """The table's weights that the files hold: all, but for copies, which some leave out (GLM-4.6, unlike GLM-4.5).
+
+    Raises GrpoError unless the files hold exactly their Hugging Face tensors, unquantised, in the table's shapes.
+    """
     found = {name for name in source.names() if not _IGNORED.search(name)}
+    originals = {weight.name: weight for weight in reversed(weights)}
+    weights = [weight for weight in weights if originals[weight.name] is weight or found.intersection(weight.hf)]
+    expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
     if "lm_head.weight" not in expected:
         found.discard("lm_head.weight")  # tied: compared with the embedding by load_hf
     for name, (shape, weight) in expected.items():
@@ -125,6 +130,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
         raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, for which the family has no place")
+    return weights
 
 
 def _check_tied(source: Safetensors) -> None:
@@ -167,8 +173,10 @@ def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | 
     Raises GrpoError naming the first tensor that differs.
     """
     source, count = Safetensors(hf_dir), 0
-    check_tensors(source, mapping.table(args))
+    held = {name for weight in check_tensors(source, mapping.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(model_chunks, args):
+        if name not in held:
+            continue
         stored = source.read(name).to(tensor.dtype)
         if not torch.equal(_bits(stored), _bits(tensor.cpu())):
             raise GrpoError(f"{source.dir}: tensor {name} differs from the model's")

@@ -162,8 +162,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
     config = hf.read_config(options.load)
     args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
     source = (PytorchBin if options.pytorch_bin else Safetensors)(options.load)
-    weights = table(args)
-    hf.check_tensors(source, weights)
+    weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     set_dtype(args, dtype)
     if options.dry_run:
