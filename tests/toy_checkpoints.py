@@ -207,7 +207,7 @@ def toy_args(directory: Path, **more):
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
     vars(args).update(families.for_hf_config(config).args_from_hf(config))
-    vars(args).update(padded_vocab_size=PADDED_VOCAB, **more)
+    vars(args).update({"padded_vocab_size": PADDED_VOCAB, **more})
     # megatron-core wants experts and tensor parallelism to go with it
     args.sequence_parallel = args.tensor_model_parallel_size > 1 and bool(args.num_experts)
     return args

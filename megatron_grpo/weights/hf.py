@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,10 +101,7 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     mapping.owning_stages(weights, {weight.name for weight, _ in local})
     source = Safetensors(hf_dir)
     weights = check_tensors(source, weights)
-    tied = not args.untie_embeddings_and_output_weights
-    if tied and "lm_head.weight" in source.names():
-        _check_tied(source)
-    _check_copies(source, weights, local)
+    check_copies(source, weights, {weight.name: mapping.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
         weight.fill(tensor, *mapping.tensor_parallel(weight), source.read)
 
@@ -147,19 +144,25 @@ def _check_tied(source: Safetensors) -> None:
         )
 
 
-def _check_copies(source: Safetensors, weights: Sequence[Weight], local: Sequence[tuple[Weight, Tensor]]) -> None:
-    """Raise GrpoError when the files hold two different tensors for one parameter that this rank has."""
-    held = {weight.name: (weight, tensor) for weight, tensor in local}
-    for copy in weights:
-        if copy.name not in held or held[copy.name][0] is copy:
+def check_copies(source: Safetensors, weights: Sequence[Weight], held: Mapping[str, tuple[int, int]]) -> None:
+    """Raise GrpoError when the files hold two different tensors for one parameter.
+
+    `held`: for the names of the parameters that this rank has, (rank, size) of the tensor parallelism that splits them.
+    """
+    if "lm_head.weight" in source.names() and not any("lm_head.weight" in weight.hf for weight in weights):
+        _check_tied(source)
+    first: dict[str, Weight] = {}
+    for weight in weights:
+        original = first.setdefault(weight.name, weight)
+        if original is weight or weight.name not in held:
             continue
-        original, tensor = held[copy.name]
-        shards = torch.empty_like(tensor), torch.empty_like(tensor)
-        for weight, shard in zip((original, copy), shards, strict=True):
-            weight.fill(shard, *mapping.tensor_parallel(weight), source.read)
+        rank, size = held[weight.name]
+        shards = [torch.empty(weight.shard_shape(size)) for _ in range(2)]
+        for one, shard in zip((original, weight), shards, strict=True):
+            one.fill(shard, rank, size, source.read)
         if not torch.equal(*shards):
             raise GrpoError(
-                f"{source.dir}: {next(iter(copy.hf))} differs from {next(iter(original.hf))}, but the model has one "
+                f"{source.dir}: {next(iter(weight.hf))} differs from {next(iter(original.hf))}, but the model has one "
                 f"parameter for both: make them equal"
             )
 
@@ -229,12 +232,12 @@ def save_hf(
         if dist.get_rank() == 0:
             finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir)
 
-    _on_all_ranks(start, out_dir)
+    on_all_ranks(start, out_dir)
     checksums: dict[str, dict[int, int]] = {}
-    for found in _on_all_ranks(write, out_dir):
+    for found in on_all_ranks(write, out_dir):
         for name, parts in found.items():
             checksums.setdefault(name, {}).update(parts)
-    _on_all_ranks(finish, out_dir)
+    on_all_ranks(finish, out_dir)
 
 
 def plan_export(
@@ -262,7 +265,7 @@ def finish_export(
     _replace(partial, out_dir)
 
 
-def _on_all_ranks(step: Callable[[], Result], out_dir: Path) -> list[Result]:
+def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> list[Result]:
     """What `step` returns on every rank; GrpoError on every rank when it fails on one. Collective."""
     mine: tuple = (None, None)
     try:
@@ -273,7 +276,7 @@ def _on_all_ranks(step: Callable[[], Result], out_dir: Path) -> list[Result]:
     dist.all_gather_object(everyone, mine)
     for _, error in everyone:
         if error is not None:
-            raise GrpoError(f"{out_dir} cannot be written: {error}")
+            raise GrpoError(f"{directory} {problem}: {error}")
     return [result for result, _ in everyone]
 
 
