@@ -49,10 +49,11 @@ def make_model(directory: Path, size: float) -> None:
     for number in range(layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     files = plan_files({name: (shape, torch.bfloat16) for name, shape in (shapes | tail).items()}, 4 * 2**30)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     writer = SafetensorsWriter(directory, files)
     writer.create()
     for name, shape in (shapes | tail).items():
-        writer.write(name, torch.randn(shape, dtype=torch.bfloat16))
+        writer.write(name, torch.randn(shape, dtype=torch.bfloat16, device=device))
     writer.close()
     write_index(directory, files)
     config = {
