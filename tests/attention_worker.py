@@ -254,6 +254,10 @@ def on_gpu() -> None:
         "MLA": mla,
         "MLA, sinks, window 100": replace(mla, softmax="learnable", left=100),
         "head size 128": replace(base, size=128, value_size=128),
+        "soft cap": replace(base, cap=5.0),
+        "soft cap, window 127": replace(base, cap=5.0, left=127),
+        "soft cap, other lengths": replace(base, cap=5.0, lengths=(1040, 32, 2416)),
+        "soft cap, head size 256": replace(base, cap=5.0, size=256, value_size=256),
     }
     worst = 0.0
     for name, case in cases.items():
