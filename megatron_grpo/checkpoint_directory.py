@@ -62,6 +62,11 @@ def verify(directory: Path) -> None:
     """Check that every file is there and has the size, and the small ones the content, that they were written with."""
     if not (directory / MANIFEST).exists():  # written by Megatron-LM
         missing = [name for name in CORE_FILES if not (directory / name).exists()]
+        if missing and any(directory.glob("*.distcp")):
+            raise GrpoError(
+                f"checkpoint {directory} is unfinished: {missing[0]} is missing; to go back to another one, write its "
+                f"number into {directory.parent / LATEST}: {_present(directory.parent, besides=directory)}"
+            )
         if missing:
             raise GrpoError(
                 f"{directory} is no checkpoint of megatron.core.dist_checkpointing: {missing[0]} is missing "

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -232,6 +233,7 @@ def _check_architecture(directory: Path, model_chunks) -> None:
     model = unwrap_model(model_chunks)[0]
     fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
     built = {name: getattr(model.config, field, None) for name, field in fields.items()}
+    built["swiglu"] = model.config.gated_linear_unit and model.config.activation_func is F.silu  # Gemma's is GeGLU
     built["vocab_size"] = getattr(model, "vocab_size_without_padding", None)
     built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
     different = [

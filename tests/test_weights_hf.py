@@ -401,6 +401,19 @@ def test_copies_that_differ(world, tmp_path):
         hf.load_hf(build(args), args, tmp_path)
 
 
+def test_copies_that_are_left_out(world, tmp_path):
+    add_mtp(tmp_path, make(tmp_path, "glm4_moe", tied=False))
+    args = toy_args(tmp_path)
+    copies = {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
+    for name in copies:
+        edit_file(tmp_path, lambda tensors, name=name: tensors.pop(name), name)
+    names = edit_index(tmp_path, lambda names: [names.pop(name) for name in copies])
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    assert hf.verify_hf(chunks, args, tmp_path) == len(names)
+    assert {name for weight in mapping.table(args) for name in weight.hf} == names.keys() | copies
+
+
 def test_checkpoints_that_transformers_saved_without_their_multi_token_prediction(world, tmp_path):
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
     weights = mapping.table(toy_args(tmp_path))

@@ -22,8 +22,9 @@ DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 FAMILIES = DENSE + MOE + SANDWICHED
-# (family, whether its embeddings are tied): gpt-oss has no tied ones
-MEMBERS = [(family, tied) for family in FAMILIES for tied in (False, True) if (family, tied) != ("gpt_oss", True)]
+# (family, whether its embeddings are tied)
+_OTHERS = ("gpt_oss", True), ("gemma2", False)  # what these families do not have
+MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 # Small enough that windows and caps matter to 40 tokens.
@@ -206,7 +207,7 @@ def toy_args(directory: Path, **more):
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
     vars(args).update(families.for_hf_config(config).args_from_hf(config))
-    vars(args).update(padded_vocab_size=PADDED_VOCAB, **more)
+    vars(args).update({"padded_vocab_size": PADDED_VOCAB, **more})
     # megatron-core wants experts and tensor parallelism to go with it
     args.sequence_parallel = args.tensor_model_parallel_size > 1 and bool(args.num_experts)
     return args

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,19 +100,21 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     local = mapping.local_weights(model_chunks, weights)
     mapping.owning_stages(weights, {weight.name for weight, _ in local})
     source = Safetensors(hf_dir)
-    check_tensors(source, weights)
-    tied = not args.untie_embeddings_and_output_weights
-    if tied and "lm_head.weight" in source.names():
-        _check_tied(source)
-    _check_copies(source, weights, local)
+    weights = check_tensors(source, weights)
+    check_copies(source, weights, {weight.name: mapping.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
         weight.fill(tensor, *mapping.tensor_parallel(weight), source.read)
 
 
-def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
-    """Raise GrpoError unless the files hold exactly the table's Hugging Face tensors, unquantised, in its shapes."""
-    expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
+def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight]:
+    """The table's weights that the files hold: all, but for copies, which some leave out (GLM-4.6, unlike GLM-4.5).
+
+    Raises GrpoError unless the files hold exactly their Hugging Face tensors, unquantised, in the table's shapes.
+    """
     found = {name for name in source.names() if not _IGNORED.search(name)}
+    originals = {weight.name: weight for weight in reversed(weights)}
+    weights = [weight for weight in weights if originals[weight.name] is weight or found.intersection(weight.hf)]
+    expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
     if "lm_head.weight" not in expected:
         found.discard("lm_head.weight")  # tied: compared with the embedding by load_hf
     for name, (shape, weight) in expected.items():
@@ -128,6 +130,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> None:
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
         raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, for which the family has no place")
+    return weights
 
 
 def _check_tied(source: Safetensors) -> None:
@@ -141,19 +144,25 @@ def _check_tied(source: Safetensors) -> None:
         )
 
 
-def _check_copies(source: Safetensors, weights: Sequence[Weight], local: Sequence[tuple[Weight, Tensor]]) -> None:
-    """Raise GrpoError when the files hold two different tensors for one parameter that this rank has."""
-    held = {weight.name: (weight, tensor) for weight, tensor in local}
-    for copy in weights:
-        if copy.name not in held or held[copy.name][0] is copy:
+def check_copies(source: Safetensors, weights: Sequence[Weight], held: Mapping[str, tuple[int, int]]) -> None:
+    """Raise GrpoError when the files hold two different tensors for one parameter.
+
+    `held`: for the names of the parameters that this rank has, (rank, size) of the tensor parallelism that splits them.
+    """
+    if "lm_head.weight" in source.names() and not any("lm_head.weight" in weight.hf for weight in weights):
+        _check_tied(source)
+    first: dict[str, Weight] = {}
+    for weight in weights:
+        original = first.setdefault(weight.name, weight)
+        if original is weight or weight.name not in held:
             continue
-        original, tensor = held[copy.name]
-        shards = torch.empty_like(tensor), torch.empty_like(tensor)
-        for weight, shard in zip((original, copy), shards, strict=True):
-            weight.fill(shard, *mapping.tensor_parallel(weight), source.read)
+        rank, size = held[weight.name]
+        shards = [torch.empty(weight.shard_shape(size)) for _ in range(2)]
+        for one, shard in zip((original, weight), shards, strict=True):
+            one.fill(shard, rank, size, source.read)
         if not torch.equal(*shards):
             raise GrpoError(
-                f"{source.dir}: {next(iter(copy.hf))} differs from {next(iter(original.hf))}, but the model has one "
+                f"{source.dir}: {next(iter(weight.hf))} differs from {next(iter(original.hf))}, but the model has one "
                 f"parameter for both: make them equal"
             )
 
@@ -164,8 +173,10 @@ def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | 
     Raises GrpoError naming the first tensor that differs.
     """
     source, count = Safetensors(hf_dir), 0
-    check_tensors(source, mapping.table(args))
+    held = {name for weight in check_tensors(source, mapping.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(model_chunks, args):
+        if name not in held:
+            continue
         stored = source.read(name).to(tensor.dtype)
         if not torch.equal(_bits(stored), _bits(tensor.cpu())):
             raise GrpoError(f"{source.dir}: tensor {name} differs from the model's")
@@ -221,12 +232,12 @@ def save_hf(
         if dist.get_rank() == 0:
             finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir)
 
-    _on_all_ranks(start, out_dir)
+    on_all_ranks(start, out_dir)
     checksums: dict[str, dict[int, int]] = {}
-    for found in _on_all_ranks(write, out_dir):
+    for found in on_all_ranks(write, out_dir):
         for name, parts in found.items():
             checksums.setdefault(name, {}).update(parts)
-    _on_all_ranks(finish, out_dir)
+    on_all_ranks(finish, out_dir)
 
 
 def plan_export(
@@ -254,7 +265,7 @@ def finish_export(
     _replace(partial, out_dir)
 
 
-def _on_all_ranks(step: Callable[[], Result], out_dir: Path) -> list[Result]:
+def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> list[Result]:
     """What `step` returns on every rank; GrpoError on every rank when it fails on one. Collective."""
     mine: tuple = (None, None)
     try:
@@ -265,7 +276,7 @@ def _on_all_ranks(step: Callable[[], Result], out_dir: Path) -> list[Result]:
     dist.all_gather_object(everyone, mine)
     for _, error in everyone:
         if error is not None:
-            raise GrpoError(f"{out_dir} cannot be written: {error}")
+            raise GrpoError(f"{directory} {problem}: {error}")
     return [result for result, _ in everyone]
 
 

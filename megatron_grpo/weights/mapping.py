@@ -20,7 +20,7 @@ from megatron_grpo.weights.families.common import query_groups
 from megatron_grpo.weights.layout import Row, Weight
 
 # Transformer Engine's layer spec fuses a norm into the linear layer behind it; the local spec's names are canonical.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
@@ -132,7 +132,7 @@ def _canonical(chunk: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[st
     layer: Any = chunk.get_submodule(f"{layers}.{index}")
     prefix = f"{layers}.{layer.layer_number - 1}.{inner or ''}"
     if not rest.startswith("mlp.experts."):
-        yield prefix + _FUSED_NORMS.get(rest, rest), tensor
+        yield prefix + FUSED_NORMS.get(rest, rest), tensor
         return
     numbers = (layer.transformer_layer if inner else layer).mlp.local_expert_indices
     for place, linear, part in _experts(rest.removeprefix("mlp."), tensor):

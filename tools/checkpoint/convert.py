@@ -3,25 +3,32 @@
     python tools/checkpoint/convert.py --hf-to-megatron --load Qwen3-0.6B --save checkpoints/qwen3 --verify
     python tools/checkpoint/convert.py --megatron-to-hf --load checkpoints/qwen3 --save Qwen3-0.6B-grpo --verify
 
-The Megatron checkpoint is one of megatron-core's `torch_dist` format, iteration 0, weights only. It is independent of
-the layout: start training from it with `--pretrained-checkpoint`, at any tensor and pipeline parallel size. Beside it,
-{save}/hf_assets/ keeps config.json, generation_config.json and the tokenizer's files; an export takes them from there,
-and `--tokenizer-model {save}/hf_assets` gives training its tokenizer.
+The Megatron checkpoint is one of megatron-core's `torch_dist` format, iteration 0, weights only; start training from it
+with `--pretrained-checkpoint`, in any layout. Beside it, {save}/hf_assets/ keeps config.json, generation_config.json
+and the tokenizer's files; an export takes them from there, and `--tokenizer-model {save}/hf_assets` gives training its
+tokenizer. Given the layout of the training (`--tensor-model-parallel-size` and so on), the tensors are cut so that each
+of its ranks reads no more than its own part; `auto` leaves them whole, and each rank takes its part of what it reads.
 
-Runs on the CPU, in one process, which holds the whole model. Under torchrun, with `--tensor-model-parallel-size` and
-`--pipeline-model-parallel-size`, each process holds its part:
+Every checkpoint of that format can be exported, of any layout and with the names of Transformer Engine or without.
+Megatron-LM's own do not say which family they are of: give `--hf-config DIR`, a directory with the config.json and the
+tokenizer of the model. (Megatron-LM loads what is written here with `--dist-ckpt-strictness log_unexpected`.)
 
-    torchrun --nproc-per-node 4 tools/checkpoint/convert.py --tensor-model-parallel-size 4 --hf-to-megatron ...
+Runs on the CPU, and holds one tensor at a time. Under torchrun each process converts a share:
 
-`--verify` reads what was written and compares it bit by bit; `--dry-run` prints the table (names on both sides, shapes,
-layout) and writes nothing. Megatron checkpoints are trusted input: their metadata is a pickle.
+    torchrun --nproc-per-node 8 tools/checkpoint/convert.py --hf-to-megatron --tensor-model-parallel-size 4 ...
+
+`--verify` reads what was written and compares it bit by bit, then the logits of both sides on a few tokens, when two
+float32 models fit into memory; `--dry-run` prints the table (names on both sides, shapes, layout, the process that
+writes it) and writes nothing. Megatron checkpoints are trusted input: their metadata is a pickle.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if __name__ == "__main__":
@@ -32,17 +39,26 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 
-from megatron_grpo import checkpointing, training, validation
+from megatron_grpo import checkpoint_directory, validation
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, print_rank_0, run, set_random_seed
-from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.weights import families, hf, mapping
-from megatron_grpo.weights.safetensors_files import Safetensors
+from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
+from megatron_grpo.weights import conversion, families, hf, mapping, torch_dist
+from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors
+from megatron_grpo.weights.torch_dist_writer import tensor_parallel_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+EXPERT_TENSOR = "expert_tensor_parallel_size"
+# What Megatron-LM stores of a model and its tensors' shapes do not show.
+UNSEEN = (
+    "num_attention_heads num_query_groups kv_channels normalization norm_epsilon swiglu position_embedding_type "
+    "rotary_base rotary_percent"
+).split()
+UNSEEN_OF_EXPERTS = "moe_router_topk moe_router_score_function moe_router_pre_softmax".split()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,98 +72,173 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--load", required=True, metavar="DIR", help="directory to read")
     parser.add_argument("--save", metavar="DIR", help="directory to write (replaced when it is of the same kind)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (that of what is read)")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes in TP (1)")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="stages in PP (1)")
+    parser.add_argument("--hf-config", metavar="DIR", help="config.json and tokenizer of a Megatron-LM checkpoint")
+    parser.add_argument(
+        "--pytorch-bin", action="store_true", help="read pytorch_model.bin, as tensors and nothing else"
+    )
+    for name in (*SIZES, EXPERT_TENSOR):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=_size, default="auto", metavar="N", help="of the layout to write for (auto)")
     parser.add_argument("--verify", action="store_true", help="read what was written and compare it bit by bit")
     parser.add_argument("--dry-run", action="store_true", help="print the table of weights and write nothing")
     return parser
 
 
-def model_args(options: argparse.Namespace, architecture: dict, source_name: str) -> argparse.Namespace:
-    """Training arguments that describe the model in this tool's layout, the padded vocabulary filled in."""
+def _size(text: str) -> int | str:
+    if text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor auto")
+    return text if text == "auto" else int(text)
+
+
+def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], source_name: str) -> argparse.Namespace:
+    """Training arguments that describe the model, in the layout to write for."""
     args = parse_args(["--transformer-impl", "local"])
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.save = tp, pp, options.save
+    args.save = options.save
     validation.merge_architecture(args, architecture, source_name)
-    args.padded_vocab_size = validation.padded_vocab_size(args)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != tp * pp:
+    given = {name: size for name in (*SIZES, EXPERT_TENSOR) if (size := getattr(options, name)) != "auto"}
+    if given and options.megatron_to_hf:
+        raise GrpoError("a Hugging Face directory has no layout: leave the parallel sizes out")
+    vars(args).update(given)
+    if args.num_layers % args.pipeline_model_parallel_size:
         raise GrpoError(
-            f"{world} processes for a tensor x pipeline parallel size of {tp * pp}: torchrun --nproc-per-node {tp * pp}"
+            f"{args.num_layers} layers cannot be divided into {args.pipeline_model_parallel_size} equal pipeline stages"
         )
-    if args.num_layers % pp:
-        raise GrpoError(f"{args.num_layers} layers cannot be divided into {pp} equal pipeline stages")
-    for weight in mapping.table(args):
-        weight.shard_shape(tp)  # refuses a size that does not divide
+    if (args.num_experts or 1) % args.expert_model_parallel_size:
+        raise GrpoError(
+            f"{args.num_experts or 'no'} experts cannot be shared out to {args.expert_model_parallel_size} ranks"
+        )
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    args.padded_vocab_size = validation.padded_vocab_size(args)
     return args
 
 
+def table(args: argparse.Namespace) -> list[Weight]:
+    """The model's weights; GrpoError where one cannot be cut for the layout."""
+    weights = mapping.table(args)
+    for weight in weights:
+        weight.shard_shape(tensor_parallel_size(args, weight))
+    return weights
+
+
 def set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Have the model built with parameters of this dtype."""
+    """Have the arguments say that parameters have this dtype."""
     args.bf16, args.fp16 = dtype is torch.bfloat16, dtype is torch.float16
 
 
-def print_table(args: argparse.Namespace) -> None:
-    """One line for each Megatron parameter: name, full shape, layout, axis, and the Hugging Face names and shapes."""
-    for weight in mapping.table(args):
-        split = "whole on each rank" if weight.axis is None else f"split over TP by {('rows', 'columns')[weight.axis]}"
-        names = " + ".join(f"{name} {list(shape)}" for name, shape in weight.hf.items())
-        print_rank_0(f"{weight.name} {list(weight.shard_shape(1))} [{weight.layout.__name__}, {split}] <- {names}")
+def print_table(weights: list[Weight], places: Mapping[str, object], dtype: torch.dtype) -> None:
+    """One line for each Megatron parameter: place in the checkpoint, full shape, layout, axis, the process that writes
+    it, and the Hugging Face names and shapes.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for rank in range(world):
+        for weight in conversion.share(weights, dtype, rank, world):
+            split = (
+                "whole on each rank" if weight.axis is None else f"split over TP by {('rows', 'columns')[weight.axis]}"
+            )
+            layout = f"[{weight.layout.__name__}, {split}, by process {rank}]"
+            names = " + ".join(f"{name} {list(shape)}" for name, shape in weight.hf.items())
+            print_rank_0(f"{places[weight.name]} {list(weight.shard_shape(1))} {layout} - {names}")
 
 
-def build(args: argparse.Namespace) -> training.Model:
-    """The model of the arguments, in this process's part of the layout, with no weights loaded."""
-    if not dist.is_initialized():
-        initialize_distributed(args)
-    set_random_seed(args.seed)
-    return training.build_model(args, model_provider)
+def start() -> None:
+    """Join the process group; megatron-core wants one even for a single process."""
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_distributed(parse_args([]))
 
 
-def hf_to_megatron(options: argparse.Namespace) -> None:
-    """Import: each process reads its slices of the safetensors files, then writes its shards of the checkpoint."""
+def verify(
+    args: argparse.Namespace, weights: list[Weight], checkpoint: Path, source: Safetensors, dtype: torch.dtype
+) -> None:
+    """Compare both sides as they lie on the disk: all tensors, then the logits."""
+    written = torch_dist.Checkpoint(checkpoint)
+    count = conversion.verify(args, weights, written, source, dtype)
+    print_rank_0(f"verified: {count} tensors are the same bit by bit")
+    print_rank_0(conversion.compare_logits(args, weights, written, source.dir, dtype))
+
+
+def hf_to_megatron(options: argparse.Namespace) -> int:
+    """Import; returns how many bytes were written."""
     config = hf.read_config(options.load)
     args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
-    source = Safetensors(options.load)
-    weights = mapping.table(args)
-    hf.check_tensors(source, weights)
+    source = (PytorchBin if options.pytorch_bin else Safetensors)(options.load)
+    weights = hf.check_tensors(source, table(args))
+    dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
+    set_dtype(args, dtype)
     if options.dry_run:
-        return print_table(args)
-    if checkpointing.latest_iteration(options.save):
-        raise GrpoError(f"{options.save} holds a training run's checkpoints: choose another --save")
-    first = next(iter(weights[0].hf))
-    set_dtype(args, DTYPES[options.dtype] if options.dtype else source.read(first, (slice(0, 1),)).dtype)
-    model = build(args)
-    hf.load_hf(model, args, options.load)
-    checkpointing.save_checkpoint(args, 0, model, None, None, {})
-    if dist.get_rank() == 0:
-        hf.copy_assets(options.load, Path(options.save) / hf.ASSETS_DIR)
-    dist.barrier()
+        print_table(weights, torch_dist.written_places(args, weights), dtype)
+        return 0
+    root = Path(options.save)
+    if checkpoint_directory.latest_iteration(root):
+        raise GrpoError(f"{root} holds a training run's checkpoints: choose another --save")
+    hf.check_copies(source, weights, {weight.name: (0, 1) for weight in weights})
+    start()
+    conversion.hf_to_megatron(args, weights, source, root, dtype)
     if options.verify:
-        for _, tensor in mapping.named_weights(model):
-            tensor.fill_(torch.nan)
-        checkpointing.load_weights(options.save, model)
-        print_rank_0(f"verified: {hf.verify_hf(model, args, options.load)} tensors are the same bit by bit")
+        verify(args, weights, checkpoint_directory.find(root)[1], source, dtype)
+    return conversion.size_of(conversion.distinct(weights), dtype)
 
 
-def megatron_to_hf(options: argparse.Namespace) -> None:
-    """Export: each process reads its shards of the checkpoint; the first gathers and writes the safetensors files."""
-    stored = checkpointing.read_checkpoint_args(options.load)
-    if not stored.get("model_family"):
-        raise GrpoError(f"the checkpoint {options.load} does not say its model family: it is not one of this program's")
-    args = model_args(options, stored, f"the checkpoint {options.load}")
+def megatron_to_hf(options: argparse.Namespace) -> int:
+    """Export; returns how many bytes were written."""
+    _, directory = checkpoint_directory.find(options.load)
+    checkpoint_directory.verify(directory)
+    checkpoint = torch_dist.Checkpoint(directory)
+    stored = checkpoint_directory.read_checkpoint_args(options.load)
+    if options.hf_config:
+        config = hf.read_config(options.hf_config)
+        args = model_args(
+            options, families.for_hf_config(config).args_from_hf(config), f"{options.hf_config}/config.json"
+        )
+        check_agreement(args, stored or torch_dist.megatron_lm_args(directory), directory, options.hf_config)
+        assets: str | Path | None = options.hf_config
+    elif stored.get("model_family"):
+        args = model_args(options, stored, f"the checkpoint {options.load}")
+        assets = Path(options.load) / hf.ASSETS_DIR
+        if not Path(assets).is_dir():
+            assets = stored.get("tokenizer_model")
+    else:
+        raise GrpoError(
+            f"the checkpoint {options.load} does not say its model family, as Megatron-LM's own do not: give "
+            "--hf-config DIR, a Hugging Face directory with the config.json and the tokenizer of the model"
+        )
+    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
+    if embedding is not None:
+        args.padded_vocab_size = embedding.size[0]  # for whichever layout it was padded
+    weights = table(args)
+    places = checkpoint.places(args, weights)
+    first = checkpoint.tensors[places[weights[0].name][0].key].properties.dtype
+    dtype = DTYPES[options.dtype] if options.dtype else first
+    set_dtype(args, dtype)
     if options.dry_run:
-        return print_table(args)
-    args.bf16, args.fp16 = stored["bf16"], stored["fp16"]
-    if options.dtype:
-        set_dtype(args, DTYPES[options.dtype])
-    model = build(args)
-    checkpointing.load_weights(options.load, model)
-    assets = Path(options.load) / hf.ASSETS_DIR
-    if not assets.is_dir():
-        assets = stored.get("tokenizer_model")
-    hf.save_hf(model, args, options.save, tokenizer_dir=assets)
+        print_table(weights, {name: " + ".join(map(str, where)) for name, where in places.items()}, dtype)
+        return 0
+    out_dir = Path(options.save)
+    if out_dir.exists() and not hf.is_replaceable(out_dir):
+        raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
+    start()
+    conversion.megatron_to_hf(args, weights, checkpoint, out_dir, dtype, assets)
     if options.verify:
-        print_rank_0(f"verified: {hf.verify_hf(model, args, options.save)} tensors are the same bit by bit")
+        verify(args, weights, directory, Safetensors(out_dir), dtype)
+    return conversion.size_of(weights, dtype)
+
+
+def check_agreement(args: argparse.Namespace, stored: Mapping[str, Any], directory: Path, hf_config: str) -> None:
+    """Raise GrpoError when the arguments that a checkpoint was trained with are not those of config.json."""
+    stored = dict(stored)
+    if not stored.get("group_query_attention"):
+        stored["num_query_groups"] = stored.get("num_attention_heads")  # Megatron-LM's default says 1
+    llama3 = (args.rope_scaling or {}).get("rope_type") == "llama3"
+    here = {**vars(args), "use_rope_scaling": llama3, "rope_scaling_factor": (args.rope_scaling or {}).get("factor")}
+    names = UNSEEN + (UNSEEN_OF_EXPERTS if args.num_experts else [])
+    names += ["use_rope_scaling"] + ["rope_scaling_factor"] * llama3
+    if args.multi_latent_attention:
+        names = [name for name in names if name not in ("num_query_groups", "kv_channels")]
+    for name in names:
+        if None not in (here[name], stored.get(name)) and here[name] != stored[name]:
+            raise GrpoError(
+                f"{directory} was trained with {name} {stored[name]}, but {hf_config}/config.json says {here[name]}"
+            )
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -156,10 +247,12 @@ def convert(options: argparse.Namespace) -> None:
         raise GrpoError("--save is missing: name the directory to write")
     if options.save and Path(options.save).resolve() == Path(options.load).resolve():
         raise GrpoError(f"--save and --load are the same directory ({options.load})")
-    start = time.monotonic()
-    (hf_to_megatron if options.hf_to_megatron else megatron_to_hf)(options)
+    before = time.monotonic()
+    size = (hf_to_megatron if options.hf_to_megatron else megatron_to_hf)(options)
+    seconds = time.monotonic() - before
     if not options.dry_run:
-        print_rank_0(f"{options.load} -> {options.save} in {time.monotonic() - start:.1f} s")
+        rate = f"{size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e6 / seconds:.0f} MB/s"
+        print_rank_0(f"{options.load} -> {options.save}: {rate}")
 
 
 def main() -> None:

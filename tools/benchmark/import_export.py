@@ -1,0 +1,81 @@
+"""Seconds in which all ranks of a layout load a model's Hugging Face files, and write them again.
+
+    torchrun --nproc-per-node 4 tools/benchmark/import_export.py LAYOUT_FLAGS --load-hf DIR --scratch OUT
+
+Flags are those of pretrain_grpo.py. The export must be the import byte for byte; it is deleted. Beside it stands what
+one process needs to read the same files, and to write as many bytes, with plain file operations.
+"""
+
+import argparse
+import filecmp
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_up
+import torch
+import torch.distributed as dist
+
+from megatron_grpo import training
+from megatron_grpo.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.weights import hf
+
+
+def timed(step) -> float:
+    """Seconds until all ranks are done."""
+    dist.barrier()
+    start = time.monotonic()
+    step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    return time.monotonic() - start
+
+
+def plain(source: Path, target: Path) -> float:
+    """Seconds of rank 0 for a copy of the files, brought to the disk."""
+
+    def copy() -> None:
+        if dist.get_rank() == 0:
+            target.mkdir()
+            for file in source.glob("*.safetensors"):
+                shutil.copyfile(file, target / file.name)
+                descriptor = os.open(target / file.name, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            shutil.rmtree(target)
+
+    return timed(copy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--scratch", type=Path, required=True, help="a directory that does not exist yet")
+    options, flags = parser.parse_known_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = made_up.parse([*flags, "--global-batch-size", str(2 * world)], world)
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    model = training.build_model(args, model_provider)
+    source = Path(args.load_hf)
+    copied = plain(source, options.scratch)
+    loaded = timed(lambda: hf.load_hf(model, args, source))
+    saved = timed(lambda: hf.save_hf(model, args, options.scratch))
+    if dist.get_rank() == 0:
+        files = sorted(file.name for file in source.glob("*.safetensors"))
+        same = filecmp.cmpfiles(source, options.scratch, files, shallow=False)[0] == files
+        size = sum((source / file).stat().st_size for file in files) / 1e9
+        shutil.rmtree(options.scratch)
+        layout = f"TP {args.tensor_model_parallel_size}, PP {args.pipeline_model_parallel_size}"
+        outcome = "the same byte for byte" if same else "DIFFERENT FILES"
+        print("| layout | GB | load s | export s | plain copy s | |\n|---|--:|--:|--:|--:|---|")
+        print(f"| {layout} | {size:.2f} | {loaded:.1f} | {saved:.1f} | {copied:.1f} | {outcome} |")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
