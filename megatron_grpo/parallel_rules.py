@@ -59,6 +59,7 @@ def check_parallelism(args: Namespace) -> None:
                 raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
         if "moe_act" in (args.recompute_modules or []):
             raise GrpoError("--recompute-modules moe_act needs --transformer-impl transformer_engine; moe does not")
+    excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no such function")
     backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
@@ -230,6 +231,8 @@ def _check_expert_biases(args: Namespace) -> None:
             f"experts with biases cannot be split over {args.expert_tensor_parallel_size} tensor-parallel ranks, each "
             "of which would add the whole bias: give --expert-tensor-parallel-size 1"
         )
+    if args.transformer_impl == "transformer_engine":
+        excludes(args, "bias_dropout_fusion", "add_bias_linear", "grouped experts add their biases themselves")
     if args.moe_grouped_gemm:
         return
     if args.transformer_impl == "transformer_engine":
