@@ -185,9 +185,10 @@ def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
 
 def test_megatron_lms_arguments_are_compared_and_read_safely(convert, source, tmp_path):
     words = ("--megatron-to-hf", "--save", tmp_path / "back", "--hf-config", source)
-    megatron_lm(tmp_path / "other", source, num_query_groups=8)
-    with pytest.raises(GrpoError, match=r"trained with num_query_groups 8, but .*hf/config\.json says 4"):
-        convert(*words, "--load", tmp_path / "other")
+    for name, there, here in (("num_query_groups", 8, 4), ("rotary_base", 5, 10000), ("use_rope_scaling", True, False)):
+        megatron_lm(tmp_path / name, source, **{name: there})
+        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json says {here}"):
+            convert(*words, "--load", tmp_path / name)
     megatron_lm(tmp_path / "code", source, extra=Fraction(1, 2))
     with pytest.raises(GrpoError, match=r"common\.pt cannot be read: it holds a fractions\.Fraction"):
         convert(*words, "--load", tmp_path / "code")
