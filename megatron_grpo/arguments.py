@@ -361,8 +361,9 @@ def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
         return F.silu
     if args.quick_geglu:
         return quick_gelu
-    # megatron-core's fused kernel of F.gelu computes --geglu's approximation.
-    return fast_gelu if args.geglu and not args.bias_activation_fusion else F.gelu
+    # --geglu is the tanh approximation, which fused kernels compute under F.gelu's name.
+    fused = args.bias_activation_fusion or args.use_te_activation_func
+    return fast_gelu if args.geglu and not fused else F.gelu
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

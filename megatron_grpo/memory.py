@@ -313,11 +313,12 @@ def _shared_experts(args: Namespace) -> float:
 
 
 def _layer(args: Namespace, sparse: bool) -> float:
-    """Numbers that a layer keeps for a token: inputs and outputs of its two norms, attention, the inner width of the
-    feed-forward three times (gate, up, product).
+    """Numbers that a layer keeps for a token: inputs and outputs of its two norms, and inputs of two more if there are
+    any behind attention and MLP, attention, the inner width of the feed-forward three times (gate, up, product).
     """
     mlp = sum(_experts(args)) + _shared_experts(args) if sparse else _dense_mlp(args)
-    return 4 * args.hidden_size / _sequence_split(args) + sum(_attention(args)) + mlp
+    norms = 6 if args.sandwich_norm else 4
+    return norms * args.hidden_size / _sequence_split(args) + sum(_attention(args)) + mlp
 
 
 def _dropped(args: Namespace, sparse: bool) -> float:

@@ -146,6 +146,11 @@ def _read_layout(args: Namespace) -> None:
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
+    if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
+        raise GrpoError(
+            f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p knows "
+            "no windows"
+        )
     if kinds is None:
         return
     if cp == 1:

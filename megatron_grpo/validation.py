@@ -145,7 +145,8 @@ def _check_model(args: Namespace) -> None:
         if getattr(args, dest) is None:
             raise GrpoError(f"{flag(dest)} is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args")
     positive(args, "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups vocab_size")
-    positive(args, "max_position_embeddings seq_length make_vocab_size_divisible_by rotary_base norm_epsilon")
+    positive(args, "max_position_embeddings seq_length make_vocab_size_divisible_by rotary_base rotary_base_local")
+    positive(args, "norm_epsilon softmax_scale attn_logit_softcapping final_logit_softcapping")
     for dests, values, reason in ONLY:
         for dest in dests.split():
             if getattr(args, dest) not in values:

@@ -165,6 +165,9 @@ LATENT = f"""--model-family deepseek_v3 --multi-latent-attention --q-lora-rank 1
     --qk-pos-emb-head-dim 4 --v-head-dim 8 {EXPERTS} --moe-layer-freq [0,1,1,1]
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
     --moe-shared-expert-intermediate-size 16 --mtp-num-layers 1"""
+GEMMA = """--model-family gemma3_text --group-query-attention --num-query-groups 2 --kv-channels 8 --no-swiglu --geglu
+    --sandwich-norm --apply-layernorm-1p --scale-embeddings --softmax-scale 0.25 --window-size 3,0
+    --window-attn-skip-freq 2 --rotary-base-local 100"""
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 GROUPED = "--moe-grouped-gemm"
@@ -184,6 +187,7 @@ CHAINS = {
             "CP2",
             "DP2: --use-tp-pp-dp-mapping",
         ],
+        f"{GEMMA} {SHARDED}": ["TP2 SP", "PP2 VPP2", "TP2 SP"],
         f"{DENSE} --bf16": ["TP2", "PP2 VPP2", "TP2"],
         f"{MOE} {SHARDED}": [
             f"EP2: {BUCKETS}",

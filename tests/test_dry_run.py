@@ -330,6 +330,15 @@ def test_activations_follow_tokens_layers_and_recomputation():
     assert activations("--bf16 --context-parallel-size 2", 2) == 28 * (layer + 1024 * 2 * 2 * 1024) / 2
 
 
+def test_norms_behind_attention_and_mlp_keep_their_inputs():
+    shape = "--group-query-attention --num-query-groups 2 --num-layers 4 --rotary-percent 0.5 --rotary-interleaved"
+    without, sandwiched = (
+        plan(f"{TINY} {shape} --model-family {family}").memory(0).activations
+        for family in ("glm", "glm4 --sandwich-norm")
+    )
+    assert sandwiched - without == 4 * 1024 * 4 * 2 * 32  # layers, tokens, bytes, two of the hidden size
+
+
 def test_activations_of_micro_batches_in_flight():
     whole = activations("--bf16")
     # Stage 0 of 2 has two micro-batches on their way, through half of the layers.

@@ -189,6 +189,11 @@ REFUSED = {
         "model family llama has window_size = None, but the arguments say [128, 0]"
     ),
     "--window-size 128,0 --window-attn-skip-freq 2": "qwen3 has window_attn_skip_freq = None, but the arguments say 2",
+    "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say True",
+    "--attn-logit-softcapping 0": "--attn-logit-softcapping (0.0) must be greater than 0",
+    "--transformer-impl transformer_engine --dry-run --context-parallel-size 2 --window-size 8,0": (
+        "--context-parallel-size 2 with --window-size needs --cp-comm-type a2a"
+    ),
     "--recompute-granularity full": "megatron-core refuses these settings (TransformerConfig): Using recompute_gran",
 }
 

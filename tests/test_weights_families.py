@@ -4,11 +4,16 @@ from argparse import Namespace
 
 import pytest
 import torch
+from published_configs import GEMMA2_2B, GEMMA3_1B, GLM4_9B_0414, GLM4_9B_CHAT
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -295,8 +300,13 @@ GPT_OSS_20B = {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 CONFIGS = {
     "gpt_oss": GPT_OSS_20B,
+    "gemma2": GEMMA2_2B,
+    "gemma3_text": GEMMA3_1B,
+    "glm4": GLM4_9B_0414,
+    "glm": GLM4_9B_CHAT,
     "mistral": MISTRAL_7B,
     "mixtral": MIXTRAL_8X7B,
     "phi3": PHI4_MINI,
@@ -310,6 +320,10 @@ CONFIGS = {
 }
 CLASSES = {
     "gpt_oss": GptOssConfig,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "glm4": Glm4Config,
+    "glm": GlmConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "phi3": Phi3Config,
@@ -354,6 +368,40 @@ def test_published_configurations_become_megatron_arguments():
     llama = families.for_hf_config(LLAMA31_8B).args_from_hf(LLAMA31_8B)
     assert (llama["rope_scaling"], llama["rotary_base"]) == (LLAMA31_8B["rope_scaling"], 500000)
     assert (llama["untie_embeddings_and_output_weights"], llama["kv_channels"]) == (True, 128)
+
+
+def test_published_gemmas_and_glms_become_megatron_arguments():
+    names = "gemma2", "gemma3_text", "glm4", "glm"
+    found = [families.for_hf_config(CONFIGS[name]).args_from_hf(CONFIGS[name]) for name in names]
+    expected = {
+        "softmax_scale": (1 / 16, 1 / 16, None, None),
+        "window_size": ([4095, 0], [511, 0], None, None),
+        "window_attn_skip_freq": (2, 6, None, None),
+        "attn_logit_softcapping": (50.0, None, None, None),
+        "final_logit_softcapping": (30.0, None, None, None),
+        "rotary_base": (10000, 1000000, 10000, 10000),
+        "rotary_base_local": (None, 10000, None, None),
+        "rotary_percent": (1.0, 1.0, 0.5, 0.5),
+        "rotary_interleaved": (False, False, True, True),
+        "sandwich_norm": (True, True, True, False),
+        "apply_layernorm_1p": (True, True, False, False),
+        "scale_embeddings": (True, True, False, False),
+        "qk_layernorm": (False, True, False, False),
+        "add_qkv_bias": (False, False, True, True),
+        "geglu": (True, True, False, False),
+        "swiglu": (False, False, True, True),
+        "untie_embeddings_and_output_weights": (False, False, True, True),
+    }
+    assert {key: tuple(arguments[key] for arguments in found) for key in expected} == expected
+
+
+def test_rotary_embeddings_of_both_kinds_of_gemma3s_layers():
+    """MedGemma 27B's: scaled where there is no window."""
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    config = {**GEMMA3_1B, "rope_scaling": scaling, "rope_local_base_freq": 5000.0}
+    found = families.for_hf_config(config).args_from_hf(config)
+    assert (found["rope_scaling"], found["rotary_base"], found["rotary_base_local"]) == (scaling, 1000000, 5000)
+    assert families.for_hf_config(config).args_from_hf(Gemma3TextConfig.from_dict(config).to_dict()) == found
 
 
 def test_published_mixtures_of_experts_become_megatron_arguments():
@@ -452,7 +500,8 @@ def test_arguments_become_the_configuration_again(name):
     written = family.hf_from_args(args)
     assert family.args_from_hf(written) == arguments
     ours, theirs = (CLASSES[name].from_dict(dict(c)).to_dict() for c in (written, CONFIGS[name]))
-    for key in ("bos_token_id", "eos_token_id", "dtype", "max_window_layers"):  # not the model's arguments
+    # Not the model's arguments, or said in another way.
+    for key in "bos_token_id eos_token_id dtype max_window_layers cache_implementation sliding_window_pattern".split():
         ours.pop(key, None), theirs.pop(key, None)
     if name == "mixtral":
         assert ours.pop("head_dim") == 128 and theirs.pop("head_dim") is None  # 4096 / 32
@@ -461,7 +510,8 @@ def test_arguments_become_the_configuration_again(name):
         assert theirs["rope_parameters"].pop("type") == "longrope"
     assert ours == theirs
     # What knows only one of the two spellings finds it.
-    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == arguments["rotary_base"]
+    rope = written["rope_parameters"]
+    assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == arguments["rotary_base"]
 
 
 def test_model_type_serves_where_there_are_no_architectures():
@@ -509,6 +559,13 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of the wrong type: '2'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "each kind of layer"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu': only 'gelu_pytorch_tanh'"),
+        ("gemma2", {"tie_word_embeddings": False}, "vLLM's Gemma 2 has no output layer of its own"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("gemma2", {"sliding_window": None}, "lacks 'sliding_window'"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "no Gemma 3 has it, and transformers ignores it"),
+        ("gemma3_text", {"rope_scaling": YARN}, "supported is 'linear' in layers without a window"),
+        ("glm4", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob true with one expert per token"),
@@ -576,6 +633,26 @@ def test_names_of_longrope_and_its_length():
         for key in ("rope_type", "short_factor", "long_factor", "original_max_position_embeddings"):
             assert found["rope_scaling"][key] == theirs[key]
         assert found["rotary_percent"] == theirs["partial_rotary_factor"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"softmax_scale": 0.1234}, "gemma3_text has softmax_scale = 0.1230.*, but the arguments say 0.1234"),
+        ({"softmax_scale": None}, "gemma3_text has --softmax-scale and --window-size"),
+        ({"window_size": None}, "gemma3_text has --softmax-scale and --window-size"),
+        ({"window_size": [511, 5]}, r"gemma3_text has window_size = \[511, 0\], but"),
+        ({"window_attn_skip_freq": [1] * 25}, "for each of the 26 layers"),
+        ({"attn_logit_softcapping": 50.0}, "gemma3_text has attn_logit_softcapping = None"),
+        ({"sandwich_norm": False}, "gemma3_text has sandwich_norm = True"),
+        ({"swiglu": True}, "gemma3_text has swiglu = False"),
+        ({"rotary_interleaved": True}, "gemma3_text has rotary_interleaved = False"),
+    ],
+)
+def test_arguments_outside_gemma3_are_refused(change, message):
+    args = Namespace(**{**families.FAMILIES["gemma3_text"].args_from_hf(GEMMA3_1B), **change})
+    with pytest.raises(GrpoError, match=message):
+        families.for_args(args).hf_from_args(args)
 
 
 def test_arguments_outside_the_family_are_refused():

@@ -22,8 +22,9 @@ DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 FAMILIES = DENSE + MOE + SANDWICHED
-# (family, whether its embeddings are tied): gpt-oss has no tied ones
-MEMBERS = [(family, tied) for family in FAMILIES for tied in (False, True) if (family, tied) != ("gpt_oss", True)]
+# (family, whether its embeddings are tied)
+_OTHERS = ("gpt_oss", True), ("gemma2", False)  # what these families do not have
+MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 # Small enough that windows and caps matter to 40 tokens.

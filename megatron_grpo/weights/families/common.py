@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.rope import check_scaling
-from megatron_grpo.weights.layout import Row, grouped_qkv, stacked, untied, vocabulary
+from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
 
@@ -58,6 +58,15 @@ DENSE_MLP = (
         axis=0,
     ),
     Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+)
+FUSED_MLP = (
+    Row(
+        MCORE + "mlp.linear_fc1.weight",
+        {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
+        fused(stacked, "ffn", "ffn"),
+        axis=0,
+    ),
+    DENSE_MLP[1],
 )
 
 

@@ -61,8 +61,11 @@ def write_gemma(args):
 
 
 def _read(config):
+    found = read_gemma(config, full_every=2)
+    if found["untie_embeddings_and_output_weights"]:
+        raise GrpoError("config.json has tie_word_embeddings false, but vLLM's Gemma 2 has no output layer of its own")
     return {
-        **read_gemma(config, full_every=2),
+        **found,
         "attn_logit_softcapping": config.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": config.get("final_logit_softcapping", 30.0),
     }
@@ -77,7 +80,7 @@ FAMILY = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
     rows=gemma_rows(),
-    fixed={**FIXED, "qk_layernorm": False},
+    fixed={**FIXED, "qk_layernorm": False, "untie_embeddings_and_output_weights": False},
     read=_read,
     write=_write,
     activation=ACTIVATION,

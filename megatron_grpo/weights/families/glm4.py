@@ -2,8 +2,7 @@
 
 from megatron_grpo.weights.families.common import (
     DENSE,
-    HF,
-    MCORE,
+    FUSED_MLP,
     QKV_BIAS,
     Family,
     decoder_rows,
@@ -13,17 +12,7 @@ from megatron_grpo.weights.families.common import (
     sandwich_norms,
     write_partial_rope,
 )
-from megatron_grpo.weights.layout import Row, fused, stacked
 
-MLP = (
-    Row(
-        MCORE + "mlp.linear_fc1.weight",
-        {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
-        fused(stacked, "ffn", "ffn"),
-        axis=0,
-    ),
-    Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
-)
 ATTENTION = grouped_attention(QKV_BIAS)
 POST_ATTENTION, POST_MLP = sandwich_norms("post_self_attn_layernorm", "post_mlp_layernorm")
 FIXED = {**DENSE, "qk_layernorm": False, "rotary_interleaved": True}
@@ -44,7 +33,7 @@ def read_rope(config):
 FAMILY = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
-    rows=decoder_rows((*ATTENTION, POST_ATTENTION), (*MLP, POST_MLP)),
+    rows=decoder_rows((*ATTENTION, POST_ATTENTION), (*FUSED_MLP, POST_MLP)),
     fixed={**FIXED, "sandwich_norm": True},
     read=read,
     write=write,

@@ -5,6 +5,7 @@
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     DENSE,
+    FUSED_MLP,
     HF,
     MCORE,
     Family,
@@ -16,7 +17,7 @@ from megatron_grpo.weights.families.common import (
     write_partial_rope,
 )
 from megatron_grpo.weights.families.windows import read_window, write_window
-from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked
+from megatron_grpo.weights.layout import Row, fused, grouped_qkv
 
 _ATTENTION = (
     Row(
@@ -26,15 +27,6 @@ _ATTENTION = (
         axis=0,
     ),
     Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
-)
-_MLP = (
-    Row(
-        MCORE + "mlp.linear_fc1.weight",
-        {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
-        fused(stacked, "ffn", "ffn"),
-        axis=0,
-    ),
-    Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
 )
 
 
@@ -71,7 +63,7 @@ def _write_rope(args):
 FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
-    rows=decoder_rows(_ATTENTION, _MLP),
+    rows=decoder_rows(_ATTENTION, FUSED_MLP),
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": False},
     read=_read,
     write=_write,

@@ -1,1 +1,0 @@
-/tmp/tmp.lTOtqd7MOk
