@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import weakref
 from argparse import Namespace
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_grpo import checkpoint_directory, checkpointing
 from megatron_grpo.arguments import parse_args, transformer_config_from_args
@@ -185,9 +185,10 @@ def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
 
 def test_megatron_lms_arguments_are_compared_and_read_safely(convert, source, tmp_path):
     words = ("--megatron-to-hf", "--save", tmp_path / "back", "--hf-config", source)
-    megatron_lm(tmp_path / "other", source, num_query_groups=8)
-    with pytest.raises(GrpoError, match=r"trained with num_query_groups 8, but .*hf/config\.json says 4"):
-        convert(*words, "--load", tmp_path / "other")
+    for name, there, here in (("num_query_groups", 8, 4), ("rotary_base", 5, 10000), ("use_rope_scaling", True, False)):
+        megatron_lm(tmp_path / name, source, **{name: there})
+        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json says {here}"):
+            convert(*words, "--load", tmp_path / name)
     megatron_lm(tmp_path / "code", source, extra=Fraction(1, 2))
     with pytest.raises(GrpoError, match=r"common\.pt cannot be read: it holds a fractions\.Fraction"):
         convert(*words, "--load", tmp_path / "code")
@@ -216,14 +217,14 @@ def test_pytorch_bin(convert, source, tmp_path):
 
 
 def test_one_parameter_is_held_at_a_time(convert, tmp_path, monkeypatch):
-    """Every tensor that torch's writer was given is gone when it is given that of another parameter."""
+    """The memory of what torch was given to write is free when it is given the next parameter."""
     make(tmp_path / "hf", "qwen3_moe", tied=False)
     given = []
 
     def save(tensor, stream, save=torch.save):
         if isinstance(tensor, torch.Tensor):
-            given.append(weakref.ref(tensor))
-            alive.append(sum(ref() is not None for ref in given))
+            given.append(StorageWeakRef(tensor.untyped_storage()))
+            alive.append(sum(not storage.expired() for storage in given))
         return save(tensor, stream)
 
     alive = []

@@ -14,7 +14,8 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/correc
 DOCUMENTS += ["docs/parallelism.md"]
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
-OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda --hf-config --gigabytes --scratch".split()
+OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
+OTHERS += "--hf-config --gigabytes --scratch".split()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -32,8 +32,6 @@ from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 from megatron_grpo.weights.torch_dist import Checkpoint
 
-# Below this many bytes a conversion is over before its progress could be read.
-_LONG = 2**30
 _TOKENS = 16
 LOGITS_TOLERANCE = 1e-3  # of the largest logit, in float32
 
@@ -181,9 +179,6 @@ def compare_logits(
     Returns what was found, or why nothing was: both models must fit into the available memory. GrpoError when they
     differ by more than LOGITS_TOLERANCE.
     """
-    need, available = 2 * size_of(distinct(weights), torch.float32), psutil.virtual_memory().available
-    if need > available:
-        return f"logits were not compared: two float32 models need {need / 1e9:.1f} GB, {available / 1e9:.1f} are free"
     return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, hf_dir, dtype), hf_dir, "is another model")
 
 
@@ -191,6 +186,10 @@ def compare_logits(
 def _compare_logits(
     args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
 ) -> str:
+    need, available = 2 * size_of(distinct(weights), torch.float32), psutil.virtual_memory().available
+    if need > available:
+        return f"logits were not compared: two float32 models need {need / 1e9:.1f} GB, {available / 1e9:.1f} are free"
+
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -242,11 +241,18 @@ def _check_space(target: Path, size: int) -> None:
 
 
 def _progress(title: str, size: int) -> tqdm:
-    """A bar of rank 0's bytes with their rate: on a terminal, or, of a long conversion, a line every half minute."""
-    quiet = dist.get_rank() > 0 or not (sys.stderr.isatty() or size > _LONG)
-    mine = size // dist.get_world_size()
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=mine, desc=title, unit="B", unit_scale=True, disable=quiet, mininterval=interval, leave=False)
+    """A bar of rank 0's bytes with their rate: on a terminal, or elsewhere one line every half minute."""
+    wait = 0.0 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        total=size // dist.get_world_size(),
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        disable=dist.get_rank() > 0,
+        delay=wait,
+        mininterval=max(wait, 0.2),
+        leave=False,
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
