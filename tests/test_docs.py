@@ -8,10 +8,11 @@ import pytest
 
 from megatron_grpo.arguments import build_parser
 from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins
+from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/correctness.md"]
-DOCUMENTS += ["docs/parallelism.md"]
+DOCUMENTS += ["docs/parallelism.md", "docs/models.md"]
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
@@ -32,6 +33,17 @@ def test_files_exist(name):
     paths = re.findall(r"(?:tools|examples|tests|megatron_grpo|docs)/[\w./-]*\.(?:py|sh|md|png)", text)
     for path in [(REPO / name).parent / link for link in links] + [REPO / path for path in paths]:
         assert path.exists(), path
+
+
+def test_the_example_of_a_family_is_the_family():
+    block = re.search(r"```python\n(.*?)```", (REPO / "docs/models.md").read_text(), re.S)
+    assert block.group(1) == (REPO / "megatron_grpo/weights/families/mistral.py").read_text()
+
+
+def test_all_families_are_in_the_table():
+    text = (REPO / "docs/models.md").read_text()
+    for family in FAMILIES.values():
+        assert f"`{family.name}`" in text and family.architecture in text
 
 
 def test_the_readmes_reward_scores(tmp_path):

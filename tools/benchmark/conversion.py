@@ -45,7 +45,7 @@ def make_model(directory: Path, size: float) -> None:
         "mlp.down_proj.weight": (HIDDEN, FFN),
     }
     per_layer = 2 * sum(torch.Size(shape).numel() for shape in layer.values())
-    layers = max(1, round((size - 4 * VOCAB * HIDDEN) / per_layer))
+    layers = 2 * max(1, round((size - 4 * VOCAB * HIDDEN) / per_layer / 2))  # even, for two pipeline stages
     for number in range(layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     files = plan_files({name: (shape, torch.bfloat16) for name, shape in (shapes | tail).items()}, 4 * 2**30)
