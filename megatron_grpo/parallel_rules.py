@@ -57,8 +57,9 @@ def check_parallelism(args: Namespace) -> None:
         for dest in NEED_TRANSFORMER_ENGINE:
             if getattr(args, dest):
                 raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
-        if "moe_act" in (args.recompute_modules or []):
-            raise GrpoError("--recompute-modules moe_act needs --transformer-impl transformer_engine; moe does not")
+        for module, instead in (("moe_act", "moe does not"), ("layernorm", "mlp and core_attn do not")):
+            if module in (args.recompute_modules or []):
+                raise GrpoError(f"--recompute-modules {module} needs --transformer-impl transformer_engine; {instead}")
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no such function")
     backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:

@@ -1,7 +1,6 @@
 """Tokenizers: a Hugging Face directory or a SentencePiece model file, always from local disk."""
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +11,6 @@ from megatron_grpo.errors import GrpoError
 
 # Any of these makes a directory a tokenizer; without one transformers would build an empty tokenizer and not complain.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-_OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template*")
 
 
 class Tokenizer(Protocol):
@@ -30,9 +28,6 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """The ids of a conversation up to where the assistant's answer begins."""
-
-    def save(self, directory: str | Path) -> None:
-        """Puts the tokenizer's files into a directory, unchanged."""
 
 
 class HuggingFaceTokenizer:
@@ -83,16 +78,6 @@ class HuggingFaceTokenizer:
         except TemplateError as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
 
-    def save(self, directory: str | Path) -> None:
-        # Copied, not written anew: save_pretrained changes the files with the version of transformers.
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        for pattern in _VOCABULARY_FILES + _OTHER_FILES:
-            for file in self.directory.glob(pattern):
-                if file.is_dir():
-                    shutil.copytree(file, Path(directory) / file.name, dirs_exist_ok=True)
-                elif file.resolve() != (Path(directory) / file.name).resolve():
-                    shutil.copyfile(file, Path(directory) / file.name)
-
 
 class SentencePieceTokenizer:
     """A SentencePiece .model file; as in Megatron-LM no BOS is put before a text, and there is no chat template."""
@@ -129,11 +114,6 @@ class SentencePieceTokenizer:
             "chat messages need a chat template and a SentencePiece model has none; give the prompts as plain strings "
             "(and no --system-prompt), or use --tokenizer-type HuggingFaceTokenizer"
         )
-
-    def save(self, directory: str | Path) -> None:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        if self.file.resolve() != (Path(directory) / "tokenizer.model").resolve():
-            shutil.copyfile(self.file, Path(directory) / "tokenizer.model")
 
 
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:

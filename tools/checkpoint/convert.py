@@ -47,7 +47,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
 from megatron_grpo.weights import conversion, families, hf, mapping, torch_dist
 from megatron_grpo.weights.layout import Weight
-from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors
+from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, check_checksums
 from megatron_grpo.weights.torch_dist_writer import tensor_parallel_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -154,6 +154,8 @@ def verify(
     written = torch_dist.Checkpoint(checkpoint)
     count = conversion.verify(args, weights, written, source, dtype)
     print_rank_0(f"verified: {count} tensors are the same bit by bit")
+    if checked := conversion.on_rank_0(lambda: check_checksums(source), source.dir, "is damaged"):
+        print_rank_0(f"checksums: {checked} tensors in {source.dir} are as they were written")
     print_rank_0(conversion.compare_logits(args, weights, written, source.dir, dtype))
 
 
