@@ -50,6 +50,17 @@ def initialize_distributed(args) -> None:
     )
 
 
+def leave_layout() -> None:
+    """Undo the layout of `initialize_distributed`, so that another can follow (tools and tests try many in a process).
+
+    megatron-core forgets its process groups but does not end them, and each keeps threads that poll.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in (dist.group.WORLD, _host_group):
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
 def host_group() -> dist.ProcessGroup:
     """The process group of all ranks for tensors in host memory (gloo)."""
     assert _host_group is not None, "initialize_distributed comes first"

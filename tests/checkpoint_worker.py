@@ -28,7 +28,7 @@ import pretrain_grpo
 from megatron_grpo import checkpoint_directory, checkpointing, training
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.initialize import initialize_distributed, leave_layout, run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.validation import validate_args
 from megatron_grpo.weights.stream import stream_hf
@@ -47,7 +47,7 @@ def build(*flags, seed=1, padded_vocab_size=128):
     args = parse_args([*MODEL, *flags])
     args.padded_vocab_size = padded_vocab_size
     if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
+        leave_layout()
         parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     else:
         initialize_distributed(args)
@@ -274,7 +274,7 @@ def enter(flags, layout):
     args = parse_args([*COMMON, *flags.split(), *check_parallel.flags_of(layout)])
     validate_args(args, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     initialize_distributed(args)
     set_random_seed(1)
     return args, training.build_model(args, model_provider)

@@ -12,10 +12,9 @@ from toy_checkpoints import build, toy_args
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
-from megatron.core import parallel_state
 
 from megatron_grpo import checkpointing, training
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.initialize import initialize_distributed, leave_layout, run, set_random_seed
 from megatron_grpo.weights import hf, mapping
 
 LAYOUTS = {
@@ -28,7 +27,7 @@ LAYOUTS = {
 
 def layout(args) -> None:
     """Have megatron-core's groups in the layout of the arguments."""
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     initialize_distributed(args)
     set_random_seed(1)
 

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from megatron_grpo import checkpoint_directory, checkpointing, fused_adam
-from megatron_grpo.initialize import set_random_seed
+from megatron_grpo.initialize import leave_layout, set_random_seed
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
 
@@ -133,7 +133,7 @@ LAYOUTS = {"one expert group": (1, 1), "EP2": (1, 2), "ETP2": (2, 1)}  # (TP = E
 
 def enter(layout: str) -> tuple[int, int]:
     tp, ep = LAYOUTS[layout]
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp)
     return tp, ep
 

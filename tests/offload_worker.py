@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import made_up
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 
 import pretrain_grpo
 from megatron_grpo import checkpoint_directory, checkpointing, offload, training
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.initialize import host_group, initialize_distributed, set_random_seed
+from megatron_grpo.initialize import host_group, initialize_distributed, leave_layout, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.weights import hf
 
@@ -166,7 +166,7 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
         with training.parameters_complete(args, trainer.model):
             checkpointing.save_checkpoint(args, 2, trainer.model, trainer.optimizer, trainer.scheduler, {})
     tensors = held(trainer)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return rows, tensors["weights"] | tensors["optimizer_state"]
 
 

@@ -16,12 +16,11 @@ import made_up
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
-from megatron_grpo.initialize import initialize_distributed, run
+from megatron_grpo.initialize import initialize_distributed, leave_layout, run
 from megatron_grpo.models import router_replay
 
 EXPERTS, TOPK, MOE_LAYERS = 8, 2, 3
@@ -82,7 +81,7 @@ def main() -> None:
             (out / f"{name}.json").write_text(json.dumps(rows))
             if batch.routed_experts is not None:
                 np.save(out / f"{name}.npy", batch.routed_experts)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
 
 
 if __name__ == "__main__":

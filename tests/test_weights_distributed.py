@@ -86,7 +86,7 @@ def main(directory: Path) -> None:
         whole = {"expert_tensor_parallel_size": 1} if name == "gpt_oss" else {}
         args = toy_args(directory / name, **{**layout, **whole})
         if ready != (sizes := {**layout, **GROUPED, **whole}):
-            parallel_state.destroy_model_parallel()
+            initialize.leave_layout()
             initialize.initialize_distributed(args)
             ready = sizes
         initialize.set_random_seed(1)

@@ -30,14 +30,13 @@ import made_up  # first: it finds the program, and prepares for machines without
 import torch
 import torch.distributed as dist
 from made_up import parse
-from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_grpo import training
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed
+from megatron_grpo.initialize import initialize_distributed, leave_layout
 from megatron_grpo.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.weights.stream import stream_hf
 
@@ -168,7 +167,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         missing = set(stored.keys()) - gaps.keys()
         worst = max(gaps, key=gaps.get)
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     # The gradients' hooks and the dispatcher's last graph hold the model where Python's collector cannot see it.
     tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
     for storage in {tensor.untyped_storage() for tensor in tensors}:
