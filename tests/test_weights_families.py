@@ -557,6 +557,8 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "by": 3}}, "'linear' has 'by', which is not supp"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of the wrong type: '2'"),
+        ("qwen3", {"num_hidden_layers": "2"}, "value of the wrong type: num_layers is '2'"),
+        ("mistral", {"head_dim": "128"}, "value of the wrong type: kv_channels is '128'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "each kind of layer"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu': only 'gelu_pytorch_tanh'"),

@@ -207,6 +207,10 @@ class Family:
             if need(config, key) != activation:
                 raise GrpoError(f"config.json has {key} {config[key]!r}: only {activation!r} is supported")
             found = {**ABSENT, **self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
+            words = {"rope_type"} | {dest for dest, value in {**ABSENT, **self.fixed}.items() if isinstance(value, str)}
+            for dest, value in found.items():
+                if isinstance(value, str) and dest not in words:
+                    raise TypeError(f"{dest} is {value!r}")
             return {"model_family": self.name, **found}
         except (AttributeError, TypeError, ValueError) as error:
             raise GrpoError(f"config.json has a value of the wrong type: {error}") from error
