@@ -1,9 +1,10 @@
 """What tests/test_stream.py runs: greedy answers of vLLM before and after weights came through the stream.
 
-    torchrun --nproc-per-node 1 tests/stream_worker.py HF_DIR OTHER_HF_DIR OUT_JSON
+    torchrun --nproc-per-node 1 tests/stream_worker.py DIR...
 
-The engine starts from the files of HF_DIR, as `vllm serve` would; then it is given the weights of OTHER_HF_DIR, then
-those of HF_DIR, both by the trainer's stream.
+In each DIR are two Hugging Face directories. An engine starts from the files of DIR/first, as `vllm serve` would; then
+it is given the weights of DIR/other, then those of DIR/first, both by the trainer's stream. What it answers each time
+goes to DIR/answers.json.
 """
 
 import json
@@ -14,7 +15,10 @@ from megatron_grpo import cpu_backend
 
 cpu_backend.install()
 
+import torch.distributed as dist
 import vllm
+from megatron.core import parallel_state
+from vllm import LLM
 
 from megatron_grpo import training
 from megatron_grpo.arguments import parse_args
@@ -33,8 +37,9 @@ FLAGS = """--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path 
     --num-generations 4 --max-prompt-length 48 --max-completion-length 16 --make-vocab-size-divisible-by 64"""
 
 
-def main() -> None:
-    first, other, out = sys.argv[1:]
+def answers(directory: Path) -> dict[str, list]:
+    """What the engine says with the weights from files, with others, and with the first ones from the stream."""
+    first = str(directory / "first")
     args = parse_args([*FLAGS.split(), "--load-hf", first])
     merge_architecture(args, families.for_hf_config(hf.read_config(first)).args_from_hf(hf.read_config(first)), first)
     validate_args(args, 1)
@@ -42,8 +47,8 @@ def main() -> None:
     set_random_seed(args.seed)
     model = training.build_model(args, model_provider)
 
-    class FromFiles(vllm.LLM):
-        """The engine as VllmColocate makes it, but with the weights of HF_DIR."""
+    class FromFiles(LLM):
+        """The engine as VllmColocate makes it, but with the weights of the files."""
 
         def __init__(self, model, load_format, **options):
             assert load_format == "dummy"
@@ -51,13 +56,21 @@ def main() -> None:
 
     vllm.LLM = FromFiles
     engine = VllmColocate(args, families.for_args(args).hf_from_args(args), eos_id=2)
-    answers = {"files": ask(engine)}
-    for name, directory in (("other", other), ("stream", first)):
-        hf.load_hf(model, args, directory)
+    found = {"files": ask(engine)}
+    for name, weights in (("other", directory / "other"), ("stream", first)):
+        hf.load_hf(model, args, weights)
         engine.update_weights(stream_hf(model, args), version=1)
-        answers[name] = ask(engine)
-    Path(out).write_text(json.dumps(answers))
-    engine.close()
+        found[name] = ask(engine)
+    engine._llm.llm_engine.engine_core.shutdown()  # ends vLLM's process groups, and the world's
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    for directory in map(Path, sys.argv[1:]):
+        (directory / "answers.json").write_text(json.dumps(answers(directory)))
 
 
 def ask(engine) -> list:

@@ -23,20 +23,26 @@ SIZES = {
 }
 
 
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """A directory for each family, with the engine's answers; all by one process, because starting takes long."""
+    root = tmp_path_factory.mktemp("stream")
+    for family in FAMILIES:
+        sizes = SIZES.get(family, {"head_dim": 32})
+        for name, seed in (("first", 17), ("other", 23)):
+            make(root / family / name, family, tied=family == "gemma2", seed=seed, **sizes)
+    run_torchrun(1, "tests/stream_worker.py", *(root / family for family in FAMILIES), timeout=600)
+    return root
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_weights_answer_like_those_from_files(family, tmp_path):
-    sizes = SIZES.get(family, {"head_dim": 32})
-    make(tmp_path / "first", family, tied=family == "gemma2", **sizes)
-    make(tmp_path / "other", family, tied=family == "gemma2", seed=23, **sizes)
-    out = tmp_path / "answers.json"
-    run_torchrun(1, "tests/stream_worker.py", tmp_path / "first", tmp_path / "other", out)
-    answers = json.loads(out.read_text())
+def test_streamed_weights_answer_like_those_from_files(family, answered):
+    answers = json.loads((answered / family / "answers.json").read_text())
     ids = {name: [completion for completion, _ in found] for name, found in answers.items()}
     assert ids["stream"] == ids["files"] != ids["other"]
     for name in ("files", "stream", "other"):
-        model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / ("other" if name == "other" else "first"), dtype=torch.float32, attn_implementation="eager"
-        )
+        weights = answered / family / ("other" if name == "other" else "first")
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32, attn_implementation="eager")
         for prompt, (completion, log_probs) in zip(PROMPTS, answers[name], strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
