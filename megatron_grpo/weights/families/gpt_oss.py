@@ -12,6 +12,7 @@ from megatron_grpo.weights.families.common import (
     need,
     read_rope,
 )
+from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER
 from megatron_grpo.weights.families.windows import read_windows, write_windows
 from megatron_grpo.weights.layout import Row, interleaved
 
@@ -112,6 +113,7 @@ FAMILY = Family(
     rows=decoder_rows(ATTENTION, MLP),
     fixed={
         **COMMON,
+        **SOFTMAX_ROUTER,
         "swiglu": False,
         "quick_geglu": True,
         "activation_func_clamp_value": 7.0,
@@ -122,12 +124,7 @@ FAMILY = Family(
         "softmax_type": "learnable",
         "multi_latent_attention": False,
         "moe_layer_freq": 1,
-        "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
-        "moe_router_enable_expert_bias": False,
-        "moe_router_group_topk": None,
-        "moe_router_topk_scaling_factor": None,
-        "moe_shared_expert_intermediate_size": None,
     },
     read=_read,
     write=_write,

@@ -10,7 +10,7 @@ from megatron_grpo.weights.families.common import (
     need,
     read_rope,
 )
-from megatron_grpo.weights.families.moe import moe_layers, routed_experts
+from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER, moe_layers, routed_experts
 from megatron_grpo.weights.families.windows import read_window, write_window
 
 
@@ -52,16 +52,12 @@ FAMILY = Family(
     rows=decoder_rows(grouped_attention(), routed_experts("block_sparse_moe", "w1", "w3", "w2")),
     fixed={
         **COMMON,
+        **SOFTMAX_ROUTER,
         "qk_layernorm": False,
         "add_qkv_bias": False,
         "multi_latent_attention": False,
         "moe_layer_freq": 1,
-        "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
-        "moe_router_enable_expert_bias": False,
-        "moe_router_group_topk": None,
-        "moe_router_topk_scaling_factor": None,
-        "moe_shared_expert_intermediate_size": None,
     },
     read=_read,
     write=_write,

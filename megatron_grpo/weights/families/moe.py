@@ -81,6 +81,16 @@ MLP = (
 )
 
 
+# A softmax over the logits of the experts, without groups, biases of experts, scaling, or shared experts.
+SOFTMAX_ROUTER = {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_intermediate_size": None,
+}
+
+
 def read_moe(config: Config, sparse: Sequence[bool]) -> dict[str, Any]:
     """Arguments that every mixture of experts has; `sparse`: which decoder layers are mixtures of experts."""
     if not any(sparse):

@@ -10,7 +10,7 @@ from megatron_grpo.weights.families.common import (
     need,
     refuse_bias,
 )
-from megatron_grpo.weights.families.moe import MLP, moe_layers, read_moe, write_moe
+from megatron_grpo.weights.families.moe import MLP, SOFTMAX_ROUTER, moe_layers, read_moe, write_moe
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
 from megatron_grpo.weights.families.windows import read_window, write_window
 
@@ -57,14 +57,10 @@ FAMILY = Family(
     rows=ROWS,
     fixed={
         **COMMON,
+        **SOFTMAX_ROUTER,
         "qk_layernorm": True,
         "add_qkv_bias": False,
         "multi_latent_attention": False,
-        "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": False,
-        "moe_router_group_topk": None,
-        "moe_router_topk_scaling_factor": None,
-        "moe_shared_expert_intermediate_size": None,
     },
     read=_read,
     write=_write,
