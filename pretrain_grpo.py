@@ -3,14 +3,14 @@
 Read it from the bottom: ``main`` sets up, ``train`` is the algorithm. Per rollout:
 
     prompts      the next rows of the data, in an order that every rank knows
+    sync         the new weights go to the engine
     completions  the engine samples ``--num-generations`` for each; reward functions score them as they finish
     advantages   each completion against the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
-    sync         the new weights go to the engine
 
 The pieces lie in megatron_grpo/: algorithm/ (the maths), data/, models/, rollout/, rewards/, weights/, training.py (one
-update), trainer.py (what is built once), checkpointing.py, validation.py (what is refused, and why). docs/arguments.md
-lists every flag.
+update), setup.py and trainer.py (what is built once, and kept), checkpointing.py, validation.py (what is refused, and
+why). docs/arguments.md lists every flag.
 """
 
 from dataclasses import replace
@@ -27,20 +27,23 @@ from megatron.core import parallel_state
 
 from megatron_grpo import training
 from megatron_grpo.algorithm.advantages import combine_rewards, group_advantages
-from megatron_grpo.algorithm.corrections import mismatch
-from megatron_grpo.algorithm.losses import kl_k3, policy_loss
+from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
+from megatron_grpo.algorithm.losses import kl_k3
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import Pack, RolloutBatch
 from megatron_grpo.initialize import run
 from megatron_grpo.models import router_replay
+from megatron_grpo.models.context_parallel import whole_pack
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
-from megatron_grpo.trainer import Trainer, mean_of_scored, setup
+from megatron_grpo.policy_term import drop_overlong, policy_term, update_statistics
+from megatron_grpo.rollout import weight_check
+from megatron_grpo.setup import setup
+from megatron_grpo.trainer import Trainer, mean_of_scored
 from megatron_grpo.weights.stream import stream_hf
 
 # What loss_func reports of a micro-batch: sums over tokens, or the maximum where the name says so.
-REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "ratio/max")
-REPORT += ("mismatch_tokens", "mismatch", "mismatch/max")
+REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "masked", "ratio/max", *MISMATCH)
 
 # What only the host reads of a pack.
 ON_HOST = ("indices", "source", "cu_seqlens", "token_index")
@@ -54,30 +57,34 @@ def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
 
 
 def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, output, non_loss_data: bool = False):
-    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL), where w averages over the global
-    batch.
+    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL - c H), where w averages over the
+    global batch, L is the policy's loss by --loss-type, masked and corrected for the engine, and H the entropy.
 
     The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back
     in, so that the gradient is exactly that of the sum over the whole global batch.
     """
+    output = whole_pack(output, batch["own_labels"], len(batch["completion"]))
+    if non_loss_data:  # a forward-only pass wants log-probabilities and entropies themselves
+        return output
     log_probs, entropy, *mtp_log_probs = output
-    if non_loss_data:  # a forward-only pass wants the log-probabilities themselves
-        return log_probs
-    old = batch.get("old_log_probs")  # absent when there is one update per rollout: the ratio is then 1
-    loss, clip = policy_loss(log_probs, old, batch["advantages"], args.epsilon, args.epsilon_high)
-    kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(loss)
-    loss = (batch["weights"] * (loss + args.beta * kl)).sum()
+    # Absent when there is one update per rollout: the ratio is then 1.
+    old = batch.get("old_log_probs", log_probs.detach())
+    policy = policy_term(args, log_probs, old, batch)
+    kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(log_probs)
+    loss = policy.loss + args.beta * kl
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * entropy
+    loss = (batch["weights"] * loss).sum()
     auxiliary = 0.0
     if mtp_log_probs:  # of the multi-token-prediction layers, averaged over tokens as the policy's loss is
         likelihood = (batch["weights"] * torch.stack(mtp_log_probs).mean(0)).sum()
         auxiliary = -args.mtp_loss_scaling_factor * likelihood
 
     with torch.no_grad():
-        old = log_probs if old is None else old
-        ratio, gap = (log_probs - old).exp(), mismatch(old, batch["rollout_log_probs"])
-        largest = torch.cat([ratio, ratio.new_zeros(1)]).amax()  # context parallelism can leave a rank without tokens
-        report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), clip["clip_low"].sum())
-        report += (clip["clip_high"].sum(), largest, gap.tokens, gap.abs_sum, gap.abs_max)
+        ratio = (log_probs - old).exp()
+        largest = torch.cat([ratio, ratio.new_zeros(1)]).amax()  # --overlong-filter can leave a pack without tokens
+        report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), policy.clip_low.sum())
+        report += (policy.clip_high.sum(), policy.masked.sum(), largest, *mismatch(old, batch["rollout_log_probs"]))
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
     return scale * (loss + auxiliary), {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
 
@@ -99,21 +106,44 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
 
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
     """One optimizer step on a global batch: some of the rollout's completions, in packs over data-parallel ranks."""
-    batch.weights = np.zeros(batch.num_completions, np.float32)
-    batch.weights[completions] = token_weights(
+    weights = np.zeros(batch.num_completions, np.float32)
+    weights[completions] = token_weights(
         args.loss_type, batch.loss_lengths[completions], args.micro_batch_size, args.max_completion_length
     )
+    batch = replace(batch, weights=weights)
+    batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
     packs = training.micro_batches(args, batch, completions)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     report = training.train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, REPORT)
     return report.metrics() | {"tokens/update": int(batch.lengths[completions].sum())}
 
 
+def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
+    """Log-probabilities and entropies of these completions' tokens under the weights that the model holds now,
+    ``[2, total]``.
+    """
+    packs = training.micro_batches(args, batch, completions)
+    step = partial(forward_step, args=args, num_microbatches=len(packs))
+    return training.forward_scores(step, packs, trainer.model, len(batch.tokens))
+
+
 def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
     """Log-probabilities of a rollout's tokens under the weights that the model holds now, ``[total]``."""
-    packs = training.micro_batches(args, batch, np.arange(batch.num_completions))
-    step = partial(forward_step, args=args, num_microbatches=len(packs))
-    return training.forward_log_probs(step, packs, trainer.model, len(batch.tokens))
+    return scores(args, trainer, batch, np.arange(batch.num_completions))[0]
+
+
+def correct(args, batch: RolloutBatch) -> dict[str, float]:
+    """Weigh the rollout's policy terms by how the trainer that learns differs from the engine that sampled."""
+    batch.corrections, clipped = importance_weights(
+        args.rollout_importance_sampling_mode,
+        batch.old_log_probs,
+        batch.rollout_log_probs,
+        batch.loss_mask,
+        batch.cu_seqlens,
+        args.rollout_importance_sampling_threshold,
+        args.rollout_importance_sampling_lower_bound,
+    )
+    return {"mismatch/clipped": clipped}
 
 
 def sync(args, trainer: Trainer) -> None:
@@ -121,6 +151,8 @@ def sync(args, trainer: Trainer) -> None:
     with trainer.timers("sync"), training.parameters_complete(args, trainer.model):
         trainer.engine.update_weights(stream_hf(trainer.model, args), trainer.iteration)
         trainer.synced_iteration = trainer.iteration
+        if args.check_weight_sync:
+            weight_check.compare_tensors(trainer.engine, stream_hf(trainer.model, args), trainer.iteration)
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -128,7 +160,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     asked.
     """
     metrics = {}
-    with trainer.timers("eval"), trainer.on_host():
+    with trainer.timers("eval"), trainer.engine_awake(partial(sync, args, trainer), log_probs):
         for kind, sampling, num_generations in trainer.eval_samplings:
             batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
@@ -138,21 +170,24 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
 
 
 def train(args, trainer: Trainer) -> None:
-    """The algorithm: roll out, score, compare, update, sync, until ``--train-iters`` updates are done."""
-    sync(args, trainer)
+    """The algorithm: sync, roll out, score, compare, update, until ``--train-iters`` updates are done."""
     if args.val_before_train and trainer.iteration == 0:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        prompts = trainer.next_prompts()
-        with trainer.on_host():
+        with trainer.engine_awake(partial(sync, args, trainer), log_probs):
+            prompts = trainer.next_prompts()
             batch = trainer.collect(prompts, args.num_generations, trainer.sampling, trainer.rollout_seed())
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         groups = group_advantages(rewards, batch.group_ids, args.scale_rewards)
         batch.advantages = groups.advantages
+        if args.overlong_filter:
+            drop_overlong(batch)
 
         with trainer.timers("logprobs"):
-            if args.updates_per_rollout > 1 or args.router_replay_mode == "R2":
+            correction = args.rollout_importance_sampling_mode
+            needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold
+            if needed or args.router_replay_mode == "R2":
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
                     batch.old_log_probs = log_probs(args, trainer, batch)
             if trainer.reference is not None:
@@ -160,6 +195,8 @@ def train(args, trainer: Trainer) -> None:
                     batch.ref_log_probs = log_probs(args, trainer, replace(batch, routed_experts=None))
 
         metrics = trainer.rollout_metrics(batch, rewards, groups)
+        if correction:
+            metrics |= correct(args, batch)
         trainer.log_completions(batch)
         updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
         for number, completions in enumerate(updates, start=1):
@@ -167,10 +204,8 @@ def train(args, trainer: Trainer) -> None:
                 row = metrics | update(args, trainer, batch, completions)
             trainer.check_engine(batch, row)
             trainer.iteration += 1
-            if number == len(updates):
-                sync(args, trainer)
-                if trainer.due(args.eval_interval):
-                    row |= evaluate(args, trainer)
+            if number == len(updates) and trainer.due(args.eval_interval):
+                row |= evaluate(args, trainer)
             trainer.log(row)
         if trainer.due(args.save_interval):
             trainer.save()

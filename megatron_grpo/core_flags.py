@@ -127,7 +127,7 @@ EXCLUDED = {
         "megatron-core ignores it": (
             "moe_extended_tp async_tensor_model_parallel_allreduce moe_token_dropping fp8_interval"
         ),
-        "only megatron-core's own inference reads it; vLLM generates here": (
+        "only megatron-core's own inference engine reads it, which is none of those here": (
             "flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers "
             "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents"
         ),

@@ -1,11 +1,13 @@
 """What ``--dry-run`` prints: the batch arithmetic, what each rank holds, and how much memory that takes."""
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron_grpo.arguments import params_dtype
+from megatron_grpo.arguments import params_dtype, server_urls
 from megatron_grpo.batch_arithmetic import batch_arithmetic
-from megatron_grpo.memory import Chunk, Plan
+from megatron_grpo.memory import Chunk, Memory, Plan
+from megatron_grpo.parallel_rules import generating_width
 
 GIB = 2**30
 MOST_RANKS = 64  # of a larger world only the first and the last ranks are listed
@@ -26,7 +28,8 @@ class Rank:
 
 
 def ranks(args: Namespace, world_size: int) -> list[Rank]:
-    """Coordinates of every rank; engine replicas are consecutive blocks of --vllm-tensor-parallel-size ranks.
+    """Coordinates of every rank; engine replicas are consecutive blocks of --vllm-tensor-parallel-size ranks, or, when
+    the training model generates, blocks of each pipeline stage.
 
     Neighbours differ in TP, then in CP, DP and PP (with --use-tp-pp-dp-mapping in PP before DP). Experts divide the
     ranks of a pipeline stage anew: by expert tensor parallelism, EP, and copies.
@@ -35,17 +38,19 @@ def ranks(args: Namespace, world_size: int) -> list[Rank]:
     sizes = {"tp": args.tensor_model_parallel_size, "cp": args.context_parallel_size}
     last = {"dp": args.data_parallel_size, "pp": pp}
     sizes |= dict(reversed(last.items())) if args.use_tp_pp_dp_mapping else last
-    width, etp, ep = (
-        args.vllm_tensor_parallel_size,
-        args.expert_tensor_parallel_size or 1,
-        args.expert_model_parallel_size,
-    )
+    width = args.vllm_tensor_parallel_size if args.rollout_engine == "vllm" else generating_width(args)
+    etp, ep = args.expert_tensor_parallel_size or 1, args.expert_model_parallel_size
     found = []
     for rank in range(world_size):
         place, rest = {}, rank
         for name, size in sizes.items():
             rest, place[name] = divmod(rest, size)
-        found.append(Rank(rank, ep=rank // etp % ep, replica=rank // width, replica_tp=rank % width, **place))
+        engine_rank = rank
+        if args.rollout_engine == "megatron":
+            cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+            engine_rank = (place["dp"] * cp + place["cp"]) * tp + place["tp"]
+        replica, within = divmod(engine_rank, width)
+        found.append(Rank(rank, ep=rank // etp % ep, replica=replica, replica_tp=within, **place))
     return found
 
 
@@ -95,11 +100,43 @@ def _rank_lines(plan: Plan, everyone: list[Rank]) -> list[str]:
         if cut and rank.rank == len(everyone) - MOST_RANKS // 2:
             lines.append(f"{'...':>6} {len(everyone) - MOST_RANKS} more ranks, in the same order")
         layers = ", ".join(f"{c.layers[0]}-{c.layers[-1]}" for c in plan.stages[rank.pp] if c.layers)
-        engine = f"{rank.replica}" + (
-            f", its rank {rank.replica_tp}" if plan.args.vllm_tensor_parallel_size > 1 else ""
-        )
+        shared = any(other.replica_tp for other in everyone)
+        engine = f"{rank.replica}" + (f", its rank {rank.replica_tp}" if shared else "")
+        if server_urls(plan.args):
+            engine = "servers" if rank.rank == 0 else "-"
         places = " ".join(f"{place:>4}" for place in (rank.tp, rank.cp, rank.ep, rank.dp, rank.pp))
         lines.append(f"{rank.rank:>6} {places}  {engine:18} {layers}")
+    return lines
+
+
+def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
+    """What the engine takes of a GPU, and what that makes in all."""
+    args, most = plan.args, max(max(memory.total, memory.stays) for memory in memories) / GIB
+    if args.rollout_engine == "megatron":
+        caches = [plan.cache(stage) / GIB for stage in range(len(plan.stages))]
+        most = max(most, *(memory.stays / GIB + cache for memory, cache in zip(memories, caches, strict=True)))
+        return [
+            f"engine: the training model; while it generates, a cache of {max(caches):.2f}",
+            f"a GPU must have {most:.1f}",
+        ]
+    if server_urls(args):
+        return ["engine: servers, which have memory of their own", f"a GPU must have {most:.1f}"]
+    engine = plan.engine() * params_dtype(args).itemsize / GIB
+    utilization = args.vllm_gpu_memory_utilization
+    keeps = (
+        "which it keeps",
+        "and asleep nothing: its weights are then in host memory",
+        "and asleep nothing: it is given its weights anew",
+    )
+    share = f"with its cache {utilization:g} of a GPU's memory, {keeps[args.sleep_level]}"
+    lines = [f"engine: {engine:.2f} of weights; {share}"]
+    if args.sleep_level:  # what stays of the trainer is beside the engine that is awake, all of it when it sleeps
+        most_awake = max(memory.stays for memory in memories) / GIB
+        needed = max(most, most_awake / (1 - utilization) if utilization < 1 else math.inf, engine / utilization)
+        lines.append(f"a GPU must have {needed:.1f}, for the trainer by itself and for the engine with what stays")
+    elif utilization < 1:
+        needed = max(most / (1 - utilization), engine / utilization)
+        lines.append(f"a GPU must have {needed:.1f}, so that both shares suffice, the engine's and the trainer's")
     return lines
 
 
@@ -121,18 +158,12 @@ def _memory_lines(plan: Plan) -> list[str]:
         cells = " ".join(f"{getattr(memory, name) / GIB:>10.2f}" for name in columns.values())
         lines.append(f"{stage:>6} {plan.parameters(stage).total / 1e6:>12.1f} {cells}")
     recomputing = {"full": ", every layer recomputed", "selective": ", some parts recomputed"}
-    engine = plan.engine() * params_dtype(args).itemsize / GIB
-    utilization = args.vllm_gpu_memory_utilization
-    most = max(max(memory.total, memory.stays) for memory in memories) / GIB
     lines += [
         f"activations: of micro-batches of {plan.tokens()} tokens{recomputing.get(args.recompute_granularity, '')}; "
         f"at a time at most {', '.join(f'{plan.in_flight(stage):g}' for stage in range(len(plan.stages)))}",
-        f"engine: {engine:.2f} of weights; with its cache {utilization:g} of a GPU's memory, which it keeps",
         "generating: what the trainer keeps on the GPU while the engine generates; host: what it has in host memory",
     ]
-    if utilization < 1:
-        needed = max(most / (1 - utilization), engine / utilization)
-        lines.append(f"a GPU must have {needed:.1f}, so that both shares suffice, the engine's and the trainer's")
+    lines += _engine_lines(plan, memories)
     if args.beta > 0:
         lines.append("reference policy: the parameters a second time, in host memory; once more during its pass")
     if args.num_experts:

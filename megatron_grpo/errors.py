@@ -1,4 +1,4 @@
-"""The one exception that a user can cause, and who tells it."""
+"""The exceptions that end a run with one message, and who tells it."""
 
 import os
 import time
@@ -6,6 +6,10 @@ import time
 
 class GrpoError(Exception):
     """A mistake that the user can mend: the message names the cause and the cure, and the run ends with exit code 1."""
+
+
+class EngineLost(GrpoError):
+    """No engine is left to generate: the run saves a checkpoint and ends as with any ``GrpoError``."""
 
 
 def speaks_for_host() -> bool:

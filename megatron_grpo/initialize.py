@@ -1,5 +1,6 @@
 """Start and end of a run: process groups, seeds, the banner, and how an error leaves the program."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
@@ -9,15 +10,18 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.errors import GrpoError, speaks_for_host
+from megatron_grpo.arguments import server_urls
+from megatron_grpo.errors import EngineLost, GrpoError, speaks_for_host
 
 _host_group: dist.ProcessGroup | None = None
+_led = 0  # how often rank 0 has led
 
 
 def initialize_distributed(args) -> None:
@@ -67,6 +71,36 @@ def host_group() -> dist.ProcessGroup:
     return _host_group
 
 
+@contextlib.contextmanager
+def led_by_rank_0() -> Iterator[None]:
+    """Within, rank 0 works; the others leave only after it, as long as that takes, and with its error if it has one.
+
+    Every rank must enter. Collectives may be used within, and they do time out; what takes its time is rank 0's alone.
+    The others look into the store of the process group: it goes when rank 0, or torchrun's agent, goes.
+    """
+    global _led
+    _led += 1
+    store, key = dist.distributed_c10d._get_default_store(), f"megatron_grpo/led/{_led}"
+    if dist.get_rank() == 0:
+        outcome = "Exception\nrank 0 has failed"
+        try:
+            yield
+            outcome = ""
+        except GrpoError as error:
+            outcome = f"{type(error).__name__}\n{error}"
+            raise
+        finally:
+            store.set(key, outcome)
+        return
+    yield
+    began = time.monotonic()
+    while not store.check([key]):  # its own way to wait has a time-out, and complains
+        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+    kind, _, message = store.get(key).decode().partition("\n")
+    if kind:
+        raise EngineLost(message) if kind == EngineLost.__name__ else GrpoError(message)
+
+
 def set_random_seed(seed: int) -> None:
     """Seed Python, numpy, torch and megatron-core's RNG tracker: equal over data-parallel ranks, different by stage."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -103,7 +137,8 @@ def banner(args) -> str:
         layout += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
     if args.num_experts:
         layout += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
-    layout += f"; engine TP {args.vllm_tensor_parallel_size}"
+    engine = f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "generating too"
+    layout += f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}"
     return (
         f"megatron-grpo on {where}: torch {torch.__version__}, megatron-core {version('megatron-core')}, vLLM {vllm}, "
         f"transformers {version('transformers')}\n"

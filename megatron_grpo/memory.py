@@ -115,6 +115,17 @@ class Plan:
         width = self.args.vllm_tensor_parallel_size
         return self._count([place for place in self.weights if place != MTP], width, width, 1).total
 
+    def cache(self, stage: int) -> int:
+        """Bytes of keys and values on a rank of a pipeline stage that generates (--rollout-engine megatron)."""
+        args, tp = self.args, self.args.tensor_model_parallel_size
+        heads, channels = max(query_groups(args) // tp, 1), args.kv_channels
+        if args.multi_latent_attention:
+            heads = args.num_attention_heads // tp
+            channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+        tokens = args.inference_max_requests * (args.max_prompt_length + args.max_completion_length)
+        layers = sum(len(chunk.layers) for chunk in self.stages[stage])
+        return 2 * layers * tokens * heads * channels * params_dtype(args).itemsize
+
     def memory(self, stage: int) -> Memory:
         """Bytes on a rank of a pipeline stage, the engine not counted."""
         args, size = self.args, params_dtype(self.args).itemsize

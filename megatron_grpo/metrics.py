@@ -21,6 +21,7 @@ from typing import TextIO
 import torch
 from tqdm import tqdm
 
+from megatron_grpo.arguments import args_to_json
 from megatron_grpo.errors import GrpoError
 
 METRICS = {
@@ -36,13 +37,18 @@ METRICS = {
     "kl": "mean k3 estimate of KL(policy || reference) over completion tokens, nats a token",
     "entropy": "mean entropy of the policy's next-token distribution over completion tokens, nats",
     "clip/low": "share of completion tokens whose ratio is clipped below (advantage < 0)",
-    "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0)",
+    "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0; --loss-type cispo: any)",
+    "clip/masked": "share of completion tokens whose policy term is left out (entropy, clip-cov, m2po, off-policy)",
     "ratio/max": "largest probability ratio new/old of a completion token",
     "grad_norm": "L2 norm of the gradient over all parameters, before clipping",
     "moe/balance_loss": "the routers' load-balancing loss before its coefficient, mean over layers: 1 when all is even",
     "lr": "learning rate of this update",
     "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| of the sampled tokens, nats",
     "mismatch/max_abs": "largest |log p(trainer) - log p(engine)| of a sampled token, nats",
+    "mismatch/kl": "mean k3 estimate of KL(engine || trainer) over the sampled tokens, nats a token",
+    "mismatch/perplexity_ratio": "perplexity of the sampled tokens under the trainer over that under the engine",
+    "mismatch/effective_sample_size": "(sum r)^2 / (n sum r^2) over tokens, r = p(trainer) / p(engine): at most 1",
+    "mismatch/clipped": "share of completion tokens that --rollout-importance-sampling-mode truncates or masks",
     "eval/greedy_reward": "mean reward of greedy completions of the held-out prompts",
     "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
     "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
@@ -50,6 +56,10 @@ METRICS = {
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/total": "the same, since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
+    "memory/train": "GiB in use on the device, by all processes, at the end of the updates",
+    "memory/sync": "the same when the engine has taken over the weights",
+    "memory/rollout": "the same when generation begins",
+    "memory/asleep": "the same when the engine has given back what --sleep-level says",
     "time/rollout": "seconds for generating completions",
     "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-*)",
     "time/scoring": "seconds for the reward functions",
@@ -156,7 +166,8 @@ class MetricsLogger:
             import wandb
 
             # Where it writes and whether it talks to a server is W&B's own business: WANDB_MODE, WANDB_DIR.
-            config = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | list)}
+            stored = args_to_json(args)  # without keys
+            config = {name: value for name, value in stored.items() if isinstance(value, str | int | float | list)}
             self.wandb = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=config, dir=args.save)
         # disable=None: no bar where the output is not a terminal.
         self.bar = tqdm(

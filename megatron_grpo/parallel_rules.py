@@ -1,5 +1,6 @@
 """Every rule about how a model is spread over ranks: tensor, pipeline, context and expert parallelism."""
 
+import math
 from argparse import Namespace
 
 from megatron.core.transformer.enums import LayerType
@@ -40,6 +41,14 @@ def _attention_of(args: Namespace) -> str:
     if has_packed_attention(args) and args.transformer_impl != "local":
         return "attention with sinks or soft caps"
     return f"--transformer-impl {args.transformer_impl}"
+
+
+def generating_width(args: Namespace) -> int:
+    """Ranks of one pipeline stage that make forwards together under --rollout-engine megatron: those that share the
+    attention's weights, or experts.
+    """
+    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size if args.num_experts else 1
+    return math.lcm(args.tensor_model_parallel_size, experts)
 
 
 def check_parallelism(args: Namespace) -> None:

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, ge
 from megatron.core.utils import get_model_config
 
 from megatron_grpo import fused_adam
+from megatron_grpo.algorithm.corrections import mismatch_metrics
 from megatron_grpo.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import Pack, RolloutBatch
@@ -127,22 +128,19 @@ class UpdateReport:
 
     def metrics(self) -> dict[str, float]:
         """The report under the names of ``metrics.METRICS``: sums over tokens become means."""
-        tokens, compared = self.sums["tokens"], self.sums["mismatch_tokens"]
+        tokens = max(self.sums["tokens"], 1)  # --overlong-filter can leave an update without any
         row = {
             "loss": self.sums["loss"],
             "entropy": self.sums["entropy"] / tokens,
             "kl": self.sums["kl"] / tokens,
             "clip/low": self.sums["clip_low"] / tokens,
             "clip/high": self.sums["clip_high"] / tokens,
+            "clip/masked": self.sums["masked"] / tokens,
             "ratio/max": self.maxima["ratio/max"],
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
         }
-        if compared:  # the engine's log-probabilities are not asked for in every rollout
-            row |= {
-                "mismatch/mean_abs": self.sums["mismatch"] / compared,
-                "mismatch/max_abs": self.maxima["mismatch/max"],
-            }
+        row |= mismatch_metrics(self.sums | self.maxima)
         if self.balance_loss is not None:
             row["moe/balance_loss"] = self.balance_loss
         return row
@@ -227,19 +225,20 @@ def _balance_loss(config, num_microbatches: int) -> float | None:
 
 
 @torch.no_grad()
-def forward_log_probs(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
-    """Log-probability of every label token of all ranks' ``packs``: float32 ``[total]``, on every rank, nan
-    elsewhere.
+def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
+    """Log-probability and entropy of every label token of all ranks' ``packs``: float32 ``[2, total]``, on every rank,
+    nan elsewhere.
     """
     results = _run_schedule(forward_step, packs, model, forward_only=True)
-    # The two rows are the values and whether there is one. Each position has one writer, so a sum over ranks gathers.
-    flat = np.zeros((2, total), dtype=np.float32)
-    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        for pack, log_probs in zip(packs, results, strict=True):
-            flat[0, pack.token_index] = log_probs.float().cpu().numpy()
-            flat[1, pack.token_index] = 1.0
+    # The last row says where there is a value. Each position has one writer, so a sum over ranks gathers.
+    flat = np.zeros((3, total), dtype=np.float32)
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    if parallel_state.is_pipeline_last_stage() and ranks == (0, 0):
+        for pack, scores in zip(packs, results, strict=True):
+            flat[:2, pack.token_index] = scores.float().cpu().numpy()
+            flat[2, pack.token_index] = 1.0
     dist.all_reduce(torch.from_numpy(flat), group=host_group())
-    return np.where(flat[1] == 1.0, flat[0], np.float32(np.nan))
+    return np.where(flat[2] == 1.0, flat[:2], np.float32(np.nan))
 
 
 def _run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:
@@ -270,7 +269,7 @@ def _reduce_reports(
     if parallel_state.is_pipeline_last_stage():
         table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
         values = torch.stack([table.sum(0), table.amax(0)])
-        data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        data_parallel = parallel_state.get_data_parallel_group()  # context ranks all report the whole pack
         dist.all_reduce(values[0], dist.ReduceOp.SUM, group=data_parallel)
         dist.all_reduce(values[1], dist.ReduceOp.MAX, group=data_parallel)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

@@ -20,9 +20,11 @@ from megatron_grpo.arguments import (
 from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.loss_rules import check_loss
 from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
-from megatron_grpo.parallel_rules import check_heads, check_parallelism
+from megatron_grpo.parallel_rules import check_parallelism
+from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
@@ -122,7 +124,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     _check_lengths(args)
     check_rope(args)
     _check_data(args)
-    _check_rollout(args, world_size)
+    check_rollout(args, world_size)
     _check_rewards(args)
     _check_algorithm(args)
     _check_duration(args)
@@ -212,25 +214,6 @@ def _check_data(args: Namespace) -> None:
         raise GrpoError(f"--eval-num-generations ({args.eval_num_generations}) must not be negative")
 
 
-def _check_rollout(args: Namespace, world_size: int) -> None:
-    positive(args, "vllm_tensor_parallel_size vllm_max_num_seqs vllm_gpu_memory_utilization temperature top_p")
-    for dest in ("vllm_gpu_memory_utilization", "top_p", "min_p", "mismatch_sample_rate"):
-        within(args, dest, 0, 1)
-    if args.top_k != -1 and args.top_k < 1:
-        raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
-    width = args.vllm_tensor_parallel_size
-    if world_size % width:
-        raise GrpoError(f"world_size ({world_size}) must be divisible by --vllm-tensor-parallel-size ({width})")
-    check_heads(args, width, "--vllm-tensor-parallel-size")
-    if args.mismatch_sample_rate > 0 and (args.top_p < 1 or args.top_k != -1 or args.min_p > 0):
-        raise GrpoError(
-            f"--top-p {args.top_p}, --top-k {args.top_k}, --min-p {args.min_p} change the engine's probabilities, so "
-            "they cannot be compared with the trainer's: add --mismatch-sample-rate 0"
-        )
-    if args.stop_words and args.tokenizer_type == "SentencePieceTokenizer":
-        raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
-
-
 def _check_rewards(args: Namespace) -> None:
     required(args, "reward_funcs", "name at least one reward function")
     functions = args.reward_funcs or []
@@ -246,13 +229,29 @@ def _check_rewards(args: Namespace) -> None:
 
 
 def _check_algorithm(args: Namespace) -> None:
-    positive(args, "epsilon epsilon_high")
-    within(args, "epsilon", 0, 1)
-    if args.epsilon_high is None:
-        args.epsilon_high = args.epsilon
+    check_loss(args)
+    _check_correction(args)
     if args.beta < 0:
         raise GrpoError(f"--beta ({args.beta}) must not be negative")
     needs(args, "ref_load", "beta", "without the KL term there is no reference policy")
+
+
+def _check_correction(args: Namespace) -> None:
+    mode = args.rollout_importance_sampling_mode
+    needs(args, "rollout_importance_sampling_threshold", "rollout_importance_sampling_mode", "it bounds its weights")
+    positive(args, "rollout_importance_sampling_threshold")
+    if mode and args.rollout_importance_sampling_threshold is None:
+        args.rollout_importance_sampling_threshold = 5.0 if mode == "icepop" else 2.0
+    if mode != "icepop":
+        if args.rollout_importance_sampling_lower_bound is not None:
+            raise GrpoError(
+                "--rollout-importance-sampling-lower-bound needs --rollout-importance-sampling-mode icepop: the other "
+                "modes have no lower bound"
+            )
+        return
+    if args.rollout_importance_sampling_lower_bound is None:
+        args.rollout_importance_sampling_lower_bound = 0.5
+    within(args, "rollout_importance_sampling_lower_bound", 0, args.rollout_importance_sampling_threshold)
 
 
 def _check_duration(args: Namespace) -> None:

@@ -257,6 +257,7 @@ def on_gpu() -> None:
         "soft cap": replace(base, cap=5.0),
         "soft cap, window 127": replace(base, cap=5.0, left=127),
         "soft cap, other lengths": replace(base, cap=5.0, lengths=(1040, 32, 2416)),
+        "soft cap, 88 tokens": replace(base, cap=5.0, lengths=(8, 64, 16)),
         "soft cap, head size 256": replace(base, cap=5.0, size=256, value_size=256),
     }
     worst = 0.0

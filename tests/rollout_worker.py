@@ -23,26 +23,30 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()
 
 from megatron.core import tensor_parallel
-from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
 from megatron_grpo import training
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
 from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Request, Sampling, generate
-from megatron_grpo.rollout.vllm_colocate import VllmColocate
+from megatron_grpo.rollout.megatron import MegatronEngine
+from megatron_grpo.setup import build_engine
 from megatron_grpo.validation import merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.stream import stream_hf
 
 GENERATIONS, MAX_TOKENS = 4, 24
-SAMPLED = Sampling(max_tokens=MAX_TOKENS, log_probs=True)
-GREEDY = replace(SAMPLED, temperature=0.0)
+GREEDY = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, log_probs=True)
+TRUNCATED = {"top_k": 8, "top_p": 0.9, "min_p": 0.05}
+PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 # Bytes: the first two prompts are equal and go to different replicas; one is longer than a block of the engine's cache.
 LENGTHS = (5, 5, 1, 33, 300)
 # What the rewards of a completion must be, if they belong to it: its length, and the number in its row.
@@ -58,7 +62,7 @@ def row(sample):
     return sample.row["number"] if sample.prompt == sample.row["text"] else None
 """
 COMMON = f"""--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused --reward-funcs length row
-    --vllm-enforce-eager --vllm-enable-prefix-caching --vllm-max-num-seqs 16 --micro-batch-size 2 --global-batch-size 20
+    --vllm-max-num-seqs 16 --micro-batch-size 2 --global-batch-size 20
     --num-generations {GENERATIONS} --max-prompt-length {max(LENGTHS)} --max-completion-length {MAX_TOKENS}"""
 
 
@@ -91,10 +95,15 @@ class Cases:
         hf.load_hf(model, args, args.load_hf)
         model, _, _ = training.setup_optimizer(args, model)
         state = random_state()
-        engine = VllmColocate(args, families.for_args(args).hf_from_args(args), self.tokenizer.eos_id)
+        engine = build_engine(args, model, self.tokenizer)
         self.facts = {"build kept the random state": random_state() == state}
         self.trainer = SimpleNamespace(model=model, engine=engine, timers=Timers(), iteration=0)
-        self.scorer = RewardPool(args.reward_funcs, args.external_plugins) if engine.is_lead else None
+        self.sampled = Sampling(MAX_TOKENS, args.temperature, log_probs=True)
+        self.scorer = self.make_scorer()
+
+    def make_scorer(self) -> RewardPool | None:
+        is_lead = self.trainer.engine.is_lead
+        return RewardPool(self.args.reward_funcs, self.args.external_plugins) if is_lead else None
 
     def rollout(self, name: str, sampling: Sampling, seed: int, prompts=None, generations: int = GENERATIONS):
         """Make a rollout and write it."""
@@ -114,28 +123,27 @@ class Cases:
         batch.save(self.out / f"{name}.{self.rank}.npz")
         return batch
 
-    def log_probs(self, name: str, batch, temperature: float = 1.0) -> None:
+    def log_probs(self, name: str, batch) -> None:
         """Write the trainer's log-probabilities of a rollout."""
-        for chunk in unwrap_model(self.trainer.model):
-            chunk.temperature = temperature
         values = pretrain_grpo.log_probs(self.args, self.trainer, batch)
         np.save(self.out / f"{name}.{self.rank}.npy", values)
 
     def run(self) -> None:
         pretrain_grpo.sync(self.args, self.trainer)
-        first = self.rollout("first", SAMPLED, seed=7)
-        self.log_probs("first", first)
-        cool = self.rollout("cool", replace(SAMPLED, temperature=0.7), seed=7)
-        self.log_probs("cool", cool, temperature=0.7)
-        self.rollout("other seed", SAMPLED, seed=8)
-        self.rollout("same seed", replace(SAMPLED, log_probs=False), seed=7)
-        self.rollout("one prompt", SAMPLED, seed=7, prompts=self.prompts[3:4])
-        self.rollout("twins", SAMPLED, seed=7, prompts=self.prompts[:2])
+        self.log_probs("first", self.rollout("first", self.sampled, seed=7))
+        self.log_probs("truncated", self.rollout("truncated", replace(self.sampled, **TRUNCATED), seed=7))
+        self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
+        self.rollout("other seed", self.sampled, seed=8)
+        self.rollout("same seed", replace(self.sampled, log_probs=False), seed=7)
+        self.rollout("one prompt", self.sampled, seed=7, prompts=self.prompts[3:4])
+        self.rollout("twins", self.sampled, seed=7, prompts=self.prompts[:2])
         self.rollout("greedy", GREEDY, seed=7, generations=1)
-        self.log_probs("no end", self.rollout("no end", replace(SAMPLED, ignore_eos=True), seed=7))
+        self.rollout("greedy, penalized", replace(GREEDY, **PENALIZED), seed=7, generations=1)
+        self.log_probs("no end", self.rollout("no end", replace(self.sampled, ignore_eos=True), seed=7))
         if self.args.stop_words:
             self.rollout("stop words", replace(GREEDY, stop=tuple(self.args.stop_words)), seed=7, generations=1)
         self.abort()
+        self.by_the_trainer()
         self.new_weights()
         (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
 
@@ -143,12 +151,26 @@ class Cases:
         """Of two requests one is given up after the first step."""
         engine = self.trainer.engine
         with engine.rollout(1):
-            engine.submit([Request(i, self.prompts[i].ids, replace(SAMPLED, ignore_eos=True)) for i in (0, 1)])
+            sampling = replace(
+                self.sampled, ignore_eos=True, max_tokens=10 * MAX_TOKENS
+            )  # not over before it is given up
+            if engine.replica is not None:
+                engine.submit([Request(i, self.prompts[i].ids, sampling) for i in (0, 1)])
             assert not engine.poll()
             engine.abort([0])
             self.facts["not aborted"] = [completion.id for completion in generate(engine, [])] + [
-                completion.id for _ in range(2 * MAX_TOKENS) for completion in engine.poll()
+                completion.id for _ in range(20 * MAX_TOKENS) for completion in engine.poll()
             ]
+
+    def by_the_trainer(self) -> None:
+        """What --rollout-engine megatron makes of the same prompts."""
+        vllm, scorer = self.trainer.engine, self.scorer
+        self.trainer.engine = MegatronEngine(self.args, self.trainer.model, self.tokenizer)
+        self.scorer = self.make_scorer()  # other ranks lead
+        self.trainer.engine.wake_cache()
+        self.rollout("trainer greedy", GREEDY, seed=7, generations=1)
+        self.log_probs("trainer", self.rollout("trainer", self.sampled, seed=7))
+        self.trainer.engine, self.scorer = vllm, scorer
 
     def new_weights(self) -> None:
         """The trainer's weights change; the engine is asked before and after it is given them."""
@@ -157,11 +179,54 @@ class Cases:
                 for parameter in chunk.parameters():
                     parameter.add_(0.5 * parameter.flip(0))  # the same on ranks that hold the same
         self.trainer.iteration = 3
-        self.log_probs("stale", self.rollout("stale", SAMPLED, seed=7))
+        self.log_probs("stale", self.rollout("stale", self.sampled, seed=7))
+        self.check_weights("stale")
         state = random_state()
         pretrain_grpo.sync(self.args, self.trainer)
         self.facts["sync kept the random state"] = random_state() == state
-        self.log_probs("fresh", self.rollout("fresh", SAMPLED, seed=7))
+        self.log_probs("fresh", self.rollout("fresh", self.sampled, seed=7))
+        self.check_weights("fresh")
+        for name in [name for name, _ in stream_hf(self.trainer.model, self.args)][::6]:
+            for case in ("corrupted", "left out"):  # the second time the engine still has the corrupted one
+                stream = spoilt(stream_hf(self.trainer.model, self.args), name, case)
+                self.trainer.engine.update_weights(stream, 3)
+                self.facts.setdefault(case, []).append([name, says(self.compare_tensors)])
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.check_weights("mended")
+
+    def check_weights(self, case: str) -> None:
+        """Note what the two means of --check-weight-sync say of the engine as it is."""
+        self.facts[f"checked {case}"] = [says(self.compare_tensors), says(self.compare_log_probs)]
+
+    def compare_tensors(self) -> None:
+        weight_check.compare_tensors(self.trainer.engine, stream_hf(self.trainer.model, self.args), 3)
+
+    def compare_log_probs(self) -> None:
+        engine = self.trainer.engine
+        prompts = [prompt for prompt in self.prompts if len(prompt.ids) > 2]
+        batch = weight_check.probe(self.args, engine, prompts, self.tokenizer, self.trainer.timers)
+        weight_check.compare_log_probs(
+            self.args, batch, engine.num_replicas, lambda args, b: pretrain_grpo.log_probs(args, self.trainer, b)
+        )
+
+
+def spoilt(weights, target: str, case: str):
+    """The stream with one tensor changed in two elements, or left out."""
+    for name, tensor in weights:
+        if name == target and case == "corrupted":
+            tensor = tensor.clone()
+            tensor.view(-1)[5:7] += 1e-3
+        if name != target or case == "corrupted":
+            yield name, tensor
+
+
+def says(check) -> str | None:
+    """The message with which a check fails; None if it passes."""
+    try:
+        check()
+    except GrpoError as error:
+        return str(error)
+    return None
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1 tests/stream_worker.py DIR...
 
 In each DIR are two Hugging Face directories. An engine starts from the files of DIR/first, as `vllm serve` would; then
-it is given the weights of DIR/other, then those of DIR/first, both by the trainer's stream. What it answers each time
-goes to DIR/answers.json.
+it is given the weights of DIR/other, then those of DIR/first, both by the trainer's stream. What it answers each time,
+and what differs between engine and stream before and after, goes to DIR/answers.json.
 """
 
 import json
@@ -56,11 +56,15 @@ def answers(directory: Path) -> dict[str, list]:
 
     vllm.LLM = FromFiles
     engine = VllmColocate(args, families.for_args(args).hf_from_args(args), eos_id=2)
-    found = {"files": ask(engine)}
+    hf.load_hf(model, args, first)
+    found = {"files": ask(engine), "files after": engine.compare_weights(stream_hf(model, args))}
+    found["names"] = [name for name, _ in stream_hf(model, args)]
     for name, weights in (("other", directory / "other"), ("stream", first)):
         hf.load_hf(model, args, weights)
+        found[f"{name} before"] = engine.compare_weights(stream_hf(model, args))
         engine.update_weights(stream_hf(model, args), version=1)
         found[name] = ask(engine)
+        found[f"{name} after"] = engine.compare_weights(stream_hf(model, args))
     engine._llm.llm_engine.engine_core.shutdown()  # ends vLLM's process groups, and the world's
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

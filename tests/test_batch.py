@@ -35,6 +35,7 @@ def filled(batch):
     batch.rewards = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
     batch.old_log_probs = -np.arange(total, dtype=np.float32)
     batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
+    batch.corrections = np.arange(total, dtype=np.float32) + 0.25
     batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
     batch.advantages = np.arange(n, dtype=np.float32) - 1
     batch.weights = np.arange(n, dtype=np.float32) + 0.5
@@ -159,18 +160,17 @@ def test_pack_of_two_context_ranks_by_hand():
         assert pack.max_seqlen == 4
 
     assert first.labels.tolist() == [-100] * 8
-    assert first.num_labels == 0
-    for name in ("token_index", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "weights"):
-        values = getattr(first, name)
-        assert values.shape == (0,)
-        assert values.dtype == getattr(second, name).dtype == (np.int64 if name == "token_index" else np.float32)
+    assert first.own_labels.tolist() == []
     assert second.labels.tolist() == [-100, 33, -100, -100, 12, 13, -100, -100]
-    assert second.token_index.tolist() == [8, 2, 3]
-    np.testing.assert_array_equal(second.rollout_log_probs, np.float32([NAN, -0.5, -0.25]))
-    assert second.old_log_probs.tolist() == [-8, -2, -3]
-    assert second.ref_log_probs.tolist() == [-1008, -1002, -1003]
-    assert second.advantages.tolist() == [1, -1, -1]
-    assert second.weights.tolist() == [2.5, 0.5, 0.5]
+    assert second.own_labels.tolist() == [0, 1, 2]
+    for pack in (first, second):  # what belongs to labels is the whole pack's
+        assert pack.token_index.tolist() == [8, 2, 3]
+        assert pack.completion.tolist() == [0, 2, 2]
+        np.testing.assert_array_equal(pack.rollout_log_probs, np.float32([NAN, -0.5, -0.25]))
+        assert pack.old_log_probs.tolist() == [-8, -2, -3]
+        assert pack.ref_log_probs.tolist() == [-1008, -1002, -1003]
+        assert pack.advantages.tolist() == [1, -1, -1]
+        assert pack.weights.tolist() == [2.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(("cp_size", "total"), [(1, 9), (1, 11), (2, 12), (2, 20)])
@@ -234,14 +234,16 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
         assert pack.padding.tolist() == [place is None for _, (_, place, _) in expected]
         labels = [label for _, (_, _, label) in expected]
         assert pack.labels.tolist() == [-100 if label is None else batch.tokens[label] for label in labels]
-        assert pack.token_index.tolist() == [label for label in labels if label is not None]
-        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "weights"):
+        own = pack.token_index[pack.own_labels]
+        assert own.tolist() == [label for label in labels if label is not None]
+        assert [chosen[i] for i in pack.completion] == owner[pack.token_index].tolist()
+        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "corrections", "advantages", "weights"):
             source, values = getattr(batch, name), getattr(pack, name)
             assert (values is None) == (source is None)
             if values is not None:
                 at = owner[pack.token_index] if name in ("advantages", "weights") else pack.token_index
                 np.testing.assert_array_equal(values, source[at])
-        seen += pack.token_index.tolist()
+        seen += own.tolist()
     in_loss = [k for i in chosen for k in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) if batch.loss_mask[k]]
     assert sorted(seen) == sorted(in_loss)
 
@@ -290,13 +292,14 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
             assert pack.cu_seqlens[len(indices)] <= budget
             assert pack.max_seqlen == np.diff(pack.cu_seqlens).max()
             at = np.flatnonzero(pack.labels != -100)
-            np.testing.assert_array_equal(pack.labels[at], batch.tokens[pack.token_index])
-            np.testing.assert_array_equal(pack.tokens[at], batch.tokens[pack.token_index - 1])
+            own = pack.token_index[pack.own_labels]
+            np.testing.assert_array_equal(pack.labels[at], batch.tokens[own])
+            np.testing.assert_array_equal(pack.tokens[at], batch.tokens[own - 1])
             np.testing.assert_array_equal(pack.advantages, batch.advantages[owner[pack.token_index]])
             np.testing.assert_array_equal(pack.old_log_probs, batch.old_log_probs[pack.token_index])
             np.testing.assert_array_equal(pack.rollout_log_probs, batch.rollout_log_probs[pack.token_index])
-            seen += pack.token_index.tolist()
-            total += float((pack.weights * pack.old_log_probs).sum(dtype=np.float64))
+            seen += own.tolist()
+            total += float((pack.weights * pack.old_log_probs)[pack.own_labels].sum(dtype=np.float64))
     assert sorted(seen) == np.flatnonzero(batch.loss_mask).tolist()
     expected = [
         batch.old_log_probs[a:b][batch.loss_mask[a:b] == 1].mean() if batch.loss_mask[a:b].any() else 0.0

@@ -12,11 +12,14 @@ from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/correctness.md"]
-DOCUMENTS += ["docs/parallelism.md", "docs/models.md"]
+DOCUMENTS += ["docs/parallelism.md", "docs/models.md", "docs/rollout.md"]
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
-OTHERS += "--hf-config --gigabytes --scratch".split()
+OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
+# Of vLLM's and SGLang's servers.
+OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
+OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone".split()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

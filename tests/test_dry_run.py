@@ -235,6 +235,26 @@ def test_engine_replicas_are_blocks_of_ranks():
     assert [(rank.replica, rank.replica_tp) for rank in ranks(args, 8)[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_replicas_of_the_training_model_are_its_layout():
+    """Those that share experts, here two tensor-parallel groups, are one; pipeline stages have the same replicas."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-engine megatron"
+    table = ranks(arguments(QWEN3_0_6B + flags, 8), 8)
+    assert [(rank.replica, rank.replica_tp) for rank in table] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
+    flags = f"{EXPERTS} --model-family qwen3_moe --tensor-model-parallel-size 2 --sequence-parallel "
+    flags += "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --rollout-engine megatron"
+    table = ranks(arguments(QWEN3_0_6B + flags, 8), 8)
+    assert [rank.replica for rank in table] == [0] * 4 + [1] * 4
+
+
+def test_the_cache_of_the_training_model():
+    """Keys and values of 28 layers, 8 heads of 128 channels on 2 ranks, 100 sequences of 64 + 64 tokens, in bf16."""
+    flags = "--rollout-engine megatron --inference-max-requests 100 --max-prompt-length 64 --max-completion-length 64"
+    args = arguments(QWEN3_0_6B + f"--bf16 --tensor-model-parallel-size 2 {flags}", 2)
+    cache = 2 * 28 * (8 // 2) * 128 * 100 * 128 * 2
+    assert Plan(args).cache(0) == cache
+    assert f"engine: the training model; while it generates, a cache of {cache / GIB:.2f}" in dry_run_report(args, 2)
+
+
 # ---- memory
 
 
@@ -411,3 +431,16 @@ def test_a_thousand_ranks_take_seconds():
 
 if __name__ == "__main__":
     main()
+
+
+def test_an_engine_that_sleeps_needs_room_only_beside_what_stays_of_the_trainer():
+    def needed(flags: str) -> float:
+        report = dry_run_report(arguments(QWEN3_0_6B + flags, 1), 1)
+        return float(re.search(r"a GPU must have ([\d.]+)", report)[1])
+
+    args = arguments(QWEN3_0_6B, 1)
+    memory, share = Plan(args).memory(0), args.vllm_gpu_memory_utilization
+    total = memory.total / 2**30
+    assert needed("") == pytest.approx(total / (1 - share), abs=0.06)
+    offload = "--offload-model --offload-optimizer --offload-gradients"
+    assert needed(f"{offload} --sleep-level 2") == pytest.approx(total, abs=0.06)

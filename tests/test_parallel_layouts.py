@@ -1,6 +1,7 @@
 """Loss, gradient norm and weights after two updates do not depend on the layout, the micro-batches or the packing."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import check_parallel
 import made_up
 
 BUDGET = "--max-tokens-per-microbatch 70"
+# A factor of each token that depends on all tokens of its completion.
+CORRECTED = "--rollout-importance-sampling-mode sequence_mask --rollout-importance-sampling-threshold 0.35"
 ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --normalization RMSNorm
  --swiglu --disable-bias-linear --qk-layernorm --vocab-size 258 --max-position-embeddings 512
  --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"""
@@ -40,24 +43,24 @@ GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss -
 OVERLAP = check_parallel.OVERLAP
 LAYOUTS = {
     "dense": [
-        "TP1: --micro-batch-size 1",
+        "TP1 LOSSES: --micro-batch-size 1",
         "TP1: --micro-batch-size 2",
         "TP1: --micro-batch-size 4",
         f"TP1: {BUDGET}",
         "TP1: --micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "DP2: --micro-batch-size 2 --use-distributed-optimizer",
         f"DP2: --micro-batch-size 2 {OVERLAP}",
-        f"DP2: {BUDGET}",
+        f"DP2 LOSSES: {BUDGET}",
         f"TP2: {BUDGET}",
         f"TP2 SP: {BUDGET}",
-        "PP2: --micro-batch-size 2",
+        "PP2 LOSSES: --micro-batch-size 2",
         f"PP2 VPP2: {BUDGET}",
         "PP2 VPP2: --micro-batch-size 2",
         f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
         f"PP2 VPP2: {BUDGET} {OVERLAP}",
         "CP2: --micro-batch-size 2",
         f"CP2: {BUDGET} {OVERLAP}",
-        f"TP2 SP CP2: {BUDGET}",
+        f"TP2 SP CP2 LOSSES: {BUDGET}",
         f"TP2 SP PP2 VPP2: {BUDGET}",
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
         f"PP2 DP2: {BUDGET} --use-tp-pp-dp-mapping",
@@ -113,7 +116,7 @@ def check(flags: str, *options) -> subprocess.CompletedProcess:
 def dense(tmp_path_factory, tiny_models):
     """Where the dense model's results are, and what the tool printed."""
     out = tmp_path_factory.mktemp("layouts")
-    flags = f"--load-hf {tiny_models['qwen3']}"
+    flags = f"--load-hf {tiny_models['qwen3']} {CORRECTED}"
     return out, check(flags, "--out", out, "--layouts", *LAYOUTS["dense"])
 
 
@@ -181,6 +184,7 @@ def test_the_update_is_autograds(dense, tiny_models):
 
     old = [log_probs(i).detach() for i in range(32)]
     rows = json.loads((dense[0] / "results.jsonl").read_text().splitlines()[0])["updates"]
+    masked = 0
     for update, row in enumerate(rows):
         total = 0.0
         for i in range(16 * update, 16 * update + 16):
@@ -189,6 +193,10 @@ def test_the_update_is_autograds(dense, tiny_models):
             ratio = torch.exp(new - (old[i] + noise[0, inside]))
             x = new - (old[i] + noise[1, inside])
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            engine = torch.exp(old[i] + noise[0, inside] - batch.rollout_log_probs[inside])
+            kept = math.prod(engine.tolist()) ** (1 / len(engine)) <= 0.35
+            masked += not kept
+            loss = engine * kept * loss
             total += (loss + 0.1 * (torch.exp(-x) - 1 + x)).mean() / 16  # mean over tokens, then over completions
         optimizer.zero_grad()
         total.backward()
@@ -196,6 +204,7 @@ def test_the_update_is_autograds(dense, tiny_models):
         optimizer.step()
         assert row["loss"] == pytest.approx(total.item(), rel=1e-4)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert 5 < masked < 27  # by the correction for the engine
     ours = load_file(dense[0] / "reference.safetensors")
     for name, parameter in model.named_parameters():
         if "norm" not in name:  # Megatron takes no weight decay on vectors

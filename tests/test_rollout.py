@@ -1,30 +1,44 @@
 """Rollouts of a real vLLM in two ranks: one engine each, and one engine over both; rollout_worker.py makes them."""
 
+import contextlib
 import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import run_torchrun
-from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS
+from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS, PENALIZED, TRUNCATED
+from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
+from test_corrections import check_against_loops
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_grpo.arguments import CORRECTIONS
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 STOP_WORDS = ["5", "9"]
-TWO = ["--vllm-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+COLOCATED = ["--vllm-enforce-eager", "--vllm-enable-prefix-caching"]
+TWO = [*COLOCATED, "--vllm-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+COOL = 0.7
 LAYOUTS = {
-    "an engine a rank": ("qwen3", ["--stop-words", *STOP_WORDS]),
-    "an engine over two ranks": ("qwen3", TWO),
+    "an engine a rank": ("qwen3", [*COLOCATED, "--stop-words", *STOP_WORDS]),
+    "a server": ("qwen3", ["--vllm-mode", "server", "--stop-words", *STOP_WORDS]),
+    "an engine over two ranks": ("qwen3", [*TWO, "--temperature", str(COOL)]),
     "latent attention and experts": ("deepseek_v3", [*TWO, "--sequence-parallel"]),
 }
 SIZES = """--tokenizer bytes --steps 0 --quiet --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32
     --max-position-embeddings 512""".split()  # experts have 24 channels: vLLM on a CPU pads them to a multiple of 32
+KEY = "secret of test_rollout"
 TOLERANCE = 1e-5  # nats, mean over tokens
 
 
@@ -33,6 +47,7 @@ class Results:
 
     def __init__(self, directory: Path, layout: str):
         self.directory, self.layout = directory, layout
+        self.temperature = COOL if "--temperature" in LAYOUTS[layout][1] else 1.0
         self.facts = [json.loads((directory / f"facts.{rank}.json").read_text()) for rank in range(2)]
 
     def batch(self, name: str) -> RolloutBatch:
@@ -65,8 +80,38 @@ def model(layout, tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(layout, model, tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
-    run_torchrun(2, "tests/rollout_worker.py", out, "--load-hf", model, *LAYOUTS[layout][1])
+    flags = ["--load-hf", model, *LAYOUTS[layout][1]]
+    if layout == "a server":
+        with vllm_server(model, out) as url:
+            environment = {"VLLM_API_KEY": KEY}
+            run_torchrun(2, "tests/rollout_worker.py", out, *flags, "--vllm-server-base-url", url, env=environment)
+    else:
+        run_torchrun(2, "tests/rollout_worker.py", out, *flags)
     return Results(out, layout)
+
+
+@contextlib.contextmanager
+def vllm_server(model: str, out: Path):
+    """The address of a vLLM server as a user starts it; its weights are not the model's, so that a sync is needed."""
+    source = out / "other"
+    shutil.copytree(model, source)
+    weights = load_file(source / "model.safetensors")
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, source / "model.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(source)]
+    command += f"--host 127.0.0.1 --port {port} --dtype float32 --max-model-len 400 --enforce-eager".split()
+    command += "--logprobs-mode raw_logprobs --no-enable-chunked-prefill".split()
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    with open(out / "server.log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            yield f"http://127.0.0.1:{port}"  # the trainer waits for it
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +131,61 @@ def prompts(batch: RolloutBatch) -> list[list[int]]:
     return [batch.tokens[b : b + n].tolist() for b, n in zip(batch.cu_seqlens, batch.prompt_lengths, strict=False)]
 
 
-@pytest.mark.parametrize("name", ["first", "cool", "no end"])
+@pytest.mark.parametrize("name", ["first", "no end"])
 def test_log_probs_are_the_trainers(results, name):
     assert results.mismatch(name) < TOLERANCE
 
 
-def test_log_probs_are_transformers(results, by_transformers):
-    """Neither the engine's nor the trainer's own idea of the model: an independent one."""
-    batch, (model, _) = results.batch("first"), by_transformers
-    gaps = []
-    for begin, middle, end in zip(
-        batch.cu_seqlens, batch.cu_seqlens[:-1] + batch.prompt_lengths, batch.cu_seqlens[1:], strict=False
-    ):
+@pytest.mark.parametrize("name", ["truncated", "penalized"])
+def test_log_probs_are_from_before_truncation_and_penalties_at_temperature_1(results, name):
+    """At another temperature they are not, which is why validation.py refuses it together with these."""
+    assert (results.mismatch(name) < TOLERANCE) == (results.temperature == 1)
+    assert results.temperature == 1 or results.mismatch(name) > 0.01
+
+
+def log_distributions(batch: RolloutBatch, model, temperature: float):
+    """transformers' log-probabilities of the whole vocabulary wherever a token was sampled, completion by completion:
+    (log-probabilities, the tokens, the engine's log-probabilities).
+    """
+    for begin, prompt, end in zip(batch.cu_seqlens, batch.prompt_lengths, batch.cu_seqlens[1:], strict=False):
         ids = torch.from_numpy(batch.tokens[begin:end].astype(np.int64))
         with torch.no_grad():
-            log_p = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
-        gaps.append(np.abs(batch.rollout_log_probs[middle:end] - log_p[middle - begin - 1 :].numpy()))
-    gaps = np.concatenate(gaps)
-    assert gaps.mean() < TOLERANCE
+            log_p = torch.log_softmax(model(ids[None]).logits[0, prompt - 1 : -1] / temperature, -1)
+        yield log_p, ids[prompt:], batch.rollout_log_probs[begin + prompt : end]
+
+
+def test_log_probs_are_transformers(results, by_transformers):
+    """Neither the engine's nor the trainer's own idea of the model: an independent one."""
+    batch = results.batch("first")
+    distributions = log_distributions(batch, by_transformers[0], results.temperature)
+    gaps = [np.abs(log_p.gather(1, ids[:, None])[:, 0].numpy() - engine) for log_p, ids, engine in distributions]
+    assert np.concatenate(gaps).mean() < TOLERANCE
     # ... and the model is one whose log-probabilities say something.
     assert np.nanstd(batch.rollout_log_probs) > 0.5
+
+
+@pytest.mark.parametrize("name", ["first", "truncated"])
+def test_truncation_is_the_samplers(results, by_transformers, name):
+    """Of the most likely tokens that are left, with the temperature applied; without it others are sampled too."""
+    outside = 0
+    for log_p, ids, _ in log_distributions(results.batch(name), by_transformers[0], results.temperature):
+        for row, token in zip(log_p.exp(), ids.tolist(), strict=True):
+            row = row * (row >= TRUNCATED["min_p"] * row.max() - 1e-5)
+            likeliest = (row / row.sum()).topk(TRUNCATED["top_k"])
+            before = (likeliest.values / likeliest.values.sum()).cumsum(0).roll(1)
+            before[0] = 0.0
+            left = likeliest.indices[before < TRUNCATED["top_p"] + 1e-5].tolist()
+            outside += token not in left
+    assert outside > 50 if name == "first" else outside == 0
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_corrections_of_a_recorded_rollout(results, mode):
+    """Of an engine with old weights: real ratios, of which each mode bounds some."""
+    batch = results.batch("stale")
+    recorded = (results.trainer_log_probs("stale"), batch.rollout_log_probs, batch.loss_mask, batch.cu_seqlens)
+    bound = float(np.exp(np.nanmedian(recorded[0] - recorded[1])))
+    assert 0 < check_against_loops(mode, *recorded, bound, bound / 2) < 1
 
 
 def test_log_probs_come_when_asked_for(results):
@@ -162,7 +242,7 @@ def test_one_prompt_leaves_the_other_replica_idle(results):
     assert batch.row_ids.tolist() == [103] * GENERATIONS
 
 
-@pytest.mark.parametrize("name", ["first", "cool", "other seed", "greedy", "fresh"])
+@pytest.mark.parametrize("name", ["first", "truncated", "other seed", "greedy", "fresh"])
 def test_ends(results, by_transformers, name):
     eos = by_transformers[1].eos_token_id
     batch = results.batch(name)
@@ -205,6 +285,31 @@ def test_greedy_completions_are_transformers(results, by_transformers):
     assert len(set(map(tuple, completions(batch)))) > 2
 
 
+def test_penalties(results, by_transformers):
+    """Greedy tokens of transformers' logits, penalized here: once for being there, and for each time."""
+    batch, (model, tokenizer) = results.batch("greedy, penalized"), by_transformers
+    for prompt, found in zip(prompts(batch), completions(batch), strict=True):
+        ids: list[int] = []
+        while len(ids) < MAX_TOKENS and tokenizer.eos_token_id not in ids:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids])).logits[0, -1]
+            for token in set(prompt + ids):
+                factor = PENALIZED["repetition_penalty"]
+                logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+            for token in set(ids):
+                logits[token] -= PENALIZED["presence_penalty"] + PENALIZED["frequency_penalty"] * ids.count(token)
+            ids.append(int(logits.argmax()))
+        assert found == ids
+    assert completions(batch) != completions(results.batch("greedy"))
+
+
+def test_the_trainer_generates_alike(results):
+    """--rollout-engine megatron: the same greedy completions, and sampled ones that are exactly on-policy."""
+    assert completions(results.batch("trainer greedy")) == completions(results.batch("greedy"))
+    assert results.mismatch("trainer") < 2e-6
+    assert len(set(map(tuple, completions(results.batch("trainer"))))) > len(LENGTHS)
+
+
 def test_stop_words(results, by_transformers):
     if "--stop-words" not in LAYOUTS[results.layout][1]:
         assert not (results.directory / "stop words.0.npz").exists()
@@ -221,7 +326,8 @@ def test_stop_words(results, by_transformers):
 
 
 def test_aborted_requests_do_not_come_back(results):
-    assert [facts["not aborted"] for facts in results.facts] == [[1], [1]]
+    waiting = [] if results.layout == "a server" else [1]  # there rank 1 only waits
+    assert [facts["not aborted"] for facts in results.facts] == [[1], waiting]
 
 
 def test_new_weights_reach_the_engine(results):
@@ -232,3 +338,32 @@ def test_new_weights_reach_the_engine(results):
     assert completions(fresh) != completions(first)
     assert results.mismatch("fresh") < TOLERANCE
     assert set(stale.weight_version) == {0} and set(fresh.weight_version) == {3}
+
+
+def test_the_check_of_a_sync_passes_right_weights(results):
+    for facts in results.facts:
+        assert facts["checked fresh"] == facts["checked mended"] == [None, None]
+
+
+def test_the_check_of_a_sync_finds_a_missed_one_by_both_means(results):
+    for facts in results.facts:  # every rank must end
+        tensors, log_probs = facts["checked stale"]
+        assert "more tensors" in tensors
+        if results.layout == "a server":  # which has been sent the weights once more by then
+            assert "model.embed_tokens.weight of http://" in tensors and log_probs is None
+        else:
+            assert "model.embed_tokens.weight: " in tensors
+            assert "other log-probabilities than the trainer" in log_probs
+
+
+@pytest.mark.parametrize("case", ["corrupted", "left out"])
+def test_the_check_of_a_sync_names_the_tensor(results, case):
+    for facts in results.facts:
+        assert len(facts[case]) > 5
+        for name, message in facts[case]:
+            if results.layout == "a server":  # what was left out it had from the check before
+                seen = case == "corrupted" and ("norm" in name or "embed" in name)  # not what vLLM packs on a CPU
+                assert (f":{name} of http" in message and "more tensors" not in message) if seen else message is None
+                continue
+            count = "2" if case == "corrupted" else ""  # a fused parameter of which a part is missing is lost
+            assert f": on rank 0 {name}: {count}" in message and "; model" not in message

@@ -38,7 +38,7 @@ def answered(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_weights_answer_like_those_from_files(family, answered):
     answers = json.loads((answered / family / "answers.json").read_text())
-    ids = {name: [completion for completion, _ in found] for name, found in answers.items()}
+    ids = {name: [completion for completion, _ in answers[name]] for name in ("files", "stream", "other")}
     assert ids["stream"] == ids["files"] != ids["other"]
     for name in ("files", "stream", "other"):
         weights = answered / family / ("other" if name == "other" else "first")
@@ -48,3 +48,13 @@ def test_streamed_weights_answer_like_those_from_files(family, answered):
                 logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1)[torch.arange(len(completion)), completion]
             assert (expected - torch.tensor(log_probs)).abs().max() < 1e-3, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_differs_between_engine_and_stream_is_named(family, answered):
+    """Nothing with the weights that vLLM read from files by itself, or was given; everything with others."""
+    answers = json.loads((answered / family / "answers.json").read_text())
+    assert answers["files after"] == answers["other after"] == answers["stream after"] == []
+    differing = {line.split(":")[0] for line in answers["other before"]}
+    assert differing >= {name for name in answers["names"] if "norm" not in name and "bias" not in name}
+    assert answers["stream before"] != []

@@ -8,7 +8,7 @@ from megatron_grpo import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.arguments import args_to_json, parse_args
+from megatron_grpo.arguments import args_to_json, parse_args, print_args, server_urls
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
 
@@ -73,6 +73,8 @@ PP2 = "--pipeline-model-parallel-size 2"
 MOE = "--model-family qwen3_moe --num-experts 8"
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
+SERVER = "--vllm-mode server --vllm-server-base-url"
+
 REFUSED = {
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
     f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
@@ -116,12 +118,54 @@ REFUSED = {
     "--vllm-tensor-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
         "--num-attention-heads (12) must be divisible by --vllm-tensor-parallel-size (8)"
     ),
+    "--vllm-mode server": "--vllm-server-base-url is missing: name the servers",
+    "--vllm-server-base-url http://a:1": "--vllm-server-base-url needs --rollout-engine vllm --vllm-mode server",
+    "--sglang-server-timeout 5": "--sglang-server-timeout needs --rollout-engine sglang",
+    "--weight-sync-method checkpoint": "--weight-sync-method needs servers",
+    "--rollout-engine sglang --vllm-mode server": "--vllm-mode and --rollout-engine sglang cannot both be given",
+    f"{SERVER} a:1": "--vllm-server-base-url: it is no server's address: give http://HOST:PORT",
+    f"{SERVER} http://me:secret@a:1": "--vllm-server-base-url must not hold a password",
+    f"{SERVER} http://a:1 http://a:1/v1": "--vllm-server-base-url names a server twice",
+    f"{SERVER} http://a:1 --vllm-server-timeout 0": "--vllm-server-timeout (0.0) must be greater than 0",
+    f"{SERVER} http://a:1 --sleep-level 1": "--sleep-level is for an engine in the training processes",
+    f"{SERVER} http://a:1 --router-replay-mode R3 {MOE}": "--router-replay-mode R3 needs --rollout-engine",
+    f"{SERVER} http://a:1 --weight-sync-method gloo": "checkpoint goes through files",
+    f"{SERVER} http://a:1 --weight-sync-method checkpoint": "--weight-sync-dir is missing: with servers on other hosts",
+    "--rollout-engine megatron --vllm-max-num-seqs 64": (
+        "--vllm-max-num-seqs is vLLM's, and --rollout-engine megatron runs without vLLM"
+    ),
+    "--rollout-engine megatron --offload-model": "--offload-model cannot go with --rollout-engine megatron",
+    "--rollout-engine megatron --sleep-level 1": "--sleep-level cannot go with --rollout-engine megatron",
+    "--rollout-engine megatron --inference-max-requests 0": "--inference-max-requests (0) must be greater than 0",
+    "--inference-max-requests 64": "--inference-max-requests needs --rollout-engine megatron",
     "--vllm-gpu-memory-utilization 1.5": "--vllm-gpu-memory-utilization (1.5) must lie between 0 and 1",
     "--temperature 0": "--temperature (0.0) must be greater than 0",
     "--top-p 1.1": "--top-p (1.1) must lie between 0 and 1",
     "--top-k 0": "--top-k (0) must be at least 1, or -1",
     "--min-p -0.1": "--min-p (-0.1) must lie between 0 and 1",
-    "--top-p 0.9": "--top-p 0.9, --top-k -1, --min-p 0.0 change the engine's probabilities",
+    "--temperature 0.005": "--temperature (0.005) must lie between 0.01 and 2",
+    "--repetition-penalty 0": "--repetition-penalty (0.0) must be greater than 0",
+    "--presence-penalty 3": "--presence-penalty (3.0) must lie between -2 and 2",
+    "--frequency-penalty -3": "--frequency-penalty (-3.0) must lie between -2 and 2",
+    "--top-p 0.9 --frequency-penalty 1 --temperature 0.7": (
+        "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would be those "
+        "after them, and cannot be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
+    ),
+    "--top-k 5 --temperature 0.7 --mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop": (
+        "give --temperature 1, or leave out --rollout-importance-sampling-mode"
+    ),
+    "--rollout-importance-sampling-threshold 2": (
+        "--rollout-importance-sampling-threshold needs --rollout-importance-sampling-mode"
+    ),
+    "--rollout-importance-sampling-mode token_mask --rollout-importance-sampling-threshold 0": (
+        "--rollout-importance-sampling-threshold (0.0) must be greater than 0"
+    ),
+    "--rollout-importance-sampling-mode token_mask --rollout-importance-sampling-lower-bound 0.5": (
+        "--rollout-importance-sampling-lower-bound needs --rollout-importance-sampling-mode icepop"
+    ),
+    "--rollout-importance-sampling-mode icepop --rollout-importance-sampling-lower-bound 6": (
+        "--rollout-importance-sampling-lower-bound (6.0) must lie between 0 and 5"
+    ),
     "--mismatch-sample-rate 2": "--mismatch-sample-rate (2.0) must lie between 0 and 1",
     "--stop-words END --tokenizer-type SentencePieceTokenizer": "--stop-words needs a HuggingFaceTokenizer",
     "--reward-funcs a b --reward-weights 1": "--reward-weights has 1 values, --reward-funcs 2",
@@ -129,6 +173,25 @@ REFUSED = {
     "--reward-timeout 0": "--reward-timeout (0.0) must be greater than 0",
     "--epsilon 1.5": "--epsilon (1.5) must lie between 0 and 1",
     "--epsilon-high 0": "--epsilon-high (0.0) must be greater than 0",
+    "--loss-type cispo": "--loss-type cispo bounds the ratio itself by --epsilon-high",
+    "--loss-type cispo --epsilon-high 0.2": "must be at least 1: give --epsilon-high 5",
+    "--loss-type cispo --epsilon-high 5 --epsilon 0.2": "--epsilon has no effect with --loss-type cispo",
+    "--loss-type gspo": "--epsilon 0.2 never clips the ratio of a sequence",
+    "--loss-type gspo --importance-sampling-level token --epsilon 3e-4": "not token: leave one of them out",
+    "--loss-type grpo --importance-sampling-level sequence": "give --epsilon 3e-4 --epsilon-high 4e-4",
+    "--loss-type gmpo --importance-sampling-level sequence": "has no effect with --loss-type gmpo",
+    "--loss-type sapo --epsilon-high 0.3": "--epsilon-high has no effect with --loss-type sapo",
+    "--loss-type reinforce --delta 4": "--delta has no effect with --loss-type reinforce",
+    "--tau-pos 2": "--tau-pos has no effect with --loss-type grpo",
+    "--delta 1.2": "--delta (1.2) must be greater than 1 + --epsilon-high (1.2)",
+    "--delta 3 --dual-clip 3": "--delta and --dual-clip cannot both be given",
+    "--entropy-coef -1": "--entropy-coef (-1.0) must not be negative",
+    "--top-entropy-quantile 1.5": "--top-entropy-quantile (1.5) must lie between 0 and 1",
+    "--clip-cov-lb 2": "--clip-cov-lb needs --clip-cov-ratio",
+    "--clip-cov-ratio 1e-3 --clip-cov-lb 9": "--clip-cov-lb (9.0) must be less than --clip-cov-ub (5.0)",
+    "--kl-cov-ratio 1e-3": "--kl-cov-ratio penalises how far the policy has moved",
+    "--kl-cov-coef 2": "--kl-cov-coef needs --kl-cov-ratio",
+    "--m2po-threshold 0.04 --top-p 0.9 --temperature 0.7": "leave out --m2po-threshold",
     "--beta -1": "--beta (-1.0) must not be negative",
     "--beta 0 --ref-load ref": "--ref-load needs --beta",
     "--num-epochs 2": "--train-iters and --num-epochs cannot both be given",
@@ -191,6 +254,8 @@ REFUSED = {
     ),
     "--window-size 128,0 --window-attn-skip-freq 2": "qwen3 has window_attn_skip_freq = None, but the arguments say 2",
     "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say True",
+    "--rollout-engine megatron --check-weight-sync": "--check-weight-sync needs an engine with weights of its own",
+    "--rollout-engine megatron --rollout-balancing dynamic": "--rollout-balancing dynamic is for colocated vLLM",
     "--attn-logit-softcapping 0": "--attn-logit-softcapping (0.0) must be greater than 0",
     "--transformer-impl transformer_engine --dry-run --context-parallel-size 2 --window-size 8,0": (
         "--context-parallel-size 2 with --window-size needs --cp-comm-type a2a"
@@ -219,7 +284,9 @@ def test_query_groups_and_group_query_attention_go_together():
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --bf16",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--max-tokens-per-microbatch 4096 --vllm-tensor-parallel-size 2",
-        "--top-p 0.9 --mismatch-sample-rate 0",
+        "--top-p 0.9 --repetition-penalty 1.1",
+        "--top-p 0.9 --temperature 0.7 --mismatch-sample-rate 0",
+        "--temperature 0.7 --rollout-importance-sampling-mode token_mask --mismatch-sample-rate 0",
         "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
         "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -228,6 +295,14 @@ def test_query_groups_and_group_query_attention_go_together():
 )
 def test_what_works_is_accepted(flags):
     validated(flags)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bounds"), [("token_mask", (2.0, None)), ("sequence_truncate", (2.0, None)), ("icepop", (5.0, 0.5))]
+)
+def test_bounds_of_the_correction(mode, bounds):
+    args = validated(f"--rollout-importance-sampling-mode {mode}")
+    assert (args.rollout_importance_sampling_threshold, args.rollout_importance_sampling_lower_bound) == bounds
 
 
 def test_a_dry_run_needs_only_the_model():
@@ -285,3 +360,16 @@ def test_any_numbers_are_accepted_or_refused_with_a_grpo_error(values, world_siz
         assert "\n" not in str(error)
     else:
         assert args.train_iters % args.updates_per_rollout == 0
+
+
+def test_servers_are_accepted_and_filled_in():
+    args = validated(f"{SERVER} http://127.0.0.1:1 http://localhost:2/v1/ --weight-sync-method checkpoint")
+    assert args.weight_sync_dir == "/dev/shm"
+    assert server_urls(args) == ["http://127.0.0.1:1", "http://localhost:2/v1/"]
+    assert server_urls(validated("")) == []
+
+
+def test_keys_are_neither_printed_nor_saved(capsys):
+    args = validated(f"{SERVER} http://localhost:1 --vllm-server-api-key secret-of-mine")
+    print_args(args)
+    assert "secret-of-mine" not in capsys.readouterr().out + str(args_to_json(args))

@@ -32,6 +32,15 @@ def test_bnpo_blocks_by_hand():
     np.testing.assert_allclose(weights("bnpo", [1, 3, 0, 0, 6]), [1 / 12, 1 / 12, 0, 0, 1 / 18], rtol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("like", "others"),
+    [("grpo", ("gspo", "sapo", "gmpo", "real")), ("dapo", ("cispo", "fipo", "reinforce"))],
+)
+def test_the_others_average_alike(like, others):
+    for loss_type in others:
+        np.testing.assert_array_equal(weights(loss_type, [1, 3, 0, 4]), weights(like, [1, 3, 0, 4]))
+
+
 def test_bnpo_between_grpo_and_dapo():
     """Blocks of one completion are GRPO's average, one block of all is DAPO's."""
     lengths = [5, 2, 9, 1, 1, 30]
@@ -46,8 +55,8 @@ def test_nothing_to_learn_from(loss_type, lengths):
 
 
 def test_unknown_loss_type():
-    with pytest.raises(ValueError, match="cispo"):
-        weights("cispo", [1])
+    with pytest.raises(ValueError, match="ppo"):
+        weights("ppo", [1])
 
 
 def loss_by_definition(loss_type, losses, block_size, max_length):

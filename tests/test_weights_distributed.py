@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 from megatron_grpo import initialize
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.weights import hf
-from megatron_grpo.weights.stream import stream_hf
+from megatron_grpo.weights.stream import describe, stream_hf
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
@@ -112,6 +112,7 @@ def check(source: Path, target: Path, args) -> None:
         streamed = list(stream_hf(chunks, args, bucket_bytes))
         assert sorted(name for name, _ in streamed) == sorted(stored)
         assert all(same_bits(stored[name], tensor) for name, tensor in streamed)
+    assert describe(args) == [(name, tensor.dtype, tensor.shape) for name, tensor in streamed]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, [name for name, _ in streamed])
     assert all(names[0] == other for other in names)

@@ -6,7 +6,8 @@
 
 MODEL_FLAGS are those of pretrain_grpo.py: a Hugging Face directory (--load-hf) or a shape (--model-family qwen3
 --num-layers 28 ...), for which weights are made up from the tensors' names. A layout is written as its sizes (TP, PP,
-VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and after a colon any further flags.
+VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and after a colon any further flags. With
+the word LOSSES more updates follow, one for each loss type and mask, compared among the layouts that have the word.
 
 Without torchrun the tool starts one itself for each world size and tries all its layouts inside, since starting ranks
 takes longer than the updates. Every layout is compared with the first: a single process, where the model fits into one.
@@ -27,12 +28,14 @@ import tempfile
 from pathlib import Path
 
 import made_up  # first: it finds the program, and prepares for machines without a GPU
+import numpy as np
 import torch
 import torch.distributed as dist
 from made_up import parse
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import pretrain_grpo
 from megatron_grpo import training
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.errors import GrpoError
@@ -41,7 +44,8 @@ from megatron_grpo.offload import gradient_tensors, optimizer_tensors, weight_te
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "
-COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "ratio/max", "mismatch/mean_abs")
+COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked", "ratio/max")
+COMPARED += ("mismatch/mean_abs", "mismatch/kl", "mismatch/perplexity_ratio", "mismatch/effective_sample_size")
 SIZES = {
     "TP": "--tensor-model-parallel-size",
     "PP": "--pipeline-model-parallel-size",
@@ -55,7 +59,7 @@ SIZES = {
 def sizes_of(layout: str) -> dict[str, int]:
     """{"TP": 2, ...} of a layout's name, 0 for a size that is not named; ValueError for anything else in it."""
     sizes = dict.fromkeys((*SIZES, "DP"), 0)
-    for word in layout.partition(":")[0].split():
+    for word in layout.partition(":")[0].replace("LOSSES", "").split():
         name = word.rstrip("0123456789")
         if word != "SP":
             if name not in sizes or name == word:
@@ -133,6 +137,33 @@ def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: i
 
 # ---- the comparison
 
+# What LOSSES goes over. The thresholds lie amid the values of the made-up rollout.
+OBJECTIVES = (
+    "--loss-type dapo --epsilon-high 0.28 --delta 1.5",
+    "--loss-type dr_grpo --dual-clip 1.3",
+    "--loss-type gspo --epsilon 0.01 --epsilon-high 0.02",
+    "--importance-sampling-level sequence_token --epsilon 0.01",
+    "--loss-type cispo --epsilon-high 1.1",
+    "--loss-type sapo",
+    "--loss-type gmpo --epsilon 0.1",
+    "--loss-type fipo",
+    "--loss-type real",
+    "--loss-type reinforce --entropy-coef 0.1",
+    "--top-entropy-quantile 0.3",
+    "--clip-cov-ratio 0.1 --clip-cov-lb 0.1",
+    "--kl-cov-ratio 0.1",
+    "--m2po-threshold 0.8",
+    "--off-policy-sequence-mask-delta 1",
+)
+
+
+def objective_updates(flags: list[str], trainer, batch) -> list[dict]:
+    """One update for each of OBJECTIVES, from where the model is; a wrong gradient shows in the loss of the next."""
+    completions = np.arange(batch.num_completions // 2)
+    world_size = dist.get_world_size()
+    runs = [parse([*flags, *objective.split()], world_size) for objective in OBJECTIVES]
+    return [pretrain_grpo.update(args, trainer, batch, completions) for args in runs]
+
 
 def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     """Run the two updates in one layout; rank 0 compares the weights with the reference, or writes them to be it."""
@@ -146,7 +177,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     initialize_distributed(args)
     made_up.peak_memory(reset=True)
     model = (trainer := made_up.trainer(args)).model
-    rows, tokens_per_second = made_up.two_updates(args, trainer, made_up.rollout(args))
+    batch = made_up.rollout(args)
+    rows, tokens_per_second = made_up.two_updates(args, trainer, batch)
     peak = torch.tensor(made_up.peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
@@ -167,6 +199,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         missing = set(stored.keys()) - gaps.keys()
         worst = max(gaps, key=gaps.get)
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
+    if "LOSSES" in layout.partition(":")[0].split():
+        result["objectives"] = objective_updates([*flags, *flags_of(layout)], trainer, batch)
     leave_layout()
     # The gradients' hooks and the dispatcher's last graph hold the model where Python's collector cannot see it.
     tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
@@ -203,6 +237,12 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
             gap = abs(row[key] - want[key])
             if not gap <= tolerance * max(abs(want[key]), 1e-2):
                 return f"DIFFERS: {key} of update {number} by {gap / max(abs(want[key]), 1e-2):.1e}"
+    pairs = zip(result.get("objectives", []), first.get("objectives", []), strict=False)
+    for objective, (row, want) in zip(OBJECTIVES, pairs, strict=False):
+        for key in COMPARED:
+            gap = abs(row[key] - want[key])
+            if not gap <= tolerance * max(abs(want[key]), 1e-2):
+                return f"DIFFERS: {key} of {objective} by {gap / max(abs(want[key]), 1e-2):.1e}"
     if not result.get("gap", 0.0) <= tolerance:
         return f"DIFFERS: {result['worst_tensor']} by {result['gap']:.1e}"
     return "same"

@@ -109,12 +109,15 @@ def trainer(args) -> SimpleNamespace:
         hf.load_hf(model, args, args.load_hf)
     else:
         fill(model, args)
-    return SimpleNamespace(**dict(zip(("model", "optimizer", "scheduler"), training.setup_optimizer(args, model))))
+    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
 
 
 def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float]:
     """(metrics of each update, tokens per second of the second one)."""
     off_policy(args, trainer, batch)
+    if args.rollout_importance_sampling_mode:
+        pretrain_grpo.correct(args, batch)
     rows = []
     for completions in np.split(np.arange(batch.num_completions), 2):
         started = time.monotonic()

@@ -45,7 +45,9 @@ COMMON = f"""--transformer-impl local --num-generations 4 --global-batch-size 12
     --lr 1e-3 --lr-decay-style linear --lr-warmup-iters 4 --beta 0.02 --max-prompt-length 6 --max-completion-length 4
     --reward-funcs exact_match --val-before-train --vllm-enforce-eager --max-checkpoints-to-keep 2"""
 JOBS = {
-    "one update": "--micro-batch-size 16 --loss-type dapo --save-interval 2 --eval-interval 4",
+    "one update": """--micro-batch-size 16 --loss-type dapo --save-interval 2 --eval-interval 4
+        --rollout-importance-sampling-mode sequence_truncate --mismatch-sample-rate 0 --top-k 8
+        --frequency-penalty 0.1""",
     "four updates": """--max-tokens-per-microbatch 80 --steps-per-generation 2 --num-iterations 2 --save-interval 4
         --eval-interval 8 --eval-num-generations 2 --log-interval 3 --mismatch-sample-rate 0.5
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --vllm-enable-prefix-caching""",

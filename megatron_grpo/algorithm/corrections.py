@@ -1,29 +1,121 @@
-"""How far the engine that sampled is from the trainer that learns.
+"""How far the engine that sampled is from the trainer that learns, and what can be done about it.
 
 The engine and the trainer hold the same weights but not the same kernels, and often not the same precision: the
 log-probability of one token differs between them. GRPO takes the samples for the trainer's own, so this difference is
-an error that training does not see; it is measured on every rollout, and a sudden rise means that the engine has
-missed a weight update.
+an error that training does not see. `mismatch` measures it, and a sudden rise means that the engine has missed a weight
+update. `importance_weights` corrects for it: the policy term of a token is multiplied by r = p(trainer) / p(engine),
+whose mean over the engine's samples makes an expectation under the trainer, and which is bounded, since a few large
+ratios would make up the whole gradient.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithm.losses import kl_k3
+from megatron_grpo.algorithm.losses import MAX_LOG_RATIO, kl_k3
+from megatron_grpo.errors import GrpoError
+
+
+class ImportanceWeights(NamedTuple):
+    """What `importance_weights` found."""
+
+    weights: npt.NDArray[np.float32]  # [total], 1 on tokens that are not in the loss
+    clipped: float  # share of the tokens in the loss that a bound truncated or masked
+
+
+def importance_weights(
+    mode: str,
+    log_probs: npt.NDArray[np.float32],
+    rollout_log_probs: npt.NDArray[np.float32],
+    loss_mask: npt.NDArray[np.uint8],
+    cu_seqlens: npt.NDArray[np.int64],
+    threshold: float,
+    lower_bound: float | None = None,
+) -> ImportanceWeights:
+    """Factor of each token's policy term, from the ratios of a whole rollout.
+
+    With r[i,t] = exp(log_probs - rollout_log_probs), the exponent clamped to [-20, 20], and g_i the geometric mean of r
+    over the tokens of completion i that are in the loss:
+
+        token_truncate     min(r, threshold)
+        token_mask         r where r <= threshold, else 0
+        sequence_truncate  min(g_i, threshold)
+        sequence_mask      r where g_i <= threshold, else 0
+        icepop             r where lower_bound <= r <= threshold, else 0
+
+    The factors are numbers: no gradient flows through them. They are made from the flat arrays of the rollout, in which
+    every completion is whole, so that a sequence's mean does not depend on packing or parallel layout.
+
+    Args:
+        mode: one of the five.
+        log_probs: [total], under the trainer, at the weights that it held when the rollout was sampled.
+        rollout_log_probs: [total], under the engine.
+        loss_mask: [total], 1 on the tokens in the loss.
+        cu_seqlens: [n + 1], where each sequence begins; the last is the total.
+        threshold: upper bound.
+        lower_bound: read by icepop only.
+
+    Raises:
+        ValueError: unknown `mode`.
+        GrpoError: a log-probability of a token in the loss is missing (NaN) or infinite.
+
+    Source: truncation: Ionides 2008, "Truncated importance sampling"; Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training". Masks: Liu et al. 2025, "When speed kills stability: demystifying RL
+    collapse from the training-inference mismatch". icepop: Ling Team 2025, "Every step evolves", arXiv:2510.18855.
+    """
+    in_loss = loss_mask == 1
+    known = np.isfinite(log_probs) & np.isfinite(rollout_log_probs)
+    if not known[in_loss].all():
+        raise GrpoError(
+            f"--rollout-importance-sampling-mode {mode} needs the log-probabilities of all sampled tokens, but "
+            f"{np.sum(in_loss & ~known)} of {np.sum(in_loss)} are missing or infinite: the engine did not return them, "
+            "or the model gives NaN; leave the flag out, or take an engine that returns them"
+        )
+    log_ratio = np.zeros(len(in_loss))
+    log_ratio[in_loss] = log_probs[in_loss].astype(np.float64) - rollout_log_probs[in_loss]
+    log_ratio = log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = np.exp(log_ratio)
+
+    bounded = ratio
+    if mode in ("sequence_truncate", "sequence_mask"):
+        completion = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
+        lengths = np.bincount(completion, in_loss)
+        bounded = np.exp(np.bincount(completion, log_ratio) / np.maximum(lengths, 1))[completion]
+    outside = bounded > threshold
+    if mode == "icepop":
+        outside |= bounded < lower_bound
+
+    if mode in ("token_truncate", "sequence_truncate"):
+        weights = np.minimum(bounded, threshold)
+    elif mode in ("token_mask", "sequence_mask", "icepop"):
+        weights = np.where(outside, 0.0, ratio)
+    else:
+        raise ValueError(f"unknown mode of importance sampling {mode!r}")
+    weights[~in_loss] = 1.0
+    return ImportanceWeights(weights.astype(np.float32), float(outside[in_loss].mean()) if in_loss.any() else 0.0)
 
 
 class Mismatch(NamedTuple):
-    """Sums over tokens, so that micro-batches and ranks add up: the means are abs_sum / tokens and k3_sum / tokens.
+    """Sums over tokens, so that micro-batches and ranks add up, and one maximum; all are float64 scalars.
 
-    All are float64 scalars. Add the first three, take the maximum of `abs_max`.
+    With d = lp - lp_rollout of a token and r = exp(d), d clamped to [-20, 20] in the exponent.
     """
 
     tokens: Tensor  # how many tokens have an engine log-probability
-    abs_sum: Tensor  # sum of |lp - lp_rollout|, nats
+    abs_sum: Tensor  # sum of |d|, nats
+    log_ratio_sum: Tensor  # sum of d, nats
     k3_sum: Tensor  # sum of the k3 estimate of KL(engine || trainer), nats
-    abs_max: Tensor  # largest |lp - lp_rollout|, nats; 0 when there is no token
+    ratio_sum: Tensor  # sum of r
+    square_sum: Tensor  # sum of r^2
+    abs_max: Tensor  # largest |d|, nats; 0 when there is no token
+
+
+# The names under which the update's report carries a Mismatch: what ends in /max is a maximum, the rest are sums.
+MISMATCH = tuple(f"mismatch/{name}" for name in Mismatch._fields[:-1]) + ("mismatch/max",)
 
 
 def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> Mismatch:
@@ -39,10 +131,31 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> Mismatch:
     """
     known = ~torch.isnan(rollout_log_probs)
     trainer, engine = log_probs.detach()[known].double(), rollout_log_probs[known].double()
-    difference = (trainer - engine).abs()
+    difference = trainer - engine
+    ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return Mismatch(
         tokens=known.sum().double(),
-        abs_sum=difference.sum(),
+        abs_sum=difference.abs().sum(),
+        log_ratio_sum=difference.sum(),
         k3_sum=kl_k3(engine, trainer).sum(),
-        abs_max=difference.max() if known.any() else difference.sum(),
+        ratio_sum=ratio.sum(),
+        square_sum=ratio.square().sum(),
+        abs_max=difference.abs().max() if known.any() else difference.sum(),
     )
+
+
+def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """A rollout's Mismatch under the names of ``metrics.METRICS``; nothing when the engine was not asked.
+
+    The effective sample size is Kish's, as a share of the tokens: (sum r)^2 / (n sum r^2).
+    """
+    tokens, abs_sum, log_ratio_sum, k3_sum, ratio_sum, square_sum, abs_max = (totals[name] for name in MISMATCH)
+    if not tokens:
+        return {}
+    return {
+        "mismatch/mean_abs": abs_sum / tokens,
+        "mismatch/max_abs": abs_max,
+        "mismatch/kl": k3_sum / tokens,
+        "mismatch/perplexity_ratio": float(np.exp(-log_ratio_sum / tokens)),
+        "mismatch/effective_sample_size": ratio_sum**2 / (tokens * square_sum),
+    }

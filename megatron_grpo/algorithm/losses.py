@@ -1,14 +1,21 @@
-"""The GRPO loss of each token: a clipped policy-gradient term and a penalty for leaving the reference.
+"""The policy term of each token, by loss type, and the KL penalty for leaving the reference.
 
 The whole loss of one optimizer update is
 
-    loss = sum over completions i, tokens t of  w[i,t] * (L[i,t] + beta * KL[i,t])
+    loss = sum over completions i, tokens t of  w[i,t] * (m[i,t] L[i,t] + beta * KL[i,t] - entropy_coef * H[i,t])
 
-with L from `policy_loss`, KL from `kl_k3` and w from `megatron_grpo.algorithm.weighting`. Everything here is one
-token at a time: the tensors are flat, [t], the label tokens of one packed micro-batch in order, so that no padding
-exists to be masked.
+with L from this module, m from `corrections` and `masks`, KL from `kl_k3` and w from `weighting`. The tensors are flat,
+[t]: the label tokens of one packed micro-batch in order, so that no padding exists to be masked. A pack holds whole
+completions; ``completion`` [t] says which one a token belongs to, and numbers them in any way below t.
+
+Everywhere d = log_probs - old_log_probs is the log of the ratio rho = exp(d) between the policy that is trained and
+the weights before the first update on the rollout; with a single update per rollout rho is 1.
 """
 
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,48 +23,230 @@ from torch import Tensor
 # the zero gradient of the clipped branch is nan. Inside the bound nothing changes.
 MAX_LOG_RATIO = 20.0
 
+# The discount of a future token below which fipo's sum leaves it out: far below float32's resolution of the sum.
+NEGLIGIBLE = 1e-12
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
-    epsilon: float,
-    epsilon_high: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy-gradient loss of each token, and which tokens were clipped.
+Level = Literal["token", "sequence", "sequence_token"]
 
-        rho = exp(log_probs - old_log_probs)
-        L   = -min(rho * A, clip(rho, 1 - epsilon, 1 + epsilon_high) * A)
+
+class PolicyLoss(NamedTuple):
+    """A loss type's L of each token, [t], and which tokens it stops learning from: 1.0 or 0.0, [t]."""
+
+    loss: Tensor
+    clip_low: Tensor
+    clip_high: Tensor
+
+
+def completion_mean(values: Tensor, completion: Tensor) -> Tensor:
+    """Mean of ``values`` [t] over the tokens of each completion, at every token of it, [t]."""
+    # As many slots as tokens: at least as many as completions, and no wait for the device to count them.
+    sums = torch.zeros_like(values).index_add(0, completion, values)
+    counts = torch.zeros_like(values).index_add(0, completion, torch.ones_like(values))
+    return (sums / counts.clamp(min=1))[completion]
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, completion: Tensor, level: Level) -> Tensor:
+    """Log of the importance ratio of each token, [t].
+
+        token           d
+        sequence        mean of d over the completion: all its tokens share one ratio, and are clipped together
+        sequence_token  the same value, with the gradient of the token's own log-probability
+
+    Args:
+        log_probs: [t], under the policy being trained; carries the gradient.
+        old_log_probs: [t].
+        completion: [t].
+        level: one of the three.
+
+    Source: sequence and sequence_token: GSPO and GSPO-token (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 13).
+    """
+    difference = log_probs - old_log_probs
+    if level == "token":
+        return difference
+    mean = completion_mean(difference, completion)
+    return mean if level == "sequence" else mean.detach() + log_probs - log_probs.detach()
+
+
+def clipped_loss(
+    log_ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
+) -> PolicyLoss:
+    """PPO's clipped loss: of grpo, bnpo, dapo, dr_grpo, gspo and, before its weights, fipo.
+
+        L = -min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
 
     A > 0 asks for a larger probability, and stops asking once rho > 1 + epsilon_high; A < 0 asks for a smaller one, and
     stops once rho < 1 - epsilon. A clipped token has no gradient. The minimum makes the bound one-sided: a token that
-    has moved the *wrong* way is never clipped, so it can always be brought back.
+    has moved the *wrong* way is not clipped, so it can always be brought back. There ``delta``, above
+    1 + epsilon_high, bounds what a single token with A < 0 can do: L <= -delta A, which is PPO's dual clip.
 
     Args:
-        log_probs: [t], log-probability of each sampled token under the policy being trained; carries the gradient.
-        old_log_probs: [t], the same under the weights before the first update on this rollout; no gradient. None when
-            there is only one update per rollout: both policies are then the same, so rho = 1 in value and the
-            gradient is that of plain REINFORCE, -A * d log_probs.
+        log_ratio: [t], of `log_ratio`; carries the gradient. At 0 in value the gradient is REINFORCE's, -A d log_probs.
         advantages: [t], A of the completion that each token belongs to.
         epsilon: how far below 1 the ratio may fall.
         epsilon_high: how far above 1 it may rise; equal to epsilon in PPO and GRPO, larger in DAPO ("clip-higher").
+        delta: bound of the unclipped branch, or None.
 
     Returns:
-        The loss [t], and {"clip_low", "clip_high"}: [t], 1.0 where the clipped branch is the one chosen, else 0.0.
+        PolicyLoss; clipped is where the clipped branch is the one chosen (not where delta bounds the other).
 
     Source: PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7); GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3); two
-    bounds: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1).
+    bounds: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1); delta: INTELLECT-2 (2025, arXiv:2505.07291); dual
+    clip: Ye et al. 2020, arXiv:1912.09729.
     """
-    if old_log_probs is None:
-        old_log_probs = log_probs.detach()
-    ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = _exp(log_ratio)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    stats = {
-        "clip_low": ((ratio < 1 - epsilon) & (advantages < 0)).to(loss.dtype),
-        "clip_high": ((ratio > 1 + epsilon_high) & (advantages > 0)).to(loss.dtype),
-    }
-    return loss, stats
+    unclipped = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(unclipped * advantages, clipped * advantages)
+    low = (ratio < 1 - epsilon) & (advantages < 0)
+    high = (ratio > 1 + epsilon_high) & (advantages > 0)
+    return PolicyLoss(loss, low.to(loss), high.to(loss))
+
+
+def cispo_loss(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> PolicyLoss:
+    """CISPO: the ratio is a bounded weight without gradient, so that no token is ever left out.
+
+        L = -sg(min(rho, epsilon_high)) A log_probs
+
+    ``epsilon_high`` is the bound itself, not its distance from 1. All arguments but it are [t]; clip_high marks the
+    tokens whose ratio is bounded, whatever the sign of A.
+
+    Source: MiniMax-M1 (2025, arXiv:2506.13585, section 3.1).
+    """
+    ratio = _exp(log_ratio.detach())
+    loss = -ratio.clamp(max=epsilon_high) * advantages * log_probs
+    return PolicyLoss(loss, torch.zeros_like(ratio), (ratio > epsilon_high).to(loss))
+
+
+def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> PolicyLoss:
+    """SAPO: a soft gate in place of the clip.
+
+        L = -(4 / tau) sigmoid(tau (rho - 1)) A,    tau = tau_pos where A > 0, else tau_neg
+
+    At rho = 1 the gradient is that of rho A; it fades as rho leaves 1 to either side, the faster the larger tau.
+    ``log_ratio`` and ``advantages`` are [t]; nothing is clipped.
+
+    Source: Gao et al. 2025, "Soft adaptive policy optimization", arXiv:2511.20347, eq. 5 and 6.
+    """
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
+    loss = -(4 / tau) * torch.sigmoid(tau * (_exp(log_ratio) - 1)) * advantages
+    return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
+
+
+def gmpo_loss(
+    log_ratio: Tensor, advantages: Tensor, completion: Tensor, epsilon: float, epsilon_high: float
+) -> PolicyLoss:
+    """GMPO: the geometric mean of the completion's ratios, each clipped in log space on the side that A pushes it to.
+
+        c_t = s min(s d_t, s clip(d_t, -epsilon, epsilon_high)),  s = sign(A)
+        L   = -A exp(mean of c over the completion), at each of its tokens
+
+    Args:
+        log_ratio: [t], d of each token.
+        advantages: [t].
+        completion: [t].
+        epsilon, epsilon_high: in log space: the ratio lies between exp(-epsilon) and exp(epsilon_high).
+
+    Source: Zhao et al. 2025, "Geometric-mean policy optimization", arXiv:2507.20673, eq. 4.
+    """
+    sign = advantages.sign()
+    clipped = log_ratio.clamp(-epsilon, epsilon_high)
+    # s min(s d, s c) is the smaller of the two for A > 0, the larger for A < 0; with A = 0 nothing is learnt.
+    bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    loss = -advantages * _exp(completion_mean(bounded, completion))
+    low = (log_ratio < -epsilon) & (advantages < 0)
+    high = (log_ratio > epsilon_high) & (advantages > 0)
+    return PolicyLoss(loss, low.to(loss), high.to(loss))
+
+
+def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
+    """REINFORCE: L = -A log_probs, [t] each; no ratio, nothing clipped.
+
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
+    """
+    loss = -advantages * log_probs
+    return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
+
+
+def fipo_weights(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    completion: Tensor,
+    half_life: float,
+    clip_range: float,
+    safety_threshold: float,
+    delta: float | None = None,
+) -> Tensor:
+    """FIPO's weight of each token, by how far the tokens behind it have moved: it multiplies the clipped loss.
+
+        f_t = exp(sum over k >= t of gamma^(k - t) d_k),  gamma = 2^(-1 / half_life), over the completion's tokens
+              clamped to [1, 1 + clip_range]; where A < 0 and rho_t > safety_threshold, to [1 - clip_range, 1]
+
+    Tokens with rho > delta leave the sum. The distance k - t counts tokens in the loss.
+
+    Args:
+        log_ratio: [t], d of each token.
+        advantages: [t].
+        completion: [t], each completion's tokens side by side and in order.
+        half_life: tokens after which a later token counts half.
+        clip_range: width of the clamp.
+        safety_threshold: ratio from which a token with A < 0 is not to be strengthened.
+        delta: see above; None keeps all.
+
+    Returns:
+        [t], without gradient.
+
+    Source: "FIPO: future-KL influenced policy optimization" (2026), arXiv:2603.19835; the values are ms-swift's.
+    """
+    moved = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = moved.exp()
+    future = moved if delta is None else moved.where(ratio <= delta, 0.0)
+    # A window that doubles: sum over [t, t + 2s) = sum over [t, t + s) + gamma^s sum over [t + s, t + 2s).
+    step, gamma = 1, 2.0 ** (-1.0 / half_life)
+    while step < len(future) and gamma**step > NEGLIGIBLE:
+        same = completion[step:] == completion[:-step]
+        behind = torch.where(same, future[step:], 0.0) * gamma**step
+        future = torch.cat([future[:-step] + behind, future[-step:]])
+        step *= 2
+    weight = future.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    unsafe = (advantages < 0) & (ratio > safety_threshold)
+    return torch.where(unsafe, weight.clamp(1 - clip_range, 1.0), weight.clamp(1.0, 1 + clip_range))
+
+
+def real_advantages(
+    scores: npt.NDArray[np.float64], advantages: npt.NDArray[np.float32], group_ids: npt.NDArray[np.int64], tau: float
+) -> npt.NDArray[np.float32]:
+    """REAL: completions of a group are classified, right against wrong; what that loss asks of each, as an advantage.
+
+        loss = mean over groups of  log(1 + sum over positives e^(-s / tau)) + log(1 + sum over negatives e^(s / tau))
+
+    with s_i the mean of d over completion i. The result is A_i = -(n / groups) d loss' / d s_i, loss' the sum of a
+    group, so that -A_i d_t, averaged over tokens and then over the n completions, has the gradient of the loss. Its
+    value is not that of the loss.
+
+    Args:
+        scores: [n], s at the weights that the gradient is taken at.
+        advantages: [n], whose sign tells positives (above 0) from negatives.
+        group_ids: [n].
+        tau: temperature.
+
+    Returns:
+        [n]; 0 in a group without both.
+
+    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026); groups without both, and the
+    sign, as in ms-swift.
+    """
+    result = np.zeros(len(scores))
+    groups = np.unique(group_ids)
+    for group in groups:
+        members = group_ids == group
+        for sign, side in ((1, members & (advantages > 0)), (-1, members & (advantages <= 0))):
+            if side.sum() in (0, members.sum()):
+                continue
+            logits = -sign * scores[side] / tau
+            peak = max(logits.max(), 0.0)
+            mass = np.exp(logits - peak)
+            result[side] = sign / tau * mass / (np.exp(-peak) + mass.sum())
+    return (result * (len(scores) / max(len(groups), 1))).astype(np.float32)
 
 
 def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -82,3 +271,7 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """
     x = (log_probs - ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-x) + x  # expm1: near x = 0, exp(-x) - 1 would lose every digit of a k3 of about x^2 / 2
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -12,7 +12,9 @@ all that follows it (losses, advantages, weights) has length L, the number of la
 leads from there back to the flat arrays.
 
 Under context parallelism each rank of the group holds a part of every sequence of a pack, `zigzag` says which, and has
-a `Pack` of its own: its tokens, their labels and what belongs to those, in its order. A label is that of one rank only.
+a `Pack` of its own: its tokens and their labels, in its order. A label is that of one rank only (`Pack.own_labels`);
+what belongs to labels is there on every rank, of all labels in the order of the whole pack, since losses look at whole
+completions.
 """
 
 import zipfile
@@ -52,7 +54,8 @@ PER_COMPLETION = {
     "turns": np.int32,
 }
 SCORES = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
-PER_TOKEN_OPTIONAL = SCORES | {"routed_experts": np.int16}
+FACTORS = {"corrections": np.float32, "policy_mask": np.float32, "kl_cov": np.float32}
+PER_TOKEN_OPTIONAL = SCORES | FACTORS | {"routed_experts": np.int16}
 PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
 OPTIONAL = PER_TOKEN_OPTIONAL | PER_COMPLETION_OPTIONAL
 OF_TOKENS = PER_TOKEN | PER_TOKEN_OPTIONAL
@@ -70,8 +73,8 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: m completions laid end to end, of which this rank holds T tokens with L labels (convention: see
-    the module); L can be 0.
+    """One micro-batch: m completions laid end to end, with L labels, of which this rank holds T tokens with l labels
+    (convention: see the module); both can be 0. Without context parallelism l is L.
     """
 
     indices: Int64  # [m], which completions of the batch
@@ -82,17 +85,22 @@ class Pack:
     source: Int64  # [T], where each token lies in the flat arrays of the batch, -1 for padding
     cu_seqlens: Int32  # [m + 1], or [m + 2] with a padding sequence, the last: whole sequences, over all context ranks
     max_seqlen: int  # of these
+    own_labels: Int64  # [l], which of the L labels are this rank's
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
+    completion: Int64  # [L], whose label it is, by its number in the pack
     rollout_log_probs: Float32  # [L], NaN where the engine gave none
     old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
     ref_log_probs: Float32 | None  # [L]
+    corrections: Float32 | None  # [L]
+    policy_mask: Float32 | None  # [L]
+    kl_cov: Float32 | None  # [L]
     advantages: Float32 | None  # [L]
     weights: Float32 | None  # [L]
     routed_experts: Int16 | None  # [T, moe layers, topk], of the tokens themselves (not labels); -1 on padding
 
     @property
     def num_labels(self) -> int:
-        """L, the number of tokens in the loss."""
+        """L, the number of tokens in the loss, over all context ranks."""
         return len(self.token_index)
 
 
@@ -114,6 +122,9 @@ class RolloutBatch:
     turns: Int32  # [n], how many times the policy spoke
     old_log_probs: Float32 | None = None  # [total], under the weights before the first update; NaN elsewhere
     ref_log_probs: Float32 | None = None  # [total], under the reference; NaN elsewhere
+    corrections: Float32 | None = None  # [total], factors of the policy term: algorithm/corrections.py
+    policy_mask: Float32 | None = None  # [total], 0 where an update leaves the policy term out: algorithm/masks.py
+    kl_cov: Float32 | None = None  # [total], factor of |lp - lp_old| in the policy term, of one update
     routed_experts: Int16 | None = None  # [total, moe layers, topk], to be replayed; a token's are -1 where unknown
     advantages: Float32 | None = None  # [n]
     weights: Float32 | None = None  # [n], w of every token of the completion within its update
@@ -124,7 +135,7 @@ class RolloutBatch:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         log_probs: Sequence[Sequence[float] | None],
-        weight_version: int,
+        weight_version: int | Sequence[int],
         group_ids: Sequence[int],
         row_ids: Sequence[int],
         sample_ids: Sequence[int],
@@ -134,8 +145,9 @@ class RolloutBatch:
         """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
 
         Every sequence has n entries; `prompts[i]` are the token ids in front of `completions[i]`, and `log_probs[i]`
-        the engine's log-probabilities of the latter, or None. `routed_experts[i]`, [tokens, moe layers, topk], begin
-        with the prompt and may end early. Raises GrpoError as `validate` does.
+        the engine's log-probabilities of the latter, or None; `weight_version` is one for all, or one each.
+        `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early. Raises GrpoError as
+        `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -146,7 +158,7 @@ class RolloutBatch:
             tokens=np.zeros(total, np.int32),
             loss_mask=np.zeros(total, np.uint8),
             rollout_log_probs=np.full(total, np.nan, np.float32),
-            weight_version=np.full(total, weight_version, np.int32),
+            weight_version=np.repeat(np.broadcast_to(np.array(weight_version, np.int32), lengths.shape), lengths),
             prompt_lengths=prompt_lengths,
             group_ids=np.array(group_ids, np.int64),
             row_ids=np.array(row_ids, np.int64),
@@ -190,6 +202,11 @@ class RolloutBatch:
     def loss_lengths(self) -> Int64:
         """[n], tokens in the loss: T_i of the formulas."""
         return np.diff(_offsets(self.loss_mask)[self.cu_seqlens])
+
+    def loss_positions(self, indices: Int64) -> Int64:
+        """Where the tokens in the loss of these completions lie in the flat arrays, one completion after the other."""
+        flat = self._token_positions(indices)
+        return flat[self.loss_mask[flat] == 1]
 
     # ---- choosing and joining
 
@@ -262,15 +279,17 @@ class RolloutBatch:
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
 
+        labelled = label_source >= 0
+        token_index, sequence = label_source[labelled], sequence[labelled]
+        completion = chosen[sequence]
         held = zigzag(cu_seqlens, cp_size, cp_rank)
-        source, label_source, sequence = source[held], label_source[held], sequence[held]
-        padding, labelled = source < 0, label_source >= 0
+        own_labels = (np.cumsum(labelled) - 1)[held][labelled[held]]
+        source = source[held]
+        padding = source < 0
         tokens = np.zeros(len(source), np.int64)
         tokens[~padding] = self.tokens[source[~padding]]
-        token_index = label_source[labelled]
         labels = np.full(len(source), IGNORED_LABEL, np.int64)
-        labels[labelled] = self.tokens[token_index]
-        completion = chosen[sequence[labelled]]
+        labels[labelled[held]] = self.tokens[token_index[own_labels]]
         experts = None
         if self.routed_experts is not None:
             experts = np.full((len(source), *self.routed_experts.shape[1:]), -1, np.int16)
@@ -284,10 +303,15 @@ class RolloutBatch:
             source=source,
             cu_seqlens=cu_seqlens.astype(np.int32),
             max_seqlen=int(lengths.max(initial=0)),
+            own_labels=own_labels,
             token_index=token_index,
+            completion=sequence,
             rollout_log_probs=self.rollout_log_probs[token_index],
             old_log_probs=None if self.old_log_probs is None else self.old_log_probs[token_index],
             ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[token_index],
+            corrections=None if self.corrections is None else self.corrections[token_index],
+            policy_mask=None if self.policy_mask is None else self.policy_mask[token_index],
+            kl_cov=None if self.kl_cov is None else self.kl_cov[token_index],
             advantages=None if self.advantages is None else self.advantages[completion],
             weights=None if self.weights is None else self.weights[completion],
             routed_experts=experts,

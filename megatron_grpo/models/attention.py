@@ -108,9 +108,10 @@ class PackedAttention(MegatronModule):
             cu_seqlens = _offsets_on_host(packed_seq_params)
             kernel, keys = segments(cu_seqlens, cp_size, cp_rank, self.left, scale, query.device)
             key, value = key.index_select(0, keys), value.index_select(0, keys)
-        return attend(query, key, value, self._sinks(query), kernel).flatten(1)
+        return attend(query, key, value, self.sinks(query), kernel).flatten(1)
 
-    def _sinks(self, query: torch.Tensor) -> torch.Tensor | None:
+    def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
+        """The logit of each head's sink, ``[heads]``, in the queries' dtype; None without sinks."""
         if self.config.softmax_type == "off-by-one":
             return query.new_zeros(query.shape[1])
         return self.softmax_offset if self.config.softmax_type == "learnable" else None

@@ -48,17 +48,37 @@ class PolicyModel(GPTModel):
                 hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels, **kwargs
             )
             return soft_cap(out, self.final_logit_softcapping) if self.post_process else out
-        tied = self.share_embeddings_and_output_weights
         # The layer itself is not called, so what waits for its weight (--overlap-param-gather) has to be.
         for wait in self.output_layer._forward_pre_hooks.values():
             wait(self.output_layer, ())
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight = self._output_weight()
         kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
         log_probs, entropy = self._head(hidden_states, weight, labels, kept)
         rows = [log_probs, entropy]
         if self.config.mtp_loss_scaling_factor > 0 and self.mtp_process and torch.is_grad_enabled():
             rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
         return torch.stack(rows)
+
+    def _output_weight(self) -> torch.Tensor:
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+    def hidden_states(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Output ``[t, 1, h]`` (under sequence parallelism this rank's part) of this chunk's layers for unpacked tokens
+        ``[t]``, or, behind the first chunk, for the input tensor that was set.
+        """
+        hidden_states, rotary_pos_emb, *_ = self._preprocess(tokens[None], position_ids[None])
+        return self.decoder(hidden_states=hidden_states, attention_mask=None, rotary_pos_emb=rotary_pos_emb)
+
+    def next_token_logits(self, hidden_states: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Logits in float32 ``[l, vocabulary]``, on every tensor-parallel rank, at the positions ``kept`` ``[l]`` of
+        the last chunk's `hidden_states`.
+        """
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+        logits = hidden_states[:, 0].index_select(0, kept) @ self._output_weight().T
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+        return soft_cap(logits[:, : self.vocab_size_without_padding].float(), self.final_logit_softcapping)
 
     def _head(self, hidden_states, weight, labels, kept):
         """(log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""

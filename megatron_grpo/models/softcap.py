@@ -25,7 +25,10 @@ def soft_capped_attention(q, k, v, sees: Sees, scale: float, cap: float) -> torc
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if q.is_cuda:
         mask = _block_mask(sees, q.shape[2], k.shape[2], q.device)
-        return _compiled()(q, k, v, _score_mod(cap), mask, scale, enable_gqa=True)[0].transpose(0, 1)
+        # Left to choose, it takes for less than 128 tokens a kernel for decoding, which has no block size for these.
+        options = {"BACKEND": "TRITON"}
+        out = _compiled()(q, k, v, _score_mod(cap), mask, scale, enable_gqa=True, kernel_options=options)
+        return out[0].transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
     seen = sees(None, None, torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2]))

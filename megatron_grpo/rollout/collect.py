@@ -13,6 +13,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.initialize import host_group
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rollout.balancing import HandOut
 from megatron_grpo.rollout.engine import Completion, Engine, Request, Sampling, generate
 
 
@@ -25,20 +26,28 @@ def collect_rollout(
     tokenizer,
     seed: int,
     timers,
+    capacity: int | None = None,
 ) -> tuple[RolloutBatch, int]:
     """``num_generations`` completions of every prompt, with their rewards, in one order on every rank.
 
     Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p.
-    A prompt's completions stay on one replica, which so computes the prompt once. Scoring runs while others are
-    generated. ``scorer`` belongs to the lead rank of each replica (None elsewhere). Returns the batch and the number
-    of rewards that could not be had, over all replicas; the scorer's own are in its ``failures``.
+    A prompt's completions stay on one replica, which so computes the prompt once; ``capacity``: see `HandOut`. Scoring
+    runs while others are generated. ``scorer`` belongs to the lead rank of each replica (None elsewhere). Returns the
+    batch and the number of rewards that could not be had, over all replicas; the scorer's own are in its ``failures``.
     """
-    own = range(engine.replica, len(prompts), engine.num_replicas)
-    requests = [Request(p * num_generations + g, prompts[p].ids, sampling) for p in own for g in range(num_generations)]
+    hand_out = HandOut(engine, len(prompts), num_generations, capacity)
     completions: list[Completion] = []
-    texts = {p: tokenizer.decode(prompts[p].ids) for p in own} if scorer is not None else {}
+    texts: dict[int, str] = {}
+
+    def requests(numbers: Sequence[int]) -> list[Request]:
+        if scorer is not None:
+            texts.update((p, tokenizer.decode(prompts[p].ids)) for p in numbers)
+        return [
+            Request(p * num_generations + g, prompts[p].ids, sampling) for p in numbers for g in range(num_generations)
+        ]
+
     with timers("rollout"), engine.rollout(seed):
-        for completion in generate(engine, requests):
+        for completion in generate(engine, requests(hand_out.first), lambda n: requests(hand_out.further(n))):
             completions.append(completion)
             if scorer is not None:
                 p = completion.id // num_generations
@@ -51,6 +60,7 @@ def collect_rollout(
         failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
         dist.all_reduce(failures, group=host_group())
         parts = _exchange(mine)
+        hand_out.close()
     batch = RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
     return batch, int(failures)
 
@@ -72,7 +82,7 @@ def _to_batch(prompts: Sequence[Prompt], completions: list[Completion], num_gene
         prompts=[prompts[group].ids for group in groups],
         completions=[completion.token_ids for completion in completions],
         log_probs=[completion.log_probs for completion in completions],
-        weight_version=completions[0].weight_version if completions else 0,
+        weight_version=[completion.weight_version for completion in completions],
         group_ids=groups,
         row_ids=[prompts[group].id for group in groups],
         sample_ids=[completion.id for completion in completions],

@@ -1,12 +1,17 @@
 """What every inference engine promises: token ids in, token ids out, streamed as completions finish.
 
 An engine is driven by all ranks of one replica in step. Ids are never decoded and encoded again: what the engine
-sampled is what is trained on. Log-probabilities are those of the sampling distribution after the temperature and
-before any truncation (top-k, top-p, min-p), the same that the trainer computes; they are returned only when asked
-for. Under --router-replay-mode R3 a mixture of experts also tells which experts it chose for each token.
+sampled is what is trained on. Under --router-replay-mode R3 a mixture of experts also tells which experts it chose for
+each token.
+
+**The log-probability contract.** What the engine returns for a sampled token is what the trainer computes for it: log
+softmax(logits / --temperature), before any truncation (top-k, top-p, min-p) and any penalty (repetition, presence,
+frequency), which change what is sampled and nothing else. They are returned only when asked for. At temperature 1 an
+engine can always give them; at any other vLLM gives them only where nothing but the temperature is applied, and
+validation.py refuses the rest.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,13 +23,18 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1 and ``min_p`` 0 are off."""
+    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1, ``min_p`` 0 and penalties of
+    1 (repetition) and 0 (presence, frequency) are off.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     log_probs: bool = False
@@ -56,9 +66,10 @@ class Completion:
 class Engine(Protocol):
     """A replica of the policy that generates; its ranks call every method in the same order with the same arguments."""
 
-    replica: int
+    replica: int | None  # None on a rank that makes no completions: it waits for those of other ranks
     num_replicas: int
     is_lead: bool  # whether this rank speaks for its replica
+    has_weights: bool  # False at the start and after a sleep that drops them: then ``update_weights`` comes first
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests; they are sampled in the order given."""
@@ -77,6 +88,18 @@ class Engine(Protocol):
         ``version``.
         """
 
+    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
+        """A line for each tensor that the engine does not hold as it is here; None if it cannot tell."""
+
+    def wake_weights(self) -> None:
+        """Take the device's memory for weights back (their content only if ``has_weights``); nothing if awake."""
+
+    def wake_cache(self) -> None:
+        """Take the device's memory for the KV cache back; nothing if awake."""
+
+    def sleep(self) -> None:
+        """Leave the device's memory to the trainer, as far as --sleep-level says."""
+
     def close(self) -> None:
         """Free what outlives the process; the engine is of no use afterwards."""
 
@@ -84,11 +107,16 @@ class Engine(Protocol):
         """None while the engine can serve, else what is wrong with it."""
 
 
-def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
-    """Completions of all ``requests`` in the order in which they finish."""
+def generate(
+    engine: Engine, requests: Sequence[Request], further: Callable[[int], Sequence[Request]] = lambda under_way: ()
+) -> Iterator[Completion]:
+    """Completions of all ``requests`` in the order in which they finish, and of what ``further(under way)`` adds."""
     engine.submit(requests)
-    waiting = len(requests)
-    while waiting:
+    under_way = len(requests)
+    while under_way:
         for completion in engine.poll():
-            waiting -= 1
+            under_way -= 1
             yield completion
+        more = further(under_way)
+        engine.submit(more)
+        under_way += len(more)

@@ -12,6 +12,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import contextlib
+import functools
 import json
 import logging
 import random
@@ -27,6 +28,7 @@ from megatron_grpo.arguments import params_dtype
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import host_group
 from megatron_grpo.rollout.engine import Completion, Request, Sampling
+from megatron_grpo.rollout.vllm_compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm_weights import load_weights
 from megatron_grpo.weights.families.moe import moe_layers
 
@@ -40,14 +42,18 @@ class VllmColocate:
     def __init__(self, args, hf_config: dict, eos_id: int):
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
+        self.has_weights = False
         self._version = 0
+        self._sleep_level = args.sleep_level
         self._eos_id = eos_id
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
         # Without it vLLM also stops at the one that transformers gives the family (DeepSeek 1, Llama 2).
-        hf_config = {**hf_config, "eos_token_id": eos_id}
+        # The padding token of a family's default may lie beyond a smaller vocabulary.
+        hf_config = {**hf_config, "eos_token_id": eos_id, "pad_token_id": eos_id}
         with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
+        self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -60,9 +66,7 @@ class VllmColocate:
             if output.finished:
                 sample = output.outputs[0]
                 ids = list(sample.token_ids)
-                log_probs = None
-                if sample.logprobs is not None:
-                    log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
+                log_probs = None if sample.logprobs is None else sample.logprobs.logprobs
                 reason = sample.finish_reason or "length"
                 experts = None
                 if self._moe_layers is not None:
@@ -101,6 +105,25 @@ class VllmColocate:
         self._llm.collective_rpc(load_weights, args=(weights,))
         self._engine.reset_prefix_cache()
         self._version = version
+        self.has_weights = True
+
+    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
+        if not all(self._llm.collective_rpc(can_compare)):
+            return None
+        return [line for lines in self._llm.collective_rpc(compare_weights, args=(weights,)) for line in lines]
+
+    def wake_weights(self) -> None:
+        if self._sleep_level:
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        if self._sleep_level:
+            self._llm.wake_up(tags=["kv_cache"])
+
+    def sleep(self) -> None:
+        if self._sleep_level:
+            self._llm.sleep(self._sleep_level)
+            self.has_weights &= self._sleep_level < 2
 
     def close(self) -> None:
         """Let go of vLLM's process groups and their shared memory."""
@@ -119,12 +142,14 @@ def _build(args, directory: str):
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
     on_a_cpu = _options_for_a_cpu(args) if not torch.cuda.is_available() else {}
     try:
-        return LLM(
+        options = dict(
             model=directory,
             load_format="dummy",
             skip_tokenizer_init=not args.stop_words,
             tokenizer=args.tokenizer_model if args.stop_words else None,
-            dtype=str(params_dtype(args)).removeprefix("torch."),
+            dtype=args.vllm_dtype or str(params_dtype(args)).removeprefix("torch."),
+            quantization=args.vllm_quantization,
+            enable_expert_parallel=args.vllm_enable_expert_parallel,
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
@@ -132,14 +157,15 @@ def _build(args, directory: str):
             max_num_seqs=args.vllm_max_num_seqs,
             enforce_eager=args.vllm_enforce_eager,
             enable_prefix_caching=args.vllm_enable_prefix_caching,
+            enable_sleep_mode=args.sleep_level > 0,
             enable_return_routed_experts=args.router_replay_mode == "R3",
-            # After the temperature, and before any truncation, because validation.py refuses them with one.
-            logprobs_mode="processed_logprobs",
+            logprobs_mode=_logprobs_mode(args.temperature),
             seed=args.seed,
             disable_log_stats=True,
             **on_a_cpu,
         )
-    except (ValueError, RuntimeError, AssertionError) as error:
+        return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise GrpoError(f"vLLM could not be started: {error}. The --vllm-* flags and config.json decide.") from error
 
 
@@ -175,6 +201,16 @@ def _options_for_a_cpu(args) -> dict:
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
+def _logprobs_mode(temperature: float) -> str:
+    """vLLM's mode in which log-probabilities are those of ``engine.py`` for this --temperature.
+
+    raw_logprobs are the model's own, before temperature, penalties and truncation; processed_logprobs are those of the
+    distribution that is sampled from, after all of them: then validation.py allows the temperature alone.
+    """
+    return "raw_logprobs" if temperature == 1 else "processed_logprobs"
+
+
+@functools.cache
 def _sampling_params(sampling: Sampling, eos_id: int):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -185,10 +221,14 @@ def _sampling_params(sampling: Sampling, eos_id: int):
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         stop=list(sampling.stop) or None,
         stop_token_ids=None if sampling.ignore_eos else [eos_id],
         ignore_eos=sampling.ignore_eos,
         logprobs=0 if sampling.log_probs else None,
+        flat_logprobs=True,  # one list of numbers, not an object and a dictionary a token
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

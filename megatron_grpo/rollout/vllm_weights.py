@@ -15,11 +15,13 @@ def load_weights(worker, weights: Weights) -> None:
     GrpoError when vLLM has arranged gpt-oss's experts in a way that cannot be repeated.
     """
     runner = worker.model_runner
-    is_gpt_oss = type(runner.get_model()).__name__ == "GptOssForCausalLM"
+    is_gpt_oss = _is_gpt_oss(runner.get_model())
     if torch.cuda.is_available():
         if is_gpt_oss:
             _check_plain_experts(runner.get_model())
-            runner.get_model().load_weights(weights)  # see _for_a_reload: where nothing is rearranged, in place
+            runner.get_model().load_weights(weights)  # see _without_sinks: where nothing is rearranged, in place
+        elif _loads_in_place(runner.get_model()):
+            runner.get_model().load_weights(weights)  # a reload would hold each layer twice
         else:
             runner.reload_weights(weights_iterator=weights)
         return
@@ -30,25 +32,47 @@ def load_weights(worker, weights: Weights) -> None:
         method.moe_kernel = None
     sinks: list[tuple[str, torch.Tensor]] = []
     # Not model.load_weights alone: this also redoes what vLLM made of the weights after loading (packing on a CPU).
-    runner.reload_weights(weights_iterator=_for_a_reload(weights, sinks) if is_gpt_oss else weights)
+    weights = by_expert(runner.get_model(), weights)
+    runner.reload_weights(weights_iterator=_without_sinks(weights, sinks) if is_gpt_oss else weights)
     if sinks:
         runner.get_model().load_weights(sinks)
 
 
-def _for_a_reload(weights: Weights, sinks: list[tuple[str, torch.Tensor]]) -> Weights:
-    """gpt-oss's weights without the sinks, which are put into ``sinks``, and with experts one by one.
+def by_expert(model: torch.nn.Module, weights: Weights) -> Weights:
+    """``weights`` with the experts of a gpt-oss on a CPU one by one: so they go the same way as all other weights.
 
-    Its loader in vLLM copies sinks and stacks of experts straight into parameters that a reload has put aside, where
-    they would be lost; experts of their own go the same way as all other weights.
+    Its loader in vLLM copies stacks of experts straight into parameters, which a reload has put aside and whose kernel
+    may have padded them.
     """
+    stacked = _is_gpt_oss(model) and not torch.cuda.is_available()
     for name, tensor in weights:
-        if name.endswith(".sinks"):
-            sinks.append((name, tensor.clone()))
-        elif ".mlp.experts." in name:
+        if stacked and ".mlp.experts." in name:
             layer, _, part = name.rpartition(".")
             yield from ((f"{layer}.{expert}.{part}", one) for expert, one in enumerate(tensor))
         else:
             yield name, tensor
+
+
+def _without_sinks(weights: Weights, sinks: list[tuple[str, torch.Tensor]]) -> Weights:
+    """gpt-oss's weights without the sinks, which are put into ``sinks``: its loader would copy them into parameters
+    that a reload has put aside, where they would be lost.
+    """
+    for name, tensor in weights:
+        if name.endswith(".sinks"):
+            sinks.append((name, tensor.clone()))
+        else:
+            yield name, tensor
+
+
+def _is_gpt_oss(model: torch.nn.Module) -> bool:
+    return type(model).__name__ == "GptOssForCausalLM"
+
+
+def _loads_in_place(model: torch.nn.Module) -> bool:
+    """Whether a model on a GPU computes with its weights as they are loaded: linear layers that are not quantized."""
+    methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
+    plain = methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+    return plain and not any(type(module).__name__ == "MLAAttention" for module in model.modules())
 
 
 def _check_plain_experts(model: torch.nn.Module) -> None:

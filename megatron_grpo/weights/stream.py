@@ -27,11 +27,12 @@ def stream_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) for the whole model, on every rank in the same order. Collective.
 
-    Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device and never
-    alias its parameters. Weights travel in buckets of at most `bucket_bytes` (one unit, if that is larger), and a rank
-    needs at most three times that: shards go from the owning pipeline stage to its peers of the same place in the
-    stage, then every tensor-parallel group gathers (of experts: every expert- and tensor-parallel group), so that
-    between stages nothing is sent twice. Tied embeddings come once, as the embedding; vocabulary padding does not come.
+    Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device; where a
+    rank holds all of a weight they may be views of its parameters: what is to be kept is copied. Others travel in
+    buckets of at most `bucket_bytes` (one unit, if that is larger), and a rank needs at most three times that: shards
+    go from the owning pipeline stage to its peers of the same place in the stage, then every tensor-parallel group
+    gathers (of experts: every expert- and tensor-parallel group), so that between stages nothing is sent twice. Tied
+    embeddings come once, as the embedding; vocabulary padding does not come.
     Raises GrpoError when model and table disagree, before anything is sent.
     """
     weights = mapping.table(args)
@@ -42,8 +43,24 @@ def stream_hf(
     # Tensors that hold all experts of a layer, with the experts that are there already.
     stacks: dict[str, tuple[Tensor, set[int]]] = {}
 
+    def stacked(weight: Weight, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The weight's Hugging Face tensors; those that hold all experts, when the last of these has come."""
+        for name, tensor in zip(weight.hf, tensors, strict=True):
+            if not weight.all_experts:
+                yield name, tensor
+                continue
+            stack = stacks.setdefault(name, (tensor.new_empty(weight.hf[name]), set()))
+            stack[0][weight.expert] = tensor
+            stack[1].add(weight.expert)
+            if len(stack[1]) == weight.hf[name][0]:
+                yield name, stacks.pop(name)[0]
+
     for stage, dtype, bucket in _buckets(units(weights), stages, params_dtype(args), bucket_bytes):
         group = dense if bucket[0][0].expert is None else experts
+        if dist.get_world_size(pp_group) == len(group.members) == 1:
+            for (weight,) in bucket:
+                yield from stacked(weight, weight.split([local[weight.name].to(dtype)]))
+            continue
         shapes = [unit[0].shard_shape(group.tp_size) for unit in bucket]
         sizes = [prod(shape) for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device())
@@ -62,15 +79,29 @@ def stream_hf(
             for place, weight in enumerate(unit):
                 ranks = [group.members.index((place, tp_rank)) for tp_rank in range(group.tp_size)]
                 shards = [by_member[rank][number].view(shape) for rank in ranks]
-                for name, tensor in zip(weight.hf, weight.split(shards), strict=True):
-                    if not weight.all_experts:
-                        yield name, tensor
-                        continue
-                    stack = stacks.setdefault(name, (tensor.new_empty(weight.hf[name]), set()))
-                    stack[0][weight.expert] = tensor
-                    stack[1].add(weight.expert)
-                    if len(stack[1]) == weight.hf[name][0]:
-                        yield name, stacks.pop(name)[0]
+                yield from stacked(weight, weight.split(shards))
+
+
+class Described(NamedTuple):
+    """A Hugging Face tensor, before it is there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def describe(args: Namespace) -> list[Described]:
+    """What `stream_hf` is going to yield, in its order."""
+    found = []
+    missing: dict[str, int] = {}  # tensors of all experts, with the number of experts still to come
+    for unit in units(mapping.table(args)):
+        for weight in unit:
+            for name, shape in weight.hf.items():
+                if weight.all_experts:
+                    missing[name] = missing.get(name, shape[0]) - 1
+                if not missing.get(name):
+                    found.append(Described(name, weight.dtype or params_dtype(args), torch.Size(shape)))
+    return found
 
 
 def own_hf(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor, int, int]]:

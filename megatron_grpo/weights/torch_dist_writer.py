@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,17 +149,32 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """torch's own, except that it lets go of a tensor when it is written; that one keeps the last of each key."""
+    """torch's own, except that it reads one chunk ahead, and lets go of a tensor when it is written; that one keeps the
+    last of each key.
+    """
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
         with open(Path(self.path) / name, "wb") as stream:
-            for item in plan.items:
+            for item, tensor in _one_ahead(planner.resolve_data, plan.items):
                 start = stream.tell()
-                torch.save(planner.resolve_data(item), stream)
+                torch.save(tensor, stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+def _one_ahead(read: Callable[[WriteItem], Tensor], items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, Tensor]]:
+    """Each item with what is read for it; the next is read while one is used."""
+    with ThreadPoolExecutor(1) as reader:
+        last = None
+        for item in items:
+            coming = item, reader.submit(read, item)
+            if last is not None:
+                yield last[0], last[1].result()
+            last = coming
+        if last is not None:
+            yield last[0], last[1].result()

@@ -1,0 +1,65 @@
+"""Which replica makes the completions of which prompts (``--rollout-balancing``)."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron_grpo.rollout.engine import Engine
+
+_rollouts = itertools.count()  # every rank counts them alike
+
+
+class HandOut:
+    """The numbers of a rollout's prompts, as this replica gets them.
+
+    *Static* (``capacity`` None): replica r of n gets r, r + n, ... at once, so that every run samples the same.
+
+    *Dynamic*: so it begins with as many prompts as have ``capacity`` completions; the others go one by one to whichever
+    replica has less than that under way. The lead of each replica draws their numbers from a counter in the process
+    group's store, and tells its other ranks there: these are in step, and come to each draw after the same completions.
+    """
+
+    def __init__(self, engine: Engine, num_prompts: int, num_generations: int, capacity: int | None):
+        self.first: Sequence[int] = range(0)
+        self._num_generations, self._capacity = num_generations, capacity
+        self._left: Sequence[int] = range(0)  # shared by all replicas
+        self._said: list[str] = []
+        rollout = next(_rollouts)
+        if engine.replica is None:
+            return
+        self.first = range(engine.replica, num_prompts, engine.num_replicas)
+        if capacity is not None:
+            at_once = max(1, capacity // num_generations)
+            self.first, self._left = self.first[:at_once], range(at_once * engine.num_replicas, num_prompts)
+        self._is_lead, self._alone = engine.is_lead, dist.get_world_size() == engine.num_replicas
+        self._store = dist.PrefixStore(f"rollout/{rollout}", dist.distributed_c10d._get_default_store())
+        self._words = (f"{engine.replica}/{draw}" for draw in itertools.count())
+
+    def further(self, under_way: int) -> list[int]:
+        """What the replica begins on now that so many completions of it are under way."""
+        taken: list[int] = []
+        while self._left and under_way + len(taken) * self._num_generations < self._capacity:
+            number = self._draw()
+            if number >= len(self._left):
+                self._left = range(0)
+            else:
+                taken.append(self._left[number])
+        return taken
+
+    def _draw(self) -> int:
+        """The next number of the counter, the same on all ranks of the replica."""
+        if self._alone:
+            return self._store.add("next", 1) - 1
+        word = next(self._words)
+        if not self._is_lead:
+            return int(self._store.get(word))  # waits for it
+        number = self._store.add("next", 1) - 1
+        self._store.set(word, str(number))
+        self._said.append(word)
+        return number
+
+    def close(self) -> None:
+        """Take back what was told, when every rank is done; a counter a rollout stays."""
+        for word in self._said:
+            self._store.delete_key(word)

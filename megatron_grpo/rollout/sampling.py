@@ -1,0 +1,97 @@
+"""Sampling of next tokens from logits, with vLLM's definitions and order of steps (vllm/v1/sample/sampler.py).
+
+    penalties, temperature, min-p, top-k, top-p, and a draw from what is left
+
+The log-probability of the drawn token is taken after the temperature and before min-p, top-k and top-p. A greedy
+request (temperature 0) takes the likeliest token after penalties; its log-probability is that at temperature 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_grpo.rollout.engine import Sampling
+
+_SETTINGS = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
+
+
+def sample(
+    logits: torch.Tensor,
+    samplings: Sequence[Sampling],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens int64 ``[n]``, their log-probabilities float32 ``[n]``) from logits float32 ``[n, vocabulary]``.
+
+    ``samplings``, ``prompts`` and ``outputs`` have an entry a row; ids are looked at where there are penalties.
+    """
+    # What nobody asks for is not computed: the host knows without asking the device.
+    asked = {name: [getattr(sampling, name) for sampling in samplings] for name in _SETTINGS}
+    columns = torch.tensor(list(asked.values())).to(logits.device, non_blocking=True)[:, :, None]
+    temperature, top_k, top_p, min_p, repetition, presence, frequency = columns
+    if any(set(asked[name]) - {off} for name, off in zip(_SETTINGS[4:], (1.0, 0.0, 0.0), strict=True)):
+        logits = penalize(logits, prompts, outputs, repetition, presence, frequency)
+    greedy = temperature == 0
+    scaled = logits / temperature.masked_fill(greedy, 1.0)
+    log_p = scaled.log_softmax(-1)
+    if all(value == 0 for value in asked["temperature"]):
+        tokens = logits.argmax(-1)
+    else:
+        kept = scaled
+        if any(asked["min_p"]):
+            kept = keep_min_p(kept, min_p)
+        if set(asked["top_k"]) - {-1}:
+            kept = keep_top_k(kept, top_k.long(), max(asked["top_k"]))
+        if set(asked["top_p"]) - {1.0}:
+            kept = keep_top_p(kept, top_p)
+        # The largest of p / e, with e exponential: a draw from p (Gumbel's trick) without a look at p on the host.
+        probabilities = kept.softmax(-1)
+        noise = torch.empty_like(probabilities).exponential_(generator=generator)
+        tokens = torch.where(greedy[:, 0], logits.argmax(-1), (probabilities / noise).argmax(-1))
+    return tokens, log_p.gather(-1, tokens[:, None])[:, 0]
+
+
+def penalize(logits, prompts, outputs, repetition, presence, frequency) -> torch.Tensor:
+    """Logits of tokens that were there in prompt or output are divided by ``repetition`` where positive, else
+    multiplied (arXiv:1909.05858); those of output tokens are lowered by ``presence`` and by ``frequency`` times their
+    count (OpenAI's API).
+    """
+    counts = _counts(outputs, logits)
+    there = (counts > 0) | (_counts(prompts, logits) > 0)
+    logits = torch.where(there, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def _counts(ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+    """How often each token occurs in each row, as ``logits``."""
+    rows = torch.tensor([row for row, tokens in enumerate(ids) for _ in tokens], dtype=torch.long)
+    columns = torch.tensor([token for tokens in ids for token in tokens], dtype=torch.long)
+    places = (rows * logits.shape[1] + columns).to(logits.device, non_blocking=True)
+    return (
+        torch.zeros_like(logits)
+        .view(-1)
+        .scatter_add_(0, places, torch.ones_like(places, dtype=logits.dtype))
+        .view(logits.shape)
+    )
+
+
+def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """-inf for tokens less likely than ``min_p`` times the likeliest."""
+    probabilities = logits.softmax(-1)
+    return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), float("-inf"))
+
+
+def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
+    """-inf for all but the ``top_k`` largest and what equals the last of them; -1: all. ``largest``: the maximum."""
+    top_k = top_k.clamp(max=logits.shape[1])
+    bound = logits.topk(min(largest, logits.shape[1])).values.gather(-1, top_k.clamp(min=1) - 1)
+    return logits.masked_fill((logits < bound) & (top_k > 0), float("-inf"))
+
+
+def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """-inf for all but the likeliest tokens which only together reach probability ``top_p``; one is always kept."""
+    ordered, order = logits.sort(-1)
+    below = ordered.softmax(-1).cumsum(-1) <= 1 - top_p  # from the unlikeliest on, as vLLM adds up
+    below[:, -1] = False
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(below, float("-inf")))

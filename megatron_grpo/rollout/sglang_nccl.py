@@ -1,0 +1,135 @@
+"""Weights to SGLang servers over NCCL: one process group of rank 0 and all servers' ranks, one broadcast a tensor.
+
+Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); never run on GPUs.
+"""
+
+import datetime
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rollout.server import Server, weight_tag
+from megatron_grpo.rollout.servers import ServerPool
+from megatron_grpo.rollout.weight_transfer import Weights
+
+GROUP = "megatron_grpo_weights"
+BUCKET_BYTES = 2**30
+
+
+class SglangNcclTransfer:
+    """``--rollout-engine sglang --weight-sync-method nccl``: tensors in buckets of ``BUCKET_BYTES`` and one more."""
+
+    def __init__(self, backend: str = "nccl"):
+        self._backend = backend
+        self._group: dist.ProcessGroup | None = None
+        self._members: list[tuple[str, str]] = []
+
+    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
+        if servers is None:
+            for _ in weights:
+                pass
+            return
+        if self._members != _members(servers):
+            self._join(servers)
+        bucket: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in weights:
+            bucket.append((name, tensor.contiguous()))
+            if sum(tensor.nbytes for _, tensor in bucket) >= BUCKET_BYTES:
+                self._broadcast(bucket, servers)
+                bucket = []
+        self._broadcast(bucket, servers)
+
+        async def finish(server: Server) -> None:
+            await server.call("POST", "/update_weight_version", {"new_version": weight_tag(version)}, servers.timeout)
+            await server.call("POST", "/flush_cache", timeout=servers.timeout)
+
+        servers.give_weights(version, finish)
+        self._members = _members(servers)
+
+    def _join(self, servers: ServerPool) -> None:
+        """Make a process group of this rank and those servers that answer now."""
+        offsets, world_size = {}, 1
+        for server in servers.serving():
+            offsets[server.url] = world_size
+            world_size += server.tensor_parallel_size
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        address = socket.gethostbyname(socket.gethostname())
+        timeout = datetime.timedelta(seconds=servers.timeout)
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": world_size,
+            "group_name": GROUP,
+            "backend": self._backend,
+        }
+
+        async def join(server: Server) -> None:
+            if self._group is not None and any(url == server.url for url, _ in self._members):
+                await server.call("POST", "/destroy_weights_update_group", {"group_name": GROUP}, servers.timeout)
+            offset = {"rank_offset": offsets[server.url]}
+            await server.call("POST", "/init_weights_update_group", body | offset, servers.timeout)
+
+        def join_here() -> None:
+            store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+            # What torch's init_process_group does, for a second group that has other processes than the first.
+            self._group, _ = c10d._new_process_group_helper(
+                world_size, 0, [], self._backend, dist.PrefixStore(GROUP, store), c10d.GroupName(GROUP), timeout=timeout
+            )
+            c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+
+        _together(servers, join, join_here)
+
+    def _broadcast(self, bucket: list[tuple[str, torch.Tensor]], servers: ServerPool) -> None:
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": GROUP,
+            "flush_cache": False,
+        }
+
+        async def receive(server: Server) -> None:
+            server.version = None
+            await server.call("POST", "/update_weights_from_distributed", body, servers.timeout)
+
+        def send() -> None:
+            for work in [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]:
+                work.wait()
+
+        _together(servers, receive, send)
+
+    def close(self) -> None:
+        """Nothing: the group goes with the process."""
+
+
+def _members(servers: ServerPool) -> list[tuple[str, str]]:
+    return [(server.url, server.process) for server in servers.serving()]
+
+
+def _together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
+    """Ask every server in a thread for ``theirs`` and do ``ours``, which waits for it, here."""
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            servers.each(theirs)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        ours()
+    except RuntimeError as error:
+        thread.join()
+        raise errors[0] if errors else GrpoError(f"the weights did not reach the SGLang servers: {error}") from error
+    thread.join()
+    if errors:
+        raise errors[0]

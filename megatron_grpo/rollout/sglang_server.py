@@ -1,0 +1,116 @@
+"""Stock SGLang servers: what they are asked, and what is refused of their answers.
+
+    python -m sglang.launch_server --model-path DIR --port 30000
+
+Written from SGLang's sources (srt/entrypoints/http_server.py, srt/managers/io_struct.py); tests talk to a double of it.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, weight_tag
+from megatron_grpo.rollout.server_engine import ServerEngine
+from megatron_grpo.rollout.weight_transfer import CheckpointTransfer, WeightTransfer
+
+
+def build_sglang_servers(args, eos_id: int) -> ServerEngine:
+    """The engine of ``--rollout-engine sglang``."""
+    servers = [SglangServer(url, args, eos_id) for url in args.sglang_server_base_url]
+    transfer: WeightTransfer
+    if args.weight_sync_method == "checkpoint":
+        transfer = CheckpointTransfer(args.weight_sync_dir)
+    else:
+        from megatron_grpo.rollout.sglang_nccl import SglangNcclTransfer
+
+        transfer = SglangNcclTransfer()
+    return ServerEngine(servers, transfer, args.sglang_server_timeout, args.vllm_max_num_seqs)
+
+
+class SglangServer(Server):
+    """One SGLang server.
+
+    Its log-probabilities are those after the temperature and before truncation, unless it was started with
+    SGLANG_RETURN_ORIGINAL_LOGPROB. It heeds seeds only when started with --enable-deterministic-inference.
+    """
+
+    key_flag = "--api-key: --sglang-server-api-key here, or SGLANG_API_KEY in the environment"
+
+    def __init__(self, url: str, args, eos_id: int):
+        super().__init__(url, args.sglang_server_api_key or os.environ.get("SGLANG_API_KEY"))
+        self._args, self._eos_id = args, eos_id
+
+    async def check(self) -> None:
+        info = await self.call("GET", "/get_server_info", timeout=PROBE_TIMEOUT)
+        self.tensor_parallel_size = info["tp_size"]
+        longest = self._args.max_prompt_length + self._args.max_completion_length
+        for name in ("context_length", "max_total_num_tokens"):
+            if info.get(name) and info[name] < longest:
+                raise Fault(
+                    f"its {name} is {info[name]}, but --max-prompt-length + --max-completion-length are {longest}: "
+                    "start it with at least that"
+                )
+        if "weight_version" not in await self.call("GET", "/get_model_info", timeout=PROBE_TIMEOUT):
+            raise Fault("/get_model_info has no weight_version, so a restart would go unnoticed: take a newer SGLang")
+
+    async def look(self, timeout: float) -> Signs:
+        model = await self.call("GET", "/get_model_info", timeout=timeout)
+        if self.in_flight:  # has it generate one token, if it does not generate anyway
+            await self.call("GET", "/health_generate", timeout=timeout)
+        return Signs(model["weight_version"], None)
+
+    async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
+        sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
+        version = self.version
+        assert version is not None
+        one = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "stop": list(sampling.stop),
+            # The tokenizer's end of sequence and no other, whatever the server's generation_config.json says.
+            "ignore_eos": True,
+            "stop_token_ids": [] if sampling.ignore_eos else [self._eos_id],
+        }
+        body = {
+            "input_ids": [prompt] * len(requests),
+            # Not "n": its samples would share the seed, and with it be the same.
+            "sampling_params": [one | {"sampling_seed": seed + place} for place in range(len(requests))],
+            "return_logprob": sampling.log_probs,
+        }
+        answers = await self.call("POST", "/generate", body)
+        if len(answers) != len(requests):
+            raise Fault(f"{len(requests)} completions were asked for, {len(answers)} came")
+        return [
+            self._completion(request, answer, len(prompt), version)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    def _completion(self, request: Request, answer: dict[str, Any], prompt_length: int, version: int) -> Completion:
+        sampling, ids, meta = request.sampling, answer.get("output_ids"), answer["meta_info"]
+        reason = (meta["finish_reason"] or {}).get("type", "")
+        if ids is None:
+            raise Fault("it returns no output_ids: take a newer SGLang, or start it with --skip-tokenizer-init")
+        if meta["prompt_tokens"] != prompt_length:
+            raise Fault(f"it made {meta['prompt_tokens']} tokens of a prompt of {prompt_length}")
+        if meta.get("weight_version", weight_tag(version)) != weight_tag(version):
+            raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not those that it was given")
+        self.check_end(request, ids, reason, self._args.vocab_size, self._eos_id)
+        log_probs = None
+        if sampling.log_probs:
+            pairs = meta["output_token_logprobs"]
+            if [pair[1] for pair in pairs] != ids:
+                raise Fault("its log-probabilities are of other tokens than those sampled")
+            log_probs = [pair[0] for pair in pairs]
+        return Completion(request.id, ids, log_probs, reason, version)
+
+    async def load_weights(self, directory: str, version: int, timeout: float) -> None:
+        body = {"model_path": directory, "weight_version": weight_tag(version), "flush_cache": True}
+        await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
+        await self.call("POST", "/flush_cache", timeout=PROBE_TIMEOUT)  # older ones know no flush_cache above

@@ -1,0 +1,115 @@
+"""How the trainer's weights come to inference servers: what every way promises, and the one over files."""
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rollout.server import Server
+from megatron_grpo.rollout.servers import ServerPool
+from megatron_grpo.rollout.weight_transfer_nccl import NcclTransfer, SparseTransfer
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+FILE_BYTES = 2**30
+
+
+class WeightTransfer(Protocol):
+    """Brings weights to the servers of a run."""
+
+    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
+        """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
+
+        Collective: every rank iterates ``weights`` to the end. Rank 0 has the ``servers``, the others None; its errors
+        are passed on by the caller.
+        """
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class CheckpointTransfer:
+    """Weights as safetensors files in a directory that rank 0 and all servers share (``--weight-sync-method
+    checkpoint``).
+
+    At most ``FILE_BYTES`` and one tensor more are in rank 0's memory. The files are there for as long as the servers
+    read them; those of a run that was killed are removed by the next one on the same host.
+    """
+
+    def __init__(self, shared: str):
+        self._shared = Path(shared)
+        self._directory = self._shared / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}"
+
+    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
+        if servers is None:
+            for _ in weights:
+                pass
+            return
+        try:
+            self._write(weights)
+
+            async def load(server: Server) -> None:
+                await server.load_weights(str(self._directory), version, servers.timeout)
+
+            servers.give_weights(version, load)
+        finally:
+            self.close()
+
+    def _write(self, weights: Weights) -> None:
+        try:
+            _remove_those_of_dead_processes(self._shared)
+            self._directory.mkdir()
+            part: dict[str, torch.Tensor] = {}
+            number = size = 0
+            for name, tensor in weights:
+                part[name] = tensor.cpu().contiguous()
+                size += tensor.nbytes
+                if size >= FILE_BYTES:
+                    save_file(part, self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
+                    part, number, size = {}, number + 1, 0
+            if part:
+                save_file(part, self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
+        except Exception as error:  # safetensors has its own for a full disk
+            for _ in weights:  # the other ranks wait for this one in the stream
+                pass
+            if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+                raise GrpoError(f"--weight-sync-dir {self._shared}: the weights cannot be written: {error}") from error
+            raise
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+_PREFIX = "megatron_grpo-weights-"
+
+
+def _remove_those_of_dead_processes(shared: Path) -> None:
+    prefix = f"{_PREFIX}{socket.gethostname()}-"
+    for directory in shared.glob(f"{prefix}*"):
+        process = directory.name.removeprefix(prefix)
+        if process.isdigit() and not Path("/proc", process).exists():
+            with contextlib.suppress(OSError):
+                shutil.rmtree(directory)
+
+
+def build_transfer(args) -> WeightTransfer:
+    """The one of ``--weight-sync-method``."""
+    match args.weight_sync_method:
+        case "checkpoint":
+            return CheckpointTransfer(args.weight_sync_dir)
+        case "nccl":
+            return NcclTransfer(args)
+        case "sparse":
+            return SparseTransfer(args)
+        case "m2n":
+            raise GrpoError(
+                "--weight-sync-method m2n: shard-to-shard transfer came with vLLM 0.32, and GPU builds up to 0.26 are "
+                "what this program runs with: take nccl"
+            )
+    raise GrpoError(f"--weight-sync-method {args.weight_sync_method} is not known")

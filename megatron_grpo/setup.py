@@ -1,0 +1,193 @@
+"""Everything that happens before the first rollout: check what can be checked, then build the parts of a run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_grpo import checkpointing, training
+from megatron_grpo.arguments import print_args
+from megatron_grpo.batch_arithmetic import batch_arithmetic
+from megatron_grpo.data.prompts import PromptDataset, PromptSampler
+from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
+from megatron_grpo.dry_run import dry_run_report
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.metrics import MetricsLogger, Timers
+from megatron_grpo.offload import Offloader
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.registry import get_rewards, load_plugins
+from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.sglang_server import build_sglang_servers
+from megatron_grpo.rollout.vllm_server import build_vllm_servers
+from megatron_grpo.trainer import Trainer
+from megatron_grpo.validation import check_warmup, merge_architecture, validate_args
+from megatron_grpo.weights import families, hf
+
+
+def setup(args, model_provider: Callable) -> Trainer | None:
+    """Check everything that can be checked, then build; returns None after ``--dry-run`` has printed its report."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    resume = bool(args.load) and not args.finetune and checkpointing.latest_iteration(args.load) is not None
+    _merge_architecture(args, resume)
+    validate_args(args, world_size)
+    _keep_what_is_there(args, resume)
+    if args.dry_run:
+        print_rank_0(dry_run_report(args, world_size))
+        return None
+    load_plugins(args.external_plugins or [])
+    get_rewards(args.reward_funcs)
+    tokenizer = build_tokenizer(args)
+    check_vocabulary(tokenizer, args.vocab_size)
+    dataset = PromptDataset(args.train_data_path, tokenizer, args)
+    valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
+    if args.train_iters is None:
+        rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
+        args.train_iters = rollouts * args.updates_per_rollout
+        if rollouts == 0:
+            raise GrpoError(
+                f"--num-epochs {args.num_epochs} over {len(dataset)} prompts is less than one rollout of "
+                f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
+            )
+        check_warmup(args)
+    _check_destinations(args)
+
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    print_rank_0(banner(args))
+    if dist.get_rank() == 0:
+        print_args(args)
+    for line in batch_arithmetic(args, world_size).lines():
+        print_rank_0(line)
+
+    model, optimizer, scheduler, reference = _build_model(args, model_provider, resume)
+    iteration, position = 0, {}
+    if resume:
+        iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+        print_rank_0(f"resumed from {args.load} at iteration {iteration}")
+    elif args.load and not args.finetune:
+        print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
+    sampler = PromptSampler(len(dataset), args.seed, shuffle=not args.no_shuffle)
+    if position:
+        sampler.load_state_dict(position["sampler"])
+
+    engine = build_engine(args, model, tokenizer)
+    scorer = None
+    if engine.is_lead:
+        scorer = RewardPool(args.reward_funcs, args.external_plugins or [], args.reward_workers, args.reward_timeout)
+    valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
+    logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    return Trainer(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        state_offloader=Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer),
+        weight_offloader=Offloader(model, optimizer, args.offload_model, False, False),
+        engine=engine,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        sampler=sampler,
+        valid_prompts=valid_prompts,
+        scorer=scorer,
+        logger=logger,
+        timers=Timers(),
+        iteration=iteration,
+        first_iteration=iteration,
+        rollouts=position.get("rollouts", 0),
+        tokens=position.get("tokens", 0),
+    )
+
+
+def _keep_what_is_there(args, resume: bool) -> None:
+    """Refuse to start another run in the folder of an earlier one, whose logs and checkpoints it would replace."""
+    there = checkpointing.latest_iteration(args.save) if args.save else None
+    if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
+        raise GrpoError(
+            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
+            "to go on from it, or choose another folder"
+        )
+
+
+def _check_destinations(args) -> None:
+    """Refuse at the start what could not be written at the end."""
+    export = Path(args.save_hf) if args.save_hf else None
+    if export and export.exists() and not hf.is_replaceable(export):
+        raise GrpoError(f"--save-hf {export} exists and is no Hugging Face model directory: choose another place")
+    places = {
+        "--weight-sync-dir": args.weight_sync_dir,
+        "--save": args.save,
+        "--save-hf": export and export.parent,
+        "--tensorboard-dir": args.tensorboard_dir,
+    }
+    for flag, directory in places.items():
+        if not directory:
+            continue
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GrpoError(f"{flag} {directory} cannot be made: {error.strerror}; choose another place") from error
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another place")
+
+
+def _merge_architecture(args, resume: bool) -> None:
+    """Take the architecture from the checkpoint or the ``config.json`` that the weights come from; flags must agree."""
+    checkpoint = args.load if resume or args.finetune else args.pretrained_checkpoint
+    if checkpoint and (resume or args.use_checkpoint_args):
+        merge_architecture(args, checkpointing.read_checkpoint_args(checkpoint), f"the checkpoint {checkpoint}")
+    elif args.load_hf:
+        config = hf.read_config(args.load_hf)
+        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
+    if args.tokenizer_model is None:
+        load = args.load if resume or args.finetune else None  # without a checkpoint, what lies there is nobody's
+        assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
+        args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
+
+
+def _build_model(args, model_provider: Callable, resume: bool):
+    """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
+    model = training.build_model(args, model_provider)
+    start = args.pretrained_checkpoint or (args.load if args.finetune else None)
+    reference = None
+    # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
+    if not resume or (args.beta > 0 and not args.ref_load):
+        if start:
+            checkpointing.load_weights(start, model)
+        elif args.load_hf:
+            hf.load_hf(model, args, args.load_hf)
+    if args.beta > 0:
+        if args.ref_load:
+            policy = training.ReferencePolicy(model)
+            checkpointing.load_weights(args.ref_load, model)
+            reference = training.ReferencePolicy(model)
+            policy.copy_to(model)
+        elif resume and not start and not args.load_hf:
+            raise GrpoError(
+                "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
+                "--pretrained-checkpoint or --load-hf as before, or --ref-load"
+            )
+        else:
+            reference = training.ReferencePolicy(model)
+    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    return model, optimizer, scheduler, reference
+
+
+def build_engine(args, model: training.Model, tokenizer) -> Engine:
+    """The engine of --rollout-engine and --vllm-mode."""
+    match args.rollout_engine, args.vllm_mode:
+        case "vllm", "colocate":
+            from megatron_grpo.rollout.vllm_colocate import VllmColocate  # takes seconds: after all checks
+
+            return VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
+        case "megatron", _:
+            from megatron_grpo.rollout.megatron import MegatronEngine
+
+            return MegatronEngine(args, model, tokenizer)
+        case "vllm", "server":
+            return build_vllm_servers(args, tokenizer.eos_id)
+        case "sglang", _:
+            return build_sglang_servers(args, tokenizer.eos_id)
+    raise GrpoError(f"--rollout-engine {args.rollout_engine} has no --vllm-mode {args.vllm_mode}")

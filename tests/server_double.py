@@ -1,0 +1,326 @@
+"""Doubles of vLLM's and SGLang's servers: they check requests as those do, generate with a tiny transformers model,
+load weights from files, and fail in the ways that a test asks for.
+
+Python's own HTTP server, a thread a connection: unlike with a web framework, a connection can be broken off anywhere.
+"""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, LAYERS, HIDDEN, EOS = 16, 2, 32, 1
+LOCK = threading.Lock()  # models are small, and torch is not asked to be clever about threads
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+class Double(ThreadingHTTPServer):
+    """A server on a port of its own; ``fault`` names what goes wrong from now on, ``calls`` what was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, kind: str = "vllm", key: str | None = None, make_model=lambda: tiny_model(99), **config):
+        super().__init__(("127.0.0.1", 0), HANDLERS[kind])
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.key, self.fault, self.calls = key, "", []
+        self.config = config
+        self.started = 1000.0
+        self.tokens = self.running = self.most_running = 0
+        self.make_model = make_model
+        self.model, self.weight_version = make_model(), "default"
+        self.reloads: list[str] = []
+        self.generated, self.fail_after = 0, None  # requests; after so many it dies
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def restart(self) -> None:
+        """Another process in its place, with the weights that it was started with."""
+        self.started += 1.0
+        self.model, self.weight_version = self.make_model(), "default"
+
+    def stop(self) -> None:
+        """Refuse connections from now on, and break off those that are there."""
+        self.fault = "die"
+        self.shutdown()
+        self.server_close()
+
+    def load(self, directory: str) -> None:
+        files = sorted(Path(directory).glob("*.safetensors"))
+        assert files, f"no weights in {directory}"
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, f"{missing} {unexpected}"
+        self.model.tie_weights()
+        self.reloads.append(directory)
+
+    def handle_error(self, request, client_address) -> None:  # a client that went away is no error of a test
+        pass
+
+
+@torch.no_grad()
+def sample(
+    model, prompt: list[int], sampling: dict, seed: int, stop_ids: list[int]
+) -> tuple[list[int], list[float], str]:
+    """Ids, their log-probabilities after the temperature, and why it ended."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, log_probs = [], []
+    while len(ids) < sampling["max_tokens"]:
+        logits = model(torch.tensor([prompt + ids])).logits[0, -1]
+        if sampling["temperature"] == 0:
+            token = int(logits.argmax())
+            log_p = torch.log_softmax(logits, -1)
+        else:
+            log_p = torch.log_softmax(logits / sampling["temperature"], -1)
+            token = int(torch.multinomial(log_p.exp(), 1, generator=generator))
+        ids.append(token)
+        log_probs.append(float(log_p[token]))
+        if token in stop_ids:
+            return ids, log_probs, "stop"
+    return ids, log_probs, "length"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """What both have in common: JSON in and out, keys, and faults."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1  # head and body leave together
+    server: Double
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.respond({})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.respond(json.loads(body) if body else {})
+
+    def respond(self, body: dict) -> None:
+        path, _, query = self.path.partition("?")
+        double = self.server
+        double.calls.append((path, body))
+        generating = path in ("/v1/completions", "/generate")
+        if generating:
+            double.generated += 1
+            if double.fail_after is not None and double.generated > double.fail_after:
+                double.fault = "die"
+        if double.fault == "hang":
+            while double.fault == "hang":
+                time.sleep(0.05)
+            return
+        if double.fault == "die" or (double.fault == "die generating" and generating):
+            self.close_connection = True
+            self.connection.close()
+            return
+        if double.fault == "500 generating" and generating:
+            return self.reply(500, {"error": {"message": "out of memory", "code": 500}})
+        if double.key and self.guarded(path) and self.headers.get("Authorization") != f"Bearer {double.key}":
+            return self.reply(401, {"error": "Unauthorized"})
+        if generating:
+            double.running += 1
+            double.most_running = max(double.most_running, double.running)
+        try:
+            with LOCK if generating else contextlib.nullcontext():
+                code, answer = self.answer(path, query, body)
+        except (AssertionError, RuntimeError, KeyError) as error:
+            code, answer = 400, {"error": {"message": str(error), "code": 400}}
+        finally:
+            double.running -= generating
+        self.reply(code, answer)
+
+    def reply(self, code: int, answer) -> None:
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+        self.wfile.flush()
+
+    @staticmethod
+    def guarded(path: str) -> bool:
+        return True
+
+    def answer(self, path: str, query: str, body: dict):
+        raise NotImplementedError
+
+
+class VllmHandler(Handler):
+    """vLLM 0.32's; with ``old`` in the configuration 0.26's, which knows no versions of weights."""
+
+    @staticmethod
+    def guarded(path: str) -> bool:
+        return path.startswith("/v1")
+
+    def answer(self, path: str, query: str, body: dict):
+        double, config = self.server, self.server.config
+        missing = (404, {"detail": "Not Found"})
+        if path in ("/server_info", "/collective_rpc", "/reset_prefix_cache") and config.get("dev_mode") is False:
+            return missing
+        if path in ("/weight_info", "/update_weight_version") and config.get("old"):
+            return missing
+        match path:
+            case "/v1/models":
+                return 200, {"data": [{"id": "toy", "root": "toy", "max_model_len": config.get("max_model_len", 128)}]}
+            case "/server_info":
+                model = {"dtype": config.get("dtype", "torch.float32")}
+                model["logprobs_mode"] = config.get("logprobs_mode", "processed_logprobs")
+                return 200, {
+                    "vllm_config": {
+                        "model_config": model,
+                        "device_config": {"device": config.get("device", "cpu")},
+                        "scheduler_config": {"enable_chunked_prefill": config.get("chunked", False)},
+                        "compilation_config": {"custom_ops": ["all"]},
+                    },
+                    "vllm_env": {"VLLM_MLA_DISABLE": False},
+                }
+            case "/metrics":
+                lines = [f'vllm:generation_tokens_total{{engine="0",model_name="toy"}} {float(double.tokens)}']
+                return 200, "\n".join([f"process_start_time_seconds {double.started}", *lines, ""])
+            case "/weight_info":
+                return 200, {"weight_version": double.weight_version}
+            case "/update_weight_version":
+                double.weight_version = body["new_version"]
+                return 200, {"success": True, "new_version": body["new_version"]}
+            case "/reset_prefix_cache":
+                return 200, {"success": True}
+            case "/collective_rpc" if body["method"] == "get_model_inspection":
+                return 200, {"results": [self.printed()]}
+            case "/collective_rpc" if body["method"] == "reload_weights":
+                double.load(body["kwargs"]["weights_path"])
+                return 200, {"results": [None]}
+            case "/v1/completions":
+                return 200, self.completions(body)
+        return missing
+
+    def printed(self) -> str:
+        shape = self.server.model.config
+        sizes = {"layers": shape.num_hidden_layers - 1, "tokens": shape.vocab_size, "channels": shape.hidden_size}
+        return PRINTED.format(**sizes | self.server.config)
+
+    def completions(self, body: dict) -> dict:
+        double = self.server
+        assert body["model"] == "toy", "The model does not exist"
+        assert all(0 <= token < double.model.config.vocab_size for token in body["prompt"]), "out of vocabulary"
+        assert body["ignore_eos"] and body["return_token_ids"] and body["return_tokens_as_token_ids"]
+        assert body["n"] == 1 or body["temperature"] > 0, "n must be 1 when using greedy sampling"
+        choices = []
+        for index in range(body["n"]):
+            ids, log_probs, reason = sample(
+                double.model, body["prompt"], body, body["seed"] + index, body["stop_token_ids"]
+            )
+            double.tokens += len(ids)
+            names = [f"token_id:{token}" for token in ids]
+            choice = {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": None, "text": ""}
+            choice["prompt_token_ids"] = body["prompt"]
+            if body["logprobs"] is not None:
+                choice["logprobs"] = {"tokens": names, "token_logprobs": log_probs}
+            choices.append(choice)
+        match double.fault:
+            case "duplicate":
+                choices.append(choices[0])
+            case "too few":
+                choices.pop()
+            case "other prompt":
+                choices[0]["prompt_token_ids"] = body["prompt"][1:]
+            case "cut":
+                choices[0] |= {"token_ids": choices[0]["token_ids"][:1], "finish_reason": "length", "logprobs": None}
+            case "other token":
+                choices[0]["token_ids"] = [*choices[0]["token_ids"][:-1], VOCABULARY]
+            case "other end":
+                choices[0] |= {"token_ids": [5], "finish_reason": "stop"}
+            case "abort":
+                choices[0]["finish_reason"] = "abort"
+        return {"choices": choices}
+
+
+PRINTED = """ToyForCausalLM()(
+  (model): ToyModel()(
+    (embed_tokens): VocabParallelEmbedding(num_embeddings=128, embedding_dim={channels}, org_vocab_size={tokens})
+    (layers): ModuleList()(
+      (0-{layers}): 2 x ToyDecoderLayer()(
+        (self_attn): Attention(head_size=16, num_heads=2)
+      )
+    )
+    (norm): RMSNorm(hidden_size=32, eps=1e-06)
+  )
+)
+"""
+
+
+class SglangHandler(Handler):
+    """SGLang's."""
+
+    def answer(self, path: str, query: str, body: dict):
+        double, config = self.server, self.server.config
+        match path:
+            case "/get_model_info":
+                return 200, {"model_path": "toy", "is_generation": True, "weight_version": double.weight_version}
+            case "/get_server_info":
+                return 200, {"tp_size": 1, "context_length": config.get("context_length"), "max_total_num_tokens": 4096}
+            case "/health_generate" | "/flush_cache":
+                return 200, "ok"
+            case "/update_weights_from_disk":
+                try:
+                    double.load(body["model_path"])
+                except (AssertionError, RuntimeError) as error:
+                    return 400, {"success": False, "message": f"Failed to update weights: {error}"}
+                double.weight_version = body["weight_version"]
+                return 200, {"success": True, "message": "Succeeded to update model weights."}
+            case "/generate":
+                return 200, self.generate(body)
+        return 404, {"detail": "Not Found"}
+
+    def generate(self, body: dict) -> list[dict]:
+        double, answers = self.server, []
+        assert len(body["input_ids"]) == len(body["sampling_params"])
+        for prompt, sampling in zip(body["input_ids"], body["sampling_params"], strict=True):
+            known = "max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
+            known += " stop ignore_eos stop_token_ids sampling_seed"
+            assert not set(sampling) - set(known.split()), f"Unexpected keyword argument {set(sampling)}"
+            ids, log_probs, reason = sample(
+                double.model,
+                prompt,
+                sampling | {"max_tokens": sampling["max_new_tokens"]},
+                sampling["sampling_seed"],
+                sampling["stop_token_ids"],
+            )
+            matched = {"matched": ids[-1]} if reason == "stop" else {"length": len(ids)}
+            meta = {"prompt_tokens": len(prompt), "weight_version": double.weight_version}
+            meta["finish_reason"] = {"type": reason} | matched
+            if body["return_logprob"]:
+                meta["output_token_logprobs"] = [[p, token, None] for p, token in zip(log_probs, ids, strict=True)]
+            answers.append({"text": "", "output_ids": ids, "meta_info": meta})
+        if double.fault == "duplicate":
+            answers.append(answers[0])
+        return answers
+
+
+HANDLERS = {"vllm": VllmHandler, "sglang": SglangHandler}
+
+
+def called(double: Double, path: str) -> int:
+    return sum(re.fullmatch(path, asked) is not None for asked, _ in double.calls)

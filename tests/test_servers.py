@@ -1,0 +1,329 @@
+"""Engines over HTTP against doubles of their servers (server_double.py): what comes back, and what faults do."""
+
+import threading
+import time
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from server_double import EOS, HIDDEN, LAYERS, VOCABULARY, Double, called, sample, tiny_model
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.errors import EngineLost, GrpoError
+from megatron_grpo.rollout import servers
+from megatron_grpo.rollout.engine import Request, Sampling
+from megatron_grpo.rollout.servers import ServerPool
+from megatron_grpo.rollout.sglang_server import SglangServer
+from megatron_grpo.rollout.vllm_server import VllmServer
+from megatron_grpo.rollout.weight_transfer import CheckpointTransfer
+
+SAMPLING = Sampling(max_tokens=4, log_probs=True)
+PROMPTS = [[2 + i, 3, 5 + i] for i in range(6)]
+GENERATIONS = 3
+REQUESTS = [Request(p * GENERATIONS + g, PROMPTS[p], SAMPLING) for p in range(len(PROMPTS)) for g in range(GENERATIONS)]
+
+
+def arguments(**changes) -> Namespace:
+    args = parse_args([])
+    vars(args).update(
+        vllm_server_timeout=5.0,
+        max_prompt_length=8,
+        max_completion_length=8,
+        num_layers=LAYERS,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        weight_sync_method="checkpoint",
+    )
+    vars(args).update(changes)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(servers, "WATCH_INTERVAL", 0.1)
+    monkeypatch.setattr(servers, "PROBE_TIMEOUT", 2.0)
+    monkeypatch.setattr(servers, "_pause", lambda retry: 0.05 * 2**retry)
+
+
+@pytest.fixture
+def start():
+    """Starts doubles, and ends them."""
+    doubles = []
+
+    def start_one(*args, **kwargs) -> Double:
+        doubles.append(Double(*args, **kwargs))
+        return doubles[-1]
+
+    yield start_one
+    for double in doubles:
+        if double.fault != "die":
+            double.stop()
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    return dict(tiny_model(0).state_dict())
+
+
+def make_pool(doubles, kind="vllm", timeout=10.0, max_in_flight=8, **changes) -> ServerPool:
+    server = {"vllm": VllmServer, "sglang": SglangServer}[kind]
+    return ServerPool([server(d.url, arguments(**changes), EOS) for d in doubles], timeout, max_in_flight)
+
+
+def synced_pool(doubles, weights, directory, version=7, **kwargs) -> ServerPool:
+    pool = make_pool(doubles, **kwargs)
+    pool.check()
+    assert not pool.refresh()
+    CheckpointTransfer(str(directory)).send(iter(weights.items()), version, pool)
+    assert pool.refresh()
+    return pool
+
+
+def finish(pool, requests=REQUESTS, seconds=30.0) -> list:
+    """All completions of the requests, in the order of their ids: each once, or the test fails."""
+    pool.submit(requests, seed=3)
+    return wait_for(pool, requests, seconds)
+
+
+def wait_for(pool, requests=REQUESTS, seconds=30.0, completions=()) -> list:
+    completions, deadline = list(completions), time.monotonic() + seconds
+    while len(completions) < len(requests):
+        assert time.monotonic() < deadline, f"{len(completions)} of {len(requests)} after {seconds} s"
+        completions += pool.poll()
+    assert not pool.poll()
+    assert sorted(c.id for c in completions) == [request.id for request in requests]
+    return sorted(completions, key=lambda c: c.id)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_completions_are_the_models_own(start, weights, tmp_path, kind):
+    """Ids and log-probabilities are those of a model with the weights that were sent, not those of the start."""
+    double = start(kind)
+    pool = synced_pool([double], weights, tmp_path, kind=kind)
+    completions = finish(pool)
+    model = tiny_model(0)
+    ended = set()
+    for completion, request in zip(completions, REQUESTS, strict=True):
+        assert completion.weight_version == 7
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(ids).logits[0, 2:-1], -1)
+        expected = log_p.gather(1, ids[0, 3:, None])[:, 0]
+        assert torch.tensor(completion.log_probs).allclose(expected, atol=1e-5)
+        assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
+        ended.add(completion.finish_reason)
+    assert ended == {"stop", "length"}
+    groups = [
+        tuple(map(tuple, (c.token_ids for c in completions[i : i + GENERATIONS]))) for i in range(0, len(REQUESTS), 3)
+    ]
+    assert all(len(set(group)) > 1 for group in groups)
+    assert finish(pool) == completions  # the seed is the same
+    greedy = [replace(request, sampling=replace(SAMPLING, temperature=0.0, log_probs=False)) for request in REQUESTS]
+    for completion, request in zip(finish(pool, greedy), greedy, strict=True):
+        assert completion.log_probs is None
+        assert (
+            completion.token_ids
+            == sample(model, list(request.prompt_ids), {"max_tokens": 4, "temperature": 0}, 0, [EOS])[0]
+        )
+    pool.close()
+
+
+def test_requests_are_spread_and_bounded(start, weights, tmp_path):
+    doubles = [start(), start()]
+    pool = synced_pool(doubles, weights, tmp_path, max_in_flight=6)
+    finish(pool)
+    assert all(called(double, "/v1/completions") >= 2 for double in doubles)
+    assert all(double.most_running <= 2 for double in doubles)  # two requests of three completions
+    assert not list(tmp_path.iterdir())  # the files are gone
+    pool.close()
+
+
+FAULTS = ["die", "die generating", "500 generating", "hang", "duplicate", "too few", "other prompt", "cut"]
+FAULTS += ["other token", "other end", "abort"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failing_servers_requests_go_to_the_other(start, weights, tmp_path, capsys, fault):
+    """Every completion comes once, and is what it would have been."""
+    good, bad = start(), start()
+    pool = synced_pool([good, bad], weights, tmp_path, timeout=4.0)
+    expected = finish(pool)
+    bad.fault = fault if fault != "die" else ""
+    pool.submit(REQUESTS, seed=3)
+    first = pool.poll()
+    if fault == "die":  # with requests under way
+        bad.stop()
+    assert wait_for(pool, completions=first) == expected
+    if fault in ("die", "die generating", "500 generating", "abort"):  # may pass, so it is tried again
+        assert pool.servers[1].lost or called(bad, "/v1/completions") >= 2
+    else:
+        assert pool.servers[1].lost is not None
+        assert capsys.readouterr().out.count(f"server {bad.url} is given up until the next weight sync: ") == 1
+    pool.end_rollout()
+    bad.fault = bad.fault if fault == "die" else ""
+    pool.close()
+
+
+def test_with_none_left_the_run_ends(start, weights, tmp_path):
+    doubles = [start(), start()]
+    pool = synced_pool(doubles, weights, tmp_path)
+    for double in doubles:
+        double.stop()
+    with pytest.raises(EngineLost, match=r"no server is left to generate \(http://.*; http://.*\): start them again"):
+        finish(pool)
+    with pytest.raises(EngineLost, match="no server is left"):
+        pool.refresh()
+    pool.close()
+
+
+def test_a_request_that_always_fails_ends_the_run(start, weights, tmp_path):
+    double = start()
+    pool = synced_pool([double], weights, tmp_path)
+    double.fault = "500 generating"
+    with pytest.raises(EngineLost, match=r"failed 5 times, the last time at http://.*out of memory"):
+        finish(pool)
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_restarted_server_gets_weights_before_it_serves(start, weights, tmp_path, kind):
+    good, restarted = start(kind), start(kind)
+    pool = synced_pool([good, restarted], weights, tmp_path, kind=kind)
+    restarted.restart()
+    assert not pool.refresh()
+    path, before = {"vllm": "/v1/completions", "sglang": "/generate"}[kind], len(restarted.calls)
+    assert {c.weight_version for c in finish(pool)} == {7}
+    assert path not in [asked for asked, _ in restarted.calls[before:]]
+    CheckpointTransfer(str(tmp_path)).send(iter(weights.items()), 8, pool)
+    assert pool.refresh()
+    assert {c.weight_version for c in finish(pool)} == {8}
+    assert path in [asked for asked, _ in restarted.calls[before:]]
+    pool.close()
+
+
+def test_a_short_absence_between_rollouts_is_forgiven(start, weights, tmp_path):
+    double = start()
+    pool = synced_pool([double], weights, tmp_path)
+    double.fault = "die"
+    threading.Timer(0.1, lambda: setattr(double, "fault", "")).start()
+    assert pool.refresh()
+    pool.close()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_restart_in_a_rollout_is_noticed(start, weights, tmp_path, old):
+    """Both by the version of the weights, and (vLLM 0.26 has none) by the time of the start."""
+    good, restarted = start(old=old), start(old=old)
+    pool = synced_pool([good, restarted], weights, tmp_path)
+    expected = finish(pool)
+    pool.submit(REQUESTS, seed=3)
+    restarted.fault = "die generating"
+    threading.Timer(0.3, lambda: (restarted.restart(), setattr(restarted, "fault", ""))).start()
+    assert wait_for(pool) == expected
+    deadline = time.monotonic() + 5
+    while not pool.servers[1].lost and time.monotonic() < deadline:
+        pool.poll()
+    assert "started anew" in pool.servers[1].lost
+    pool.close()
+
+
+def test_a_server_that_does_not_take_the_weights_is_given_up(start, weights, tmp_path):
+    good, bad = start(), start()
+    pool = synced_pool([good, bad], weights, tmp_path)
+    bad.model = tiny_model(1).half()
+    bad.model.lm_head = torch.nn.Linear(8, 8)
+    CheckpointTransfer(str(tmp_path)).send(iter(weights.items()), 8, pool)
+    assert pool.servers[1].lost.startswith("it did not take the weights: /collective_rpc answered 400: ")
+    assert {c.weight_version for c in finish(pool)} == {8}
+    assert not list(tmp_path.iterdir())
+    pool.close()
+
+
+REFUSED = {
+    "401": ({"key": "right"}, {"vllm_server_api_key": "wrong"}, "the API key is refused: give the one that the server"),
+    "development mode": ({"dev_mode": False}, {}, "start it with VLLM_SERVER_DEV_MODE=1"),
+    "layers": ({"layers": 3}, {}, "its model has 4 layers, the trainer's 2"),
+    "vocabulary": ({"tokens": 17}, {}, "its model has 17 tokens in its vocabulary, the trainer's 16"),
+    "length": ({"max_model_len": 15}, {}, "its --max-model-len is 15, .* are 16"),
+    "dtype": ({"dtype": "torch.bfloat16"}, {}, "it computes in torch.bfloat16, the trainer in float32"),
+    "raw": (
+        {"logprobs_mode": "raw_logprobs"},
+        {"temperature": 0.5},
+        "start it with --logprobs-mode processed_logprobs",
+    ),
+    "logits": ({"logprobs_mode": "processed_logits"}, {}, "start it with --logprobs-mode raw_logprobs"),
+    "chunks": ({"chunked": True}, {}, "--no-enable-chunked-prefill"),
+    "experts": ({}, {"num_experts": 4}, "cannot load experts anew"),
+    "latent": ({}, {"multi_latent_attention": True}, "VLLM_MLA_DISABLE=1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_serve_is_refused_at_the_start(start, name):
+    config, changes, message = REFUSED[name]
+    double = start(**config)
+    pool = make_pool([double], **changes)
+    with pytest.raises(GrpoError, match=f"{double.url}: .*{message}") as refusal:
+        pool.check()
+    assert "wrong" not in str(refusal.value) and "\n" not in str(refusal.value)
+    pool.close()
+
+
+def test_raw_log_probs_will_do_at_temperature_1(start):
+    pool = make_pool([start(logprobs_mode="raw_logprobs")])
+    pool.check()
+    pool.close()
+
+
+def test_servers_may_still_be_starting(start, capsys):
+    double = start()
+    double.fault = "die"
+    threading.Timer(1.0, lambda: setattr(double, "fault", "")).start()
+    pool = make_pool([double])
+    pool.check()
+    assert f"waiting for server {double.url}" in capsys.readouterr().out
+    pool.close()
+
+
+def test_aborted_requests_do_not_come_back(start, weights, tmp_path):
+    pool = synced_pool([start()], weights, tmp_path)
+    pool.submit(REQUESTS, seed=3)
+    pool.abort(range(1, len(REQUESTS)))  # of the first three, which travel together, one is wanted
+    assert [c.id for c in wait_for(pool, REQUESTS[:1])] == [0]
+    pool.close()
+
+
+def test_weights_travel_in_bounded_pieces(tmp_path, weights, monkeypatch):
+    """Files of the given size at most, and one tensor more; those of a killed run are removed."""
+    from megatron_grpo.rollout import weight_transfer
+
+    monkeypatch.setattr(weight_transfer, "FILE_BYTES", 10_000)
+    dead = CheckpointTransfer(str(tmp_path))._directory.with_name(
+        CheckpointTransfer(str(tmp_path))._directory.name.rpartition("-")[0] + "-4194999"
+    )
+    dead.mkdir()
+    seen = []
+
+    class Servers:
+        def give_weights(self, version, give):
+            seen.extend(sorted(path.stat().st_size for path in tmp_path.glob("*/*.safetensors")))
+            assert not dead.exists()
+
+    CheckpointTransfer(str(tmp_path)).send(iter(weights.items()), 1, Servers())
+    largest = max(tensor.nbytes for tensor in weights.values())
+    assert len(seen) > 3 and seen[-1] < 10_000 + largest + 2_000
+    assert sum(seen) >= sum(tensor.nbytes for tensor in weights.values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_the_stream_too(tmp_path, weights):
+    """Other ranks wait in the stream for rank 0."""
+    left = iter(weights.items())
+    with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written"):
+        CheckpointTransfer(str(tmp_path / "absent" / "directory")).send(left, 1, object())
+    assert next(left, None) is None

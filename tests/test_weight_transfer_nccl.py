@@ -1,0 +1,96 @@
+"""What can be checked without GPUs of the weight transfer over NCCL: which elements go where."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rollout.weight_transfer_nccl import SparseTransfer, _address_for, runtime_places
+from megatron_grpo.weights.stream import Described
+
+SHAPES = {
+    "model.embed_tokens.weight": (10, 4),
+    "model.layers.0.self_attn.q_proj.weight": (8, 4),
+    "model.layers.0.self_attn.k_proj.weight": (2, 4),
+    "model.layers.0.self_attn.v_proj.weight": (2, 4),
+    "model.layers.0.self_attn.q_proj.bias": (8,),
+    "model.layers.0.self_attn.k_proj.bias": (2,),
+    "model.layers.0.self_attn.v_proj.bias": (2,),
+    "model.layers.0.mlp.gate_proj.weight": (6, 4),
+    "model.layers.0.mlp.up_proj.weight": (6, 4),
+    "model.layers.0.mlp.down_proj.weight": (4, 6),
+    "lm_head.weight": (10, 4),
+}
+DESCRIBED = [Described(name, torch.bfloat16, torch.Size(shape)) for name, shape in SHAPES.items()]
+
+
+@pytest.fixture
+def transfer(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = SimpleNamespace(num_experts=None, multi_latent_attention=False, weight_sync_method="sparse")
+    made = SparseTransfer(args)
+    monkeypatch.undo()
+    return made
+
+
+def test_patches_rebuild_what_vllm_stacks(transfer):
+    """The first sync sends all, the second what has changed; vLLM's parameters are then the stacked weights."""
+    torch.manual_seed(0)
+    weights = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+    places, held = runtime_places(DESCRIBED), {}
+
+    def stacked() -> dict[str, torch.Tensor]:
+        layer = "model.layers.0."
+        qkv = {
+            f"{layer}self_attn.qkv_proj.{kind}": torch.cat(
+                [weights[f"{layer}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            )
+            for kind in ("weight", "bias")
+        }
+        both = torch.cat([weights[f"{layer}mlp.{part}_proj.weight"] for part in ("gate", "up")])
+        alone = ("model.embed_tokens.weight", f"{layer}mlp.down_proj.weight", "lm_head.weight")
+        return qkv | {f"{layer}mlp.gate_up_proj.weight": both} | {name: weights[name] for name in alone}
+
+    def sync() -> int:
+        sent = 0
+        for name, tensor in weights.items():
+            parameter, offset = places[name]
+            indices, values = transfer._changed(name, tensor)
+            held.setdefault(parameter, torch.zeros(stacked()[parameter].shape, dtype=torch.bfloat16))
+            held[parameter].view(-1)[offset + indices.long()] = values
+            sent += len(indices)
+        assert held.keys() == stacked().keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in stacked().items())
+        return sent
+
+    assert sync() == sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    assert sync() == 0
+    weights["model.layers.0.self_attn.k_proj.weight"][1, 2] += 1
+    weights["model.layers.0.self_attn.v_proj.bias"][0] *= -1
+    weights["model.layers.0.mlp.up_proj.weight"][5] += 1
+    assert sync() == 1 + 1 + 4
+
+
+def test_a_sign_is_a_change(transfer):
+    """0.0 and -0.0 are equal as numbers, not as bits."""
+    transfer._changed("w", torch.zeros(3))
+    indices, values = transfer._changed("w", torch.tensor([0.0, -0.0, 0.0]))
+    assert indices.tolist() == [1] and values.signbit().all()
+
+
+def test_this_hosts_address_as_the_servers_see_it():
+    assert _address_for(["http://127.0.0.1:8000", "http://localhost:8001"]) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("more", [{"num_experts": 4}, {"multi_latent_attention": True}])
+def test_models_that_vllm_stacks_otherwise_are_refused(more, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = {"num_experts": None, "multi_latent_attention": False, "weight_sync_method": "sparse"}
+    with pytest.raises(GrpoError, match="take nccl"):
+        SparseTransfer(SimpleNamespace(**args | more))
+
+
+def test_needs_gpus():
+    with pytest.raises(GrpoError, match="needs GPUs: here take checkpoint"):
+        SparseTransfer(SimpleNamespace(weight_sync_method="sparse"))

@@ -1,0 +1,133 @@
+"""Seconds and memory of the cycle in which trainer and engine take turns: offload, wake, sync, generate, sleep, reload.
+
+    torchrun --nproc-per-node N tools/benchmark/engine_cycle.py --load-hf DIR --sleep-level 2 --offload-optimizer ...
+
+Flags are those of pretrain_grpo.py, whose own code goes through the cycle, with any engine; without --load-hf weights
+are made up for the shape that the flags give. Beside the sync stands a plain copy of as many bytes, on the same device
+or, for servers, to the next one. Prints a Markdown table, medians of the cycles after the first.
+"""
+
+import argparse
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_up
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import pretrain_grpo
+from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
+from megatron_grpo.metrics import Timers
+from megatron_grpo.offload import Offloader
+from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.setup import build_engine
+from megatron_grpo.trainer import Trainer
+from megatron_grpo.weights.stream import describe, stream_hf
+
+STAGES = ("train", "sync", "rollout", "asleep")
+
+
+def build(args) -> Trainer:
+    """Model, optimizer with its moments, and engine of a run."""
+    parts = made_up.trainer(args)
+    engine = build_engine(args, parts.model, SimpleNamespace(eos_id=2))
+    nothing = dict.fromkeys(("tokenizer", "dataset", "scorer", "logger", "reference"))
+    return Trainer(
+        args=args,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        state_offloader=Offloader(parts.model, parts.optimizer, False, args.offload_gradients, args.offload_optimizer),
+        weight_offloader=Offloader(parts.model, parts.optimizer, args.offload_model, False, False),
+        engine=engine,
+        sampler=SimpleNamespace(state_dict=lambda: {}, epoch=0, position=0, num_prompts=0),
+        valid_prompts=[],
+        timers=Timers(),
+        **nothing,
+    )
+
+
+def cycle(args, trainer: Trainer) -> dict[str, float]:
+    """Two updates, and one turn of the engine; returns ``time/...`` and ``memory/...`` of the latter."""
+    made_up.two_updates(args, trainer, made_up.rollout(args))
+    trainer.iteration += 1
+    ids = np.random.default_rng(0).integers(3, args.vocab_size, (16, 8)).tolist()
+    sampling = Sampling(16, ignore_eos=True)
+    trainer.timers.collect()
+    with trainer.engine_awake(partial(pretrain_grpo.sync, args, trainer), None), trainer.timers("rollout"):
+        if trainer.engine.replica is not None:
+            with trainer.engine.rollout(seed=1):
+                done = list(generate(trainer.engine, [Request(i, prompt, sampling) for i, prompt in enumerate(ids)]))
+            assert len(done) == len(ids) and all(c.weight_version == trainer.iteration for c in done)
+    dist.barrier()
+    return trainer.timers.collect() | trainer.memory
+
+
+def gathering(args, trainer: Trainer) -> float:
+    """Seconds in which the stream alone is gone through: what the engine does with the weights comes on top."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in stream_hf(trainer.model, args):
+        pass
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def copying(size: int, to_next: bool) -> float:
+    """Seconds for a plain copy of ``size`` bytes on the device, or to the next device."""
+    here = torch.cuda.current_device()
+    there = here + 1 if to_next and here + 1 < torch.cuda.device_count() else here
+    block = torch.empty(min(size, 2**31), dtype=torch.uint8, device=here)
+    target = torch.empty_like(block, device=there)
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(block)
+        torch.cuda.synchronize()
+        torch.cuda.synchronize(there)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) * size / len(block)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--cycles", type=int, default=5)
+    options, flags = parser.parse_known_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = made_up.parse(["--global-batch-size", str(8 * world), *flags], world)
+    initialize_distributed(args)
+    trainer = build(args)
+    rows = [cycle(args, trainer) for _ in range(options.cycles)]
+    row = {name: median(one.get(name, 0.0) for one in rows[1:]) for name in rows[-1]}
+    size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in describe(args))
+    gathered = gathering(args, trainer)
+    row["plain copy"] = copying(size, args.vllm_mode == "server") if torch.cuda.is_available() else float("nan")
+    columns = {
+        "GB": f"{size / 1e9:.2f}",
+        "sync s": f"{row['time/sync']:.3f}",
+        "first": f"{rows[0]['time/sync']:.2f}",
+        "GB/s": f"{size / 1e9 / row['time/sync']:.0f}",
+        "stream alone s": f"{gathered:.3f}",
+        "plain copy s": f"{row['plain copy']:.3f}",
+        "offload, reload s": f"{row.get('time/offload', 0):.2f}",
+        "whole turn s": f"{row['time/step']:.2f}",
+        **{f"GiB, {stage}": f"{row.get(f'memory/{stage}', 0):.1f}" for stage in STAGES},
+    }
+    for line in (columns.keys(), ["--:"] * len(columns), columns.values()):
+        print_rank_0("| " + " | ".join(line) + " |")
+    transfer = getattr(trainer.engine, "_transfer", None)
+    if args.weight_sync_method == "sparse" and dist.get_rank() == 0:
+        print(f"| {transfer.sent_elements:,} elements of {size // 2:,} sent last |")
+    trainer.engine.close()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,139 @@
+"""Completion tokens per second of our rollout beside stock vLLM's `LLM.generate`, on the same prompts, in one run.
+
+    torchrun --nproc-per-node 1 tools/benchmark/rollout.py --load-hf MODEL --prompts 64 --max-completion-length 128
+    torchrun --nproc-per-node 1 tools/benchmark/rollout.py --model-family qwen3 ... --bf16   # made-up weights
+
+Both use one engine, so its settings are the same. Ours is all of `collect_rollout`: requests, polling, decoding,
+a reward that costs nothing in worker processes, and the exchange of the batch between ranks. They alternate, round by
+round, with and without log-probabilities; completions have one length, by --ignore-eos. Flags that are not named in
+--help are those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of their ratios.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.initialize import host_group, initialize_distributed, print_rank_0, run
+from megatron_grpo.metrics import Timers
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.rollout.vllm_colocate import VllmColocate
+from megatron_grpo.weights import families
+from tools import made_up
+
+REWARD = """
+from megatron_grpo.rewards.registry import register_reward
+
+@register_reward("length")
+def length(sample):
+    return len(sample.token_ids)
+"""
+
+
+class Numbers:
+    """A tokenizer for made-up vocabularies: ids become numbers."""
+
+    eos_id = 2
+
+    def decode(self, ids) -> str:
+        """The ids themselves, as text."""
+        return " ".join(map(str, ids))
+
+
+class Benchmark:
+    """One engine, driven by `collect_rollout` and by `LLM.generate`."""
+
+    def __init__(self, args, num_prompts: int, prompt_length: int, plugin: Path):
+        self.args = args
+        args.tokenizer_model = args.load_hf
+        self.tokenizer = build_tokenizer(args) if args.load_hf else Numbers()
+        self.engine = VllmColocate(args, families.for_args(args).hf_from_args(args), self.tokenizer.eos_id)
+        ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, (num_prompts, prompt_length)).tolist()
+        self.prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
+        self.scorer = None
+        if self.engine.is_lead:
+            self.scorer = RewardPool(["length"], [str(plugin)], args.reward_workers, args.reward_timeout)
+
+    def ours(self, sampling: Sampling) -> int:
+        """A rollout as training makes it; returns the completion tokens of all replicas."""
+        generations = self.args.num_generations
+        batch, failures = collect_rollout(
+            self.engine, self.prompts, generations, sampling, self.scorer, self.tokenizer, 1, Timers()
+        )
+        assert failures == 0
+        return int(batch.completion_lengths.sum())
+
+    def stock(self, sampling: Sampling) -> int:
+        """What a script around vLLM does with this replica's share of the same prompts."""
+        from vllm import SamplingParams
+
+        own = self.prompts[self.engine.replica :: self.engine.num_replicas]
+        prompts = [{"prompt_token_ids": p.ids} for p in own for _ in range(self.args.num_generations)]
+        self.engine._llm.reset_prefix_cache()
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            ignore_eos=True,
+            logprobs=0 if sampling.log_probs else None,
+            detokenize=False,
+        )
+        outputs = self.engine._llm.generate(prompts, params, use_tqdm=False)
+        tokens = torch.tensor(sum(len(o.outputs[0].token_ids) for o in outputs) * self.engine.is_lead)
+        dist.all_reduce(tokens, group=host_group())
+        return int(tokens)
+
+
+def speed(make: Callable[[], int]) -> float:
+    """Tokens per second, until the last rank is done, of what ``make`` does; it returns the tokens."""
+    dist.barrier(group=host_group())
+    start = time.perf_counter()
+    tokens = make()
+    dist.barrier(group=host_group())
+    return tokens / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64, help="prompts, each with --num-generations completions")
+    parser.add_argument("--prompt-length", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one that is not counted")
+    own, flags = parser.parse_known_args()
+    args = made_up.parse(
+        ["--max-prompt-length", str(own.prompt_length), *flags], world_size=int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    initialize_distributed(args)
+    with tempfile.TemporaryDirectory() as directory:
+        plugin = Path(directory, "reward.py")
+        plugin.write_text(REWARD)
+        benchmark = Benchmark(args, own.prompts, own.prompt_length, plugin)
+    print_rank_0("| log-probabilities | ours, tokens/s | stock vLLM, tokens/s | ratio |")
+    print_rank_0("|---|---|---|---|")
+    for log_probs in (False, True):
+        sampling = Sampling(args.max_completion_length, ignore_eos=True, log_probs=log_probs)
+        speeds = []
+        for _ in range(own.rounds + 1):
+            speeds.append([speed(partial(make, sampling)) for make in (benchmark.ours, benchmark.stock)])
+        ours, stock = (median(column) for column in zip(*speeds[1:], strict=True))
+        ratio = median(a / b for a, b in speeds[1:])
+        print_rank_0(f"| {'yes' if log_probs else 'no'} | {ours:,.0f} | {stock:,.0f} | {ratio:.3f} |")
+    benchmark.engine.close()
+    if benchmark.scorer:
+        benchmark.scorer.close()
+
+
+if __name__ == "__main__":
+    run(main)

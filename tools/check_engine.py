@@ -1,0 +1,110 @@
+"""How far the engine's log-probabilities are from the trainer's, on one's own model: look before a long run.
+
+    torchrun --nproc-per-node N tools/check_engine.py --load-hf DIR [flags of pretrain_grpo.py]
+
+The trainer loads the model, the engine takes the weights over by the same sync as in a run and samples completions of
+random prompts, and the trainer computes the log-probabilities of their tokens. Printed are the mean and the largest
+absolute difference in nats; --with-transformers adds the same for transformers' model (eager attention, same dtype).
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import made_up
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import pretrain_grpo
+from megatron_grpo import training
+from megatron_grpo.cpu_backend import device
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.setup import build_engine
+from megatron_grpo.weights import hf
+from megatron_grpo.weights.stream import stream_hf
+
+PROMPTS, PROMPT_LENGTH = 16, 24
+HEAD = "| model | engine against trainer: mean | max | engine against transformers: mean | max |\n|---|--:|--:|--:|--:|"
+
+
+def compare(flags: list[str], with_transformers: bool) -> str:
+    """The line of the table; all ranks take part."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    size = f"--global-batch-size {4 * world} --max-prompt-length {PROMPT_LENGTH} --max-completion-length 64".split()
+    args = made_up.parse([*size, *flags], world)
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    model = training.build_model(args, model_provider)
+    hf.load_hf(model, args, args.load_hf)
+    engine = build_engine(args, model, SimpleNamespace(eos_id=2, decode=None))
+    engine.wake_weights()
+    engine.update_weights(stream_hf(model, args), version=1)
+    engine.wake_cache()
+    batch = sample(args, engine)
+    trainer = pretrain_grpo.log_probs(args, SimpleNamespace(model=model), batch)
+    row = [Path(args.load_hf).name, *distance(trainer, batch.rollout_log_probs)]
+    if with_transformers and dist.get_rank() == 0:
+        row += distance(by_transformers(args, batch), batch.rollout_log_probs)
+    engine.close()
+    return "| " + " | ".join(row) + " |"
+
+
+def sample(args, engine) -> RolloutBatch:
+    """Completions of random prompts; every replica makes the same ones, and every rank has them."""
+    ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
+    sampling = Sampling(args.max_completion_length, args.temperature, ignore_eos=True, log_probs=True)
+    with engine.rollout(args.seed - (engine.replica or 0)):
+        done = generate(engine, [Request(i, prompt, sampling) for i, prompt in enumerate(ids)])
+        done = sorted(done, key=lambda completion: completion.id)
+    return RolloutBatch.from_completions(
+        prompts=ids,
+        completions=[completion.token_ids for completion in done],
+        log_probs=[completion.log_probs for completion in done],
+        weight_version=1,
+        group_ids=range(PROMPTS),
+        row_ids=range(PROMPTS),
+        sample_ids=range(PROMPTS),
+        finish_reasons=[FinishReason.LENGTH] * PROMPTS,
+        routed_experts=[],
+    )
+
+
+@torch.no_grad()
+def by_transformers(args, batch: RolloutBatch) -> np.ndarray:
+    """Log-probabilities of the batch's tokens ``[total]``, nan where nothing comes before."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    other = AutoModelForCausalLM.from_pretrained(args.load_hf, dtype=dtype, attn_implementation="eager").to(device())
+    found = np.full(len(batch.tokens), np.nan, np.float32)
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64)).to(device())
+        logits = other(ids[None]).logits[0, :-1].float() / args.temperature
+        found[start + 1 : end] = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu().numpy()
+    return found
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> list[str]:
+    """Mean and largest absolute difference where the engine has sampled."""
+    gap = np.abs(one - other)[~np.isnan(other)]
+    return [f"{gap.mean():.1e}", f"{gap.max():.1e}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--with-transformers", action="store_true", help="compare with transformers' model as well")
+    options, flags = parser.parse_known_args()
+    line = compare(flags, options.with_transformers)
+    if dist.get_rank() == 0:
+        print(f"{HEAD}\n{line}", flush=True)
+
+
+if __name__ == "__main__":
+    run(main)
