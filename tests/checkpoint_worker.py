@@ -320,16 +320,17 @@ def resumed(root):
             args, model = enter(flags, place)
             args.save = args.load = str(root / f"{zlib.crc32(flags.encode())}")
             fill(model, args, "weight")
-            trainer = SimpleNamespace(**dict(zip(PARTS, training.setup_optimizer(args, model), strict=True)))
+            parts = dict(zip(PARTS, training.setup_optimizer(args, model), strict=True))
+            trainer = SimpleNamespace(**parts, iteration=0)
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)
                 off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
                 with training.parameters_complete(args, trainer.model):
-                    checkpointing.save_checkpoint(args, 1, *vars(trainer).values(), {})
+                    checkpointing.save_checkpoint(args, 1, *parts.values(), {})
             else:
-                checkpointing.load_checkpoint(args, *vars(trainer).values())
+                checkpointing.load_checkpoint(args, *parts.values())
             rows.append(pretrain_grpo.update(args, trainer, batch, second))
             with training.parameters_complete(args, trainer.model):
                 weights.append({name: weight.clone() for name, weight in stream_hf(trainer.model, args)})

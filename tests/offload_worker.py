@@ -50,7 +50,7 @@ def build(name: str, hf_dir: str, save: Path):
             parameter.allreduce = "mlp" not in parameter_name
     model, optimizer, scheduler = training.setup_optimizer(args, model)
     batch = made_up.rollout(args)
-    trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler)
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
     made_up.off_policy(args, trainer, batch)
     return args, trainer, batch
 

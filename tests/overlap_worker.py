@@ -38,11 +38,10 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     fill(model, args, "weight")
     reference = training.ReferencePolicy(model)
     logger = SimpleNamespace(flush=lambda: None)
-    sampler = SimpleNamespace(state_dict=lambda: {})
     trainer = SimpleNamespace(
         **dict(zip(PARTS, training.setup_optimizer(args, model), strict=True)),
-        **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger, "sampler": sampler},
-        **{"iteration": 1, "rollouts": 1, "tokens": 1},
+        **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
+        **{"iteration": 1, "_position": dict},
     )
     found = {}
 

@@ -40,6 +40,10 @@ class StubEngine:
     def __init__(self, args, hf_config, eos_id):
         self.eos_id, self.queue, self.version = eos_id, [], None
 
+    @property
+    def has_weights(self):
+        return self.version is not None
+
     def submit(self, requests):
         self.queue += requests
 
@@ -55,8 +59,10 @@ class StubEngine:
         for _ in weights:
             pass
 
-    def close(self):
+    def wake_weights(self):
         pass
+
+    wake_cache = sleep = close = wake_weights
 
 
 def launch(script, words, world_size=1):
