@@ -177,7 +177,8 @@ def train(args, trainer: Trainer) -> None:
     while not trainer.finished():
         with trainer.engine_awake(partial(sync, args, trainer), log_probs):
             prompts = trainer.next_prompts()
-            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, trainer.rollout_seed())
+            selection, seed = trainer.selection(), trainer.rollout_seed()
+            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, seed, selection)
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         groups = group_advantages(rewards, batch.group_ids, args.scale_rewards)
         batch.advantages = groups.advantages
