@@ -28,8 +28,8 @@ def _check_choice(args: Namespace) -> None:
     within(args, "over_sampling_ratio", 1, 100)
     if args.rollout_balancing != "dynamic":
         return
-    for dest in ("dynamic_sample", "over_sampling_ratio"):
-        if getattr(args, dest) not in (False, 1):
+    for dest, given in (("dynamic_sample", args.dynamic_sample), ("over_sampling_ratio", args.over_sampling_ratio > 1)):
+        if given:
             raise GrpoError(
                 f"{flag(dest)} and --rollout-balancing dynamic cannot both be given: each replica chooses within a "
                 "share of the rollout that is known beforehand"
