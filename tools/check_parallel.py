@@ -189,7 +189,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         stored = safe_open(reference, "pt") if compares else None
         for name, tensor in stream_hf(model, args):
             if writes:
-                weights[name] = tensor.cpu().contiguous()
+                weights[name] = tensor.cpu().clone().contiguous()  # a tied weight has two names, a file one each
             elif compares:
                 expected = stored.get_tensor(name).to(tensor).double()
                 gaps[name] = (torch.linalg.norm(tensor.double() - expected) / torch.linalg.norm(expected)).item()
