@@ -58,7 +58,16 @@ class VllmColocate:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+            try:
+                self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+            except ValueError as error:  # a constraint that Python's own checks let through
+                constraint = request.sampling.structured_outputs
+                if not constraint:
+                    raise
+                raise GrpoError(
+                    f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or the "
+                    "row's structured_outputs"
+                ) from error
 
     def poll(self) -> list[Completion]:
         finished = []
