@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
 COLUMN = "sampling_params"
 SHAPES = set("temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split())
 # vLLM's names of constraints, and the type of each.
-CONSTRAINTS: dict[str, type | tuple[type, ...]] = {
+CONSTRAINTS: dict[str, Any] = {
     "regex": str,
     "json": (str, dict),
     "choice": list,
