@@ -55,7 +55,7 @@ PER_COMPLETION = {
 }
 SCORES = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
 FACTORS = {"corrections": np.float32, "policy_mask": np.float32, "kl_cov": np.float32}
-PER_TOKEN_OPTIONAL = SCORES | FACTORS | {"routed_experts": np.int16}
+PER_TOKEN_OPTIONAL = SCORES | FACTORS | {"teacher_log_probs": np.float32, "routed_experts": np.int16}
 PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
 OPTIONAL = PER_TOKEN_OPTIONAL | PER_COMPLETION_OPTIONAL
 OF_TOKENS = PER_TOKEN | PER_TOKEN_OPTIONAL
@@ -122,6 +122,7 @@ class RolloutBatch:
     turns: Int32  # [n], how many times the policy spoke
     old_log_probs: Float32 | None = None  # [total], under the weights before the first update; NaN elsewhere
     ref_log_probs: Float32 | None = None  # [total], under the reference; NaN elsewhere
+    teacher_log_probs: Float32 | None = None  # [total], under the teacher; NaN elsewhere
     corrections: Float32 | None = None  # [total], factors of the policy term: algorithm/corrections.py
     policy_mask: Float32 | None = None  # [total], 0 where an update leaves the policy term out: algorithm/masks.py
     kl_cov: Float32 | None = None  # [total], factor of |lp - lp_old| in the policy term, of one update
