@@ -130,8 +130,11 @@ def _check_micro_batches(own: Namespace, prefix: str, micro_batch_flag: str) -> 
     if own.max_tokens_per_microbatch or own.logprobs_max_tokens_per_microbatch:
         if rollout < dp:
             raise GrpoError(f"generation_batch_size ({rollout}) must be at least the {prefix} model's DP ({dp})")
-    elif rollout % (own.micro_batch_size * dp):
+        return
+    stages = own.pipeline_model_parallel_size if own.num_virtual_stages_per_pipeline_rank else 1
+    if rollout % (own.micro_batch_size * dp * stages):
+        interleaved = f" x PP ({stages}), since stages are interleaved" if stages > 1 else ""
         raise GrpoError(
             f"generation_batch_size ({rollout}) must be divisible by {micro_batch_flag} ({own.micro_batch_size}) x DP "
-            f"({dp}) of the {prefix} model: change one, or give --logprobs-max-tokens-per-microbatch"
+            f"({dp}) of the {prefix} model{interleaved}: change one, or give --logprobs-max-tokens-per-microbatch"
         )

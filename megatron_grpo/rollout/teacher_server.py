@@ -16,7 +16,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import host_group, led_by_rank_0
 from megatron_grpo.rollout.server import PROBE_TIMEOUT, Client, Fault
 
-ATTEMPTS = 4  # of one completion, with growing pauses: 1, 2, 4 seconds
+PAUSES = (1.0, 4.0, 16.0)  # seconds before a request is made again
 
 
 class TeacherServer(Client):
@@ -60,7 +60,7 @@ class TeacherServer(Client):
 
     async def _check(self) -> None:
         args = self._args
-        card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
+        card = (await self._ask("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
         self._model, longest = card["id"], args.max_prompt_length + args.max_completion_length + 1
         if (card.get("max_model_len") or longest) < longest:
             raise Fault(
@@ -80,17 +80,21 @@ class TeacherServer(Client):
         return np.where(batch.loss_mask == 1, values, np.float32(np.nan))
 
     async def _sequence(self, tokens: list[int]) -> list[float]:
-        """Log-probabilities of the tokens of one sequence, the first NaN; asked again while the fault may pass."""
+        """Log-probabilities of the tokens of one sequence, the first NaN."""
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        for attempt in range(ATTEMPTS):
+        timeout = self._args.teacher_server_timeout
+        return _read(await self._ask("POST", "/v1/completions", body, timeout=timeout), tokens)
+
+    async def _ask(self, *request, timeout: float) -> Any:
+        """The answer to a request, which is made again while the fault may pass."""
+        for pause in PAUSES:
             try:
-                answer = await self.call("POST", "/v1/completions", body, timeout=self._args.teacher_server_timeout)
-                return _read(answer, tokens)
+                return await self.call(*request, timeout=timeout)
             except Fault as fault:
-                if not fault.passing or attempt == ATTEMPTS - 1:
+                if not fault.passing:
                     raise
-                await asyncio.sleep(2**attempt)
-        raise AssertionError
+            await asyncio.sleep(pause)
+        return await self.call(*request, timeout=timeout)
 
 
 def _read(answer: dict[str, Any], tokens: list[int]) -> list[float]:
