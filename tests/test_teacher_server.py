@@ -40,7 +40,7 @@ def double():
 @pytest.fixture
 def ask(double, monkeypatch):
     """Log-probabilities of a rollout from the double."""
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("TEACHER_API_KEY", "secret")
     args = parse_args(f"--teacher-server {double.url} --teacher-server-timeout 5 --vllm-max-num-seqs 3".split())
     args.max_prompt_length, args.max_completion_length = 8, 8
     return lambda batch: TeacherServer(args).log_probs(batch)
@@ -99,5 +99,5 @@ def test_a_wrong_key_and_a_short_server_are_refused(double, ask, monkeypatch):
     with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start it with at least that"):
         ask(rollout())
     double.key = "other"
-    with pytest.raises(GrpoError, match=r"API key is refused: give the one .* VLLM_API_KEY"):
+    with pytest.raises(GrpoError, match=r"API key is refused: give the one .* TEACHER_API_KEY"):
         ask(rollout())

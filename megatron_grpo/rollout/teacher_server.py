@@ -22,10 +22,10 @@ PAUSES = (1.0, 4.0, 16.0)  # seconds before a request is made again
 class TeacherServer(Client):
     """The server of --teacher-server; rank 0 asks it, the other ranks wait."""
 
-    key_flag = "--api-key: VLLM_API_KEY in the environment"
+    key_flag = "--api-key: TEACHER_API_KEY in the environment"
 
     def __init__(self, args):
-        super().__init__(args.teacher_server, os.environ.get("VLLM_API_KEY"))
+        super().__init__(args.teacher_server, os.environ.get("TEACHER_API_KEY"))
         self._args, self._model = args, ""
         with led_by_rank_0():
             if dist.get_rank() == 0:
