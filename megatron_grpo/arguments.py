@@ -20,11 +20,13 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_grpo.advantage_flags import ADVANTAGE_FLAGS
 from megatron_grpo.algorithm.losses import Level
 from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.frozen_flags import FROZEN_FLAGS
+from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
@@ -55,6 +57,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
         ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
         ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
+        *ENDS,
     ),
     "model": (
         ("--model-family", tuple(FAMILIES), None, "names and layout of the weights [--load-hf's]"),
@@ -96,7 +99,12 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
         ("--system-prompt", str, None, "system message put before every prompt"),
         ("--max-prompt-length", int, 512, "most tokens of a prompt"),
-        ("--truncation-strategy", ("left", "delete"), None, "longer prompts: cut on the left, or leave out [refuse]"),
+        (
+            "--truncation-strategy",
+            ("raise", "left", "delete"),
+            "raise",
+            "longer prompts: refuse, cut on the left, or leave out",
+        ),
         ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
         ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
         ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
@@ -158,6 +166,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
         ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
     ),
+    "reuse and sampling": CHOICE,
     "rewards": (
         ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
         ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
@@ -168,7 +177,6 @@ FLAGS: dict[str, tuple[Row, ...]] = {
     "algorithm": (
         ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
         ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
-        ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
         ("--epsilon", float, None, "clip range of the probability ratio, downwards [0.2; gmpo 0.4]"),
         ("--epsilon-high", float, None, "clip range upwards; cispo: the bound of the ratio itself [--epsilon]"),
         ("--delta", float, None, "bound of the ratio where the clip leaves it open (advantage < 0)"),
@@ -213,14 +221,15 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ),
         ("--rollout-importance-sampling-threshold", float, None, "the weights' upper bound [2; for icepop 5]"),
         ("--rollout-importance-sampling-lower-bound", float, None, "icepop masks tokens below it [0.5]"),
-        ("--scale-rewards", ("group", "batch", "none"), "group", "divide advantages by whose standard deviation"),
     ),
+    "advantages and KL": ADVANTAGE_FLAGS,
     "reference and teacher": FROZEN_FLAGS,
     "learning rate": (
         ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
         ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
         ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
         ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
+        *WEIGHT_DECAY,
     ),
     "checkpoints": (
         ("--save", str, None, "directory for checkpoints, metrics and completions"),
@@ -371,7 +380,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     for dest in defaults.keys() - explicit:
         setattr(args, dest, defaults[dest])
     args.explicit = explicit
-    args.padded_vocab_size = None
+    args.padded_vocab_size = args.engine_decodes = None
     return args
 
 

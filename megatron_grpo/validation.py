@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.advantage_rules import check_advantages
 from megatron_grpo.arguments import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -27,6 +28,7 @@ from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_parallelism
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
+from megatron_grpo.sampling_rules import check_sampling
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
@@ -128,6 +130,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_rollout(args, world_size)
     _check_rewards(args)
     _check_algorithm(args)
+    check_sampling(args)
     _check_duration(args)
     _check_optimizer(args)
     _check_checkpoints(args)
@@ -240,8 +243,7 @@ def _check_rewards(args: Namespace) -> None:
 def _check_algorithm(args: Namespace) -> None:
     check_loss(args)
     _check_correction(args)
-    if args.beta < 0:
-        raise GrpoError(f"--beta ({args.beta}) must not be negative")
+    check_advantages(args)
     check_frozen(args)
 
 
