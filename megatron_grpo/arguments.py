@@ -24,6 +24,7 @@ from megatron_grpo.algorithm.losses import Level
 from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
+from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
@@ -157,13 +158,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
         ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
     ),
-    "rewards": (
-        ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
-        ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
-        ("--external-plugins", [str], None, "Python files that register reward functions"),
-        ("--reward-timeout", float, 10.0, "seconds that one reward function may take for one completion"),
-        ("--reward-workers", int, 1, "processes that score, on each rank that scores"),
-    ),
+    "rewards": REWARDS,
     "algorithm": (
         ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
         ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_grpo import checkpointing, training
-from megatron_grpo.arguments import print_args
+from megatron_grpo.arguments import args_to_json, print_args
 from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.prompts import PromptDataset, PromptSampler
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
@@ -16,8 +16,10 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
+from megatron_grpo.reward_rules import check_sources, reward_routes
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
+from megatron_grpo.rewards.sandbox import KINDS, sandbox
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang_server import build_sglang_servers
 from megatron_grpo.rollout.vllm_server import build_vllm_servers
@@ -37,11 +39,14 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_rank_0(dry_run_report(args, world_size))
         return None
     load_plugins(args.external_plugins or [])
-    get_rewards(args.reward_funcs)
+    get_rewards(args.reward_funcs, vars(args))
+    isolation = sandbox(args.code_sandbox == "strict").kind if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
+    for data in (dataset, valid):
+        check_sources(reward_routes(args.reward_routing, args.reward_funcs), data.rows if data else [])
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
         args.train_iters = rollouts * args.updates_per_rollout
@@ -60,6 +65,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_args(args)
     for line in batch_arithmetic(args, world_size).lines():
         print_rank_0(line)
+    if isolation:
+        print_rank_0(f"generated code is isolated by {KINDS[isolation]}")
 
     model, optimizer, scheduler, reference = _build_model(args, model_provider, resume)
     iteration, position = 0, {}
@@ -75,7 +82,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     engine = build_engine(args, model, tokenizer)
     scorer = None
     if engine.is_lead:
-        scorer = RewardPool(args.reward_funcs, args.external_plugins or [], args.reward_workers, args.reward_timeout)
+        scorer = build_scorer(args)
     valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     return Trainer(
@@ -173,6 +180,20 @@ def _build_model(args, model_provider: Callable, resume: bool):
             reference = training.ReferencePolicy(model)
     model, optimizer, scheduler = training.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
+
+
+def build_scorer(args) -> RewardPool:
+    """The processes that score, as the flags describe them."""
+    return RewardPool(
+        args.reward_funcs,
+        args.external_plugins or [],
+        args.reward_workers,
+        args.reward_timeout,
+        args.reward_retries,
+        args_to_json(args),
+        reward_routes(args.reward_routing, args.reward_funcs),
+        args.reward_clip,
+    )
 
 
 def build_engine(args, model: training.Model, tokenizer) -> Engine:

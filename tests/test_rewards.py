@@ -151,7 +151,7 @@ def clean_registry(monkeypatch):
 
 def test_unknown_name():
     with pytest.raises(
-        GrpoError, match=r'"exact_macth" \(did you mean "exact_match"\?\); there are accuracy, exact_match'
+        GrpoError, match=r'"exact_macth" \(did you mean "exact_match"\?\); there are accuracy, code, cosine, countdown, exact_match'
     ):
         get_rewards(["format", "exact_macth"])
 
