@@ -16,7 +16,9 @@ from megatron_grpo.rewards.short_answer import gold_text
 # math-verify's own limits (SIGALRM, hence a process's main thread): an expression that sympy cannot finish is a wrong
 # answer. The pool's limit on the whole call stays above their sum.
 _SECONDS = 3
-_DELIMITED = re.compile(r"\$|\\\(|\\\[")
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+# Thousands set apart by a space, which math-verify would take for a mixed number: 1\,234 for 1 + 234.
+_SPACED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;!: ]|~| )\d{3})+(?!\d)")
 # A word that stands by itself once LaTeX commands and their text are gone: prose, which math-verify is to search.
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{3,}(?=[\s.,:;!?]|$)")
 _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -25,7 +27,7 @@ _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
 def read(text: str) -> tuple[Any, ...]:
     """The sympy expression in a text as math-verify reads it, or () when there is none or it takes too long."""
-    text = " ".join(text.split())
+    text = _SPACED.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
     if not _DELIMITED.search(text) and not _WORD.search(_COMMAND.sub(" ", text)):
         text = f"${text.rstrip('.')}$"
     try:
