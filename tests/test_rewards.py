@@ -162,7 +162,7 @@ def test_flags_fill_keyword_only_parameters(clean_registry):
     (function,) = get_rewards(["mine"], {"max_completion_length": 5, "seed": 1})
     assert function(Sample("", "", {})) == 8
     with pytest.raises(
-        GrpoError, match='"mine" has a parameter max_completion_length, .* no flag --max-completion-len'
+        GrpoError, match=r'"mine" has a parameter max_completion_length, .* flag --max-completion-length'
     ):
         get_rewards(["mine"], {"seed": 1})
 
