@@ -143,8 +143,9 @@ def test_namespaces_give_no_rights(isolated):
 import ctypes
 libc = ctypes.CDLL(None)
 print(libc.mount(b"", b"/", None, 32 | 4096, None), libc.ptrace(16, 1, 0, 0), libc.setuid(0), libc.setns(0, 0))
+print(libc.unshare(0x10000000), libc.unshare(0x20000))
 """
-    assert run(isolated, program) == {"stdout": "-1 -1 -1 -1\n"}
+    assert run(isolated, program) == {"stdout": "-1 -1 -1 -1\n-1 -1\n"}
 
 
 @namespaces
@@ -174,9 +175,13 @@ import sys
 sys.path.insert(0, {str(REPO)!r})
 from megatron_grpo.rewards.sandbox import Limits, Sandbox
 from megatron_grpo.rewards.sandbox_driver import descendants
-import os
+import os, threading, time
 box = Sandbox({"namespaces" if works("namespaces") else "limits"!r})
 box.run("", [{{"stdin": ""}}], Limits())
+idle = len(descendants(os.getpid()))
+threading.Thread(target=box.run, args=("while True: pass", [{{"stdin": ""}}], Limits(60.0, 60.0)), daemon=True).start()
+while len(descendants(os.getpid())) == idle:
+    time.sleep(0.01)
 print(*descendants(os.getpid()), flush=True)
 sys.stdin.read()
 """

@@ -4,11 +4,9 @@ It shuts itself in, reads jobs from stdin, a line of JSON each, runs the program
 own, and writes the results to stdout, a line again. With namespaces it becomes process 1 of a new process tree, which
 is the only one that generated code can see, with no network and a root directory that holds Python, an empty folder in
 memory, and nothing else. Process 1 cannot be killed from inside; when it ends, the kernel ends everything in there.
-Steps are those of namespaces(7), pid_namespaces(7), mount_namespaces(7) and pivot_root(2).
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -20,107 +18,29 @@ import tempfile
 import time
 import types
 
-NOBODY = 65534
+sys.path.insert(0, os.path.dirname(__file__))  # which -I leaves out; and generated code is to have it left out
+from sandbox_namespaces import (
+    BOX,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    NOBODY,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    become_nobody,
+    drop_capabilities,
+    enter_namespaces,
+    mount,
+    prctl,
+    umount,
+)
+
+del sys.path[0]
+
 MIB = 1 << 20
 ANSWER = 60  # descriptor for what a call returned, below RLIMIT_NOFILE and out of the way of files
-BOX = "/box"
-
-# From <sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/capability.h>.
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_PRIVATE = 1 << 10, 1 << 11, 1 << 12, 1 << 14, 1 << 18
-MS_RELATIME, ST_RELATIME = 1 << 21, 1 << 12
-MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-CAPABILITY_VERSION_3 = 0x20080522
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def check(result: int, what: str) -> None:
-    """OSError with the kernel's reason when a call into libc failed."""
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-def prctl(option: int, value: int) -> None:
-    """prctl(2)."""
-    check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
-
-
-def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2)."""
-    arguments = [text.encode() or None for text in (source, target, kind)]
-    check(libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
-
-
-# ---- namespaces
-
-
-def enter_namespaces(python: str) -> None:
-    """Leaves this process as process 1 of namespaces of its own; the one it was waits, and ends with it."""
-    uid, gid = os.geteuid(), os.getegid()
-    spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    if uid != 0:  # whoever is not root has these rights in a user namespace of his own
-        spaces |= CLONE_NEWUSER
-    check(libc.unshare(spaces), "unshare")
-    if uid != 0:
-        write("/proc/self/setgroups", "deny")
-        write("/proc/self/uid_map", f"{uid} {uid} 1")
-        write("/proc/self/gid_map", f"{gid} {gid} 1")
-        with contextlib.suppress(OSError):  # and generated code is to have none
-            write("/proc/sys/user/max_user_namespaces", "0")
-    inside = os.fork()
-    if inside:
-        _, status = os.waitpid(inside, 0)
-        os._exit(os.waitstatus_to_exitcode(status) & 255)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    new_root(python)
-
-
-def new_root(python: str) -> None:
-    """Changes to a root directory in memory with Python's files, read-only, and the writable folder ``BOX``."""
-    mount("none", "/", flags=MS_REC | MS_PRIVATE)
-    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    os.mkdir("/tmp/old")
-    check(libc.pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
-    os.chdir("/")
-    for path in dict.fromkeys(["/usr/lib", "/usr/lib64", "/lib", "/lib64", python]):
-        show(path)
-    os.mkdir("/dev")
-    for name in ("null", "zero", "urandom"):
-        write(f"/dev/{name}", "")
-        mount(f"/old/dev/{name}", f"/dev/{name}", flags=MS_BIND)
-    os.mkdir(BOX)
-    check(libc.umount2(b"/old", MNT_DETACH), "umount")
-    os.rmdir("/old")
-    mount("", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def show(path: str) -> None:
-    """Makes a directory of the old root visible at its own place, read-only; a symbolic link stays one."""
-    old = "/old" + path
-    if os.path.lexists(path) or not os.path.lexists(old):
-        return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.islink(old):
-        os.symlink(os.readlink(old), path)
-        return
-    os.mkdir(path)
-    mount(old, path, flags=MS_BIND)
-    # In a user namespace the flags that a mount has must stay.
-    given = os.statvfs(path).f_flag
-    flags = given & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
-    flags |= MS_RELATIME if given & ST_RELATIME else 0
-    mount("", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
-
-
-def write(path: str, text: str) -> None:
-    """Replaces a file's content."""
-    with open(path, "w") as file:
-        file.write(text)
 
 
 # ---- one test
@@ -232,12 +152,9 @@ def confine(job: dict, folder: str) -> None:
     os.setsid()
     os.chdir(folder)
     if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        become_nobody()
     else:
-        header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-        check(libc.capset(header, none), "capset")
+        drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     memory, file = job["memory_mb"] * MIB, job["file_mb"] * MIB
@@ -323,7 +240,7 @@ def throwaway_folder(size_mb: int, base: str):
     if base == BOX:
         mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_mb}m,nr_inodes=4k,mode=777")
         yield BOX
-        check(libc.umount2(BOX.encode(), MNT_DETACH), "umount")
+        umount(BOX)
     else:
         folder = tempfile.mkdtemp(prefix="sandbox-", dir=base)
         os.chmod(folder, 0o777)
