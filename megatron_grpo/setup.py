@@ -20,7 +20,7 @@ from megatron_grpo.offload import Offloader
 from megatron_grpo.reward_rules import check_sources, reward_routes
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
-from megatron_grpo.rewards.sandbox import KINDS, sandbox
+from megatron_grpo.rewards.sandbox import isolation_here
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang_server import build_sglang_servers
 from megatron_grpo.rollout.vllm_server import build_vllm_servers
@@ -41,7 +41,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         return None
     load_plugins(args.external_plugins or [])
     get_rewards(args.reward_funcs, vars(args))
-    isolation = sandbox(args.code_sandbox == "strict").kind if "code" in args.reward_funcs else None
+    isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
@@ -71,7 +71,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     for line in batch_arithmetic(args, world_size).lines():
         print_rank_0(line)
     if isolation:
-        print_rank_0(f"generated code is isolated by {KINDS[isolation]}")
+        print_rank_0(f"generated code is isolated by {isolation}")
 
     model, optimizer, scheduler, reference = _build_model(args, model_provider, resume)
     iteration, position = 0, {}

@@ -119,3 +119,10 @@ def sandbox(strict: bool) -> Sandbox:
         candidate.close()
     cure = "leave --code-sandbox strict out to do with limits alone" if strict else "docs/rewards.md says what it takes"
     raise GrpoError(f"generated code cannot be isolated on this machine ({'; '.join(said)}): {cure}")
+
+
+def isolation_here(strict: bool) -> str:
+    """What `sandbox` isolates by on this machine, in words; GrpoError as there."""
+    found = sandbox(strict)
+    found.close()
+    return KINDS[found.kind]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
-from megatron_grpo.rewards.sandbox import KINDS, sandbox
+from megatron_grpo.rewards.sandbox import isolation_here
 
 FLAGS = {name[2:].replace("-", "_"): default for name, _, default, _ in REWARDS}
 THOUGHT = "<think>" + "Let us see what follows from this, and try it with a smaller number first. " * 60 + "</think>\n"
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that score [1]")
     own = parser.parse_args()
     draw = random.Random(1)
-    print(f"{own.completions:,} completions for each, {own.workers} worker(s); code by {KINDS[sandbox(False).kind]}\n")
+    print(f"{own.completions:,} completions for each, {own.workers} worker(s); code by {isolation_here(False)}\n")
     print("| reward | mean | failures | completions/s | scoring alone s | generation s | waited after it s | hidden |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for name, make in (("accuracy", math_sample), ("code", code_sample)):
