@@ -362,7 +362,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """
     parser = build_parser()
     defaults = vars(parser.parse_args([]))
-    words = [_hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
     if unknown:
         parser.error(_explain(unknown, parser))
@@ -374,7 +374,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def _hyphens(word: str) -> str:
+def hyphens(word: str) -> str:
+    """A word of the command line, with the underscores of a flag's name (not of its value) turned into hyphens."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 

@@ -189,12 +189,12 @@ class MetricsLogger:
             self._write_row()
 
     def log_completions(self, iteration: int, samples: list[dict]) -> None:
-        """Append samples (prompt, completion, rewards, advantage, finish_reason, length ...) to ``completions.jsonl``.
+        """Append samples (what ``completion_log.completion_row`` says of each) to ``completions.jsonl``.
 
-        ``iteration`` is the first update that trains on them. The first ``--num-completions-to-log`` are kept.
+        ``iteration`` is the first update that trains on them.
         """
         if "completions.jsonl" in self.files:
-            for sample in samples[: self.args.num_completions_to_log]:
+            for sample in samples:
                 self._append("completions.jsonl", {"iteration": iteration} | sample)
 
     def flush(self) -> None:

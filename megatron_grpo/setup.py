@@ -21,6 +21,7 @@ from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang_server import build_sglang_servers
 from megatron_grpo.rollout.vllm_server import build_vllm_servers
+from megatron_grpo.run_record import write_run_record
 from megatron_grpo.trainer import Trainer
 from megatron_grpo.validation import check_warmup, merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
@@ -78,6 +79,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         scorer = RewardPool(args.reward_funcs, args.external_plugins or [], args.reward_workers, args.reward_timeout)
     valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    if args.save and dist.get_rank() == 0:
+        write_run_record(args, iteration)
     return Trainer(
         args=args,
         model=model,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_grpo import checkpointing, training
 from megatron_grpo.algorithm.advantages import GroupAdvantages
+from megatron_grpo.completion_log import chosen, completion_row
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
 from megatron_grpo.errors import EngineLost, GrpoError
@@ -215,26 +216,11 @@ class Trainer:
         self.logger.log(self.iteration, metrics | self.timers.collect())
 
     def log_completions(self, batch: RolloutBatch) -> None:
-        """Write the first completions of a rollout, with what became of them, to ``completions.jsonl``."""
-        rows = []
-        for i in range(min(self.args.num_completions_to_log, batch.num_completions)):
-            start, middle, end = (
-                batch.cu_seqlens[i],
-                batch.cu_seqlens[i] + batch.prompt_lengths[i],
-                batch.cu_seqlens[i + 1],
-            )
-            rows.append(
-                {
-                    "prompt": self.tokenizer.decode(batch.tokens[start:middle].tolist()),
-                    "completion": self.tokenizer.decode(batch.tokens[middle:end].tolist()),
-                    "rewards": dict(zip(self.args.reward_funcs, batch.rewards[i].tolist(), strict=True)),
-                    "advantage": float(batch.advantages[i]),
-                    "finish_reason": FinishReason(batch.finish_reasons[i]).name.lower(),
-                    "length": int(end - middle),
-                    "row": int(batch.row_ids[i]),
-                }
-            )
-        self.logger.log_completions(self.iteration + 1, rows)
+        """Write some completions of a rollout, with what became of them, to ``completions.jsonl``."""
+        if self.logger.active:
+            picks = chosen(batch.advantages, self.args.num_completions_to_log)
+            rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
+            self.logger.log_completions(self.iteration + 1, rows)
 
     # ---- where the run is
 
