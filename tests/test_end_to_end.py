@@ -124,10 +124,25 @@ def test_samples_of_completions(run, data):
     questions = [row["question"] for row in read_lines(data / "gsm8k_train.jsonl")]
     for number, sample in enumerate(samples):
         assert sample["prompt"] == f"system: Think.\nuser: {questions[sample['row']]}\nassistant: "
-        assert sample["row"] == samples[number // 6 * 6 + number % 6 // 4 * 4]["row"]  # four of a prompt
+        assert sample["picked"] == ["first", "first", "first", "best", "worst", "best"][number % 6]
+        if sample["picked"] == "first":
+            assert sample["row"] == samples[number // 6 * 6]["row"]  # a prompt has four
         assert sample["rewards"].keys() == {"gsm8k", "format"}
         assert sample["finish_reason"] == ("stop" if sample["length"] < 16 else sample["finish_reason"])
         assert math.isfinite(sample["advantage"])
+        assert "".join(sample["tokens"]).startswith(sample["completion"])  # behind it are special tokens
+        assert len(sample["tokens"]) == len(sample["log_probs"]) == sample["length"]
+        assert all(log_prob < 0 for log_prob in sample["log_probs"])
+    for best, worst, second in (samples[3:6], samples[9:12]):
+        assert best["advantage"] >= second["advantage"] >= worst["advantage"]
+
+
+def test_the_run_says_what_it_is(run, model):
+    save, _ = run
+    stored, environment = (json.loads((save / name).read_text()) for name in ("args.json", "environment.json"))
+    assert stored["load_hf"] == model and stored["beta"] == 0.04
+    assert environment["layout"].startswith("2 ranks = TP 1 x PP 1 x DP 2")
+    assert environment["start_iteration"] == 0 and "load_hf" in environment["given"]
 
 
 def test_what_is_printed(run):

@@ -38,12 +38,14 @@ def drawn(records: list[Record], num_rollouts: int) -> dict[str, Any]:
     for run, record in zip(runs, records, strict=True):
         kept = evenly(sorted({sample["iteration"] for sample in record.completions}), num_rollouts)
         run["completions"] = [sample for sample in record.completions if sample["iteration"] in kept]
-    names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
+    logged = dict.fromkeys(name for run in runs for name in run["metrics"])
+    order = {name: place for place, name in enumerate(METRICS)}
+    names = sorted(logged, key=lambda name: order.get(documented(name), len(order)))
     shown = {name for run in runs for name in run["phases"]["seconds"]}
     return {
         "runs": runs,
         "sections": [section for title in TITLES if (section := _section(title, names, runs))],
-        "meanings": {name: meaning(name) for name in names},
+        "meanings": {name: (METRICS.get(documented(name), ""), remedy(documented(name))) for name in names},
         "phases": [*PHASES, *sorted(shown - {*PHASES, "rest"})],
         "rollouts": sorted({sample["iteration"] for run in runs for sample in run["completions"]}),
     }
@@ -92,11 +94,10 @@ def _section(title: str, names: list[str], runs: list[dict[str, Any]]) -> dict[s
     return {"title": title, "names": drawn, "constants": constants} if drawn or constants else None
 
 
-def meaning(name: str) -> tuple[str, str]:
-    """What a metric tells, and its remedy; of ``reward/f1/mean`` those of ``reward/<function>/mean``."""
+def documented(name: str) -> str:
+    """The name under which METRICS has a metric: ``reward/<function>/mean`` for ``reward/f1/mean``."""
     parts = name.split("/")
-    known = name if name in METRICS else "/".join([parts[0], "<function>", *parts[2:]])
-    return METRICS.get(known, ""), remedy(known)
+    return name if name in METRICS or len(parts) < 3 else "/".join([parts[0], "<function>", *parts[2:]])
 
 
 def evenly(values: list[int], count: int) -> set[int]:
@@ -190,9 +191,9 @@ def configuration(records: list[Record]) -> str:
     first = sorted((n for n in names if differs(n, values) or n in given), key=lambda n: (not differs(n, values), n))
     rest = [name for name in names if name not in first]
     differing = sum(differs(name, values) for name in names)
-    note = f"{differing} differ between the runs; they come first. " if len(records) > 1 else ""
+    note = f"{differing} differ between the runs and come first; then what" if len(records) > 1 else "What"
     return (
-        f'<p class="note">{note}Then what was given on the command line; what has its default is folded.</p>'
+        f'<p class="note">{note} was given on the command line; what has its default is folded.</p>'
         '<div><input type="search" placeholder="find an argument" aria-label="Find an argument">'
         f"{table(first, values, runs)}"
         f'<details class="rest"><summary>{len(rest)} arguments at their defaults</summary>'

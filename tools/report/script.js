@@ -174,7 +174,9 @@ function curveFigure(name) {
 
 function buildCurves() {
   for (const { title, names, constants } of data.sections) {
-    const section = element("section", {}, element("h2", {}, title));
+    const folded = title === "Amounts"; // straight lines
+    const section = element(folded ? "details" : "section", {}, element(folded ? "summary" : "h2", {}, title));
+    if (folded) section.addEventListener("toggle", redraw); // what is folded has no width
     if (names.length) section.append(element("div", { class: "grid" }, ...names.map(curveFigure)));
     if (constants.length) {
       const same = constants.map(([name, value]) => element("code", {}, `${name} ${number(value)}`));
@@ -328,7 +330,7 @@ function buildCompletions() {
   }));
   const scales = {
     probability: ["certain", "linear-gradient(to right, transparent, color-mix(in srgb, var(--surprise) 70%, transparent))",
-      `p ≤ ${number(Math.exp(LEAST_LOG_PROB))}`],
+      `p ≤ ${Math.exp(LEAST_LOG_PROB).toFixed(2)}`],
     advantage: [number(-largest), "linear-gradient(to right, var(--bad), transparent, var(--good))", number(largest)],
   };
   const [low, gradient, high] = scales[byId("colour").value] || ["", "", ""];
