@@ -29,6 +29,7 @@ from megatron_grpo import training
 from megatron_grpo.algorithm.advantages import combine_rewards, group_advantages
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
 from megatron_grpo.algorithm.losses import kl_k3
+from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import Pack, RolloutBatch
@@ -165,7 +166,10 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
-            metrics[f"eval/{kind}_accuracy"] = float((batch.rewards[:, 0] >= 1.0).mean())
+            right = batch.rewards[:, 0] >= 1.0
+            metrics[f"eval/{kind}_accuracy"] = float(right.mean())
+            for k in powers_of_two(num_generations):
+                metrics[f"eval/pass_at_{k}"] = pass_at_k(right, batch.group_ids, k)
     return metrics
 
 

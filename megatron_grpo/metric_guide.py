@@ -5,12 +5,14 @@ A remedy says what to do when the metric goes wrong; one whose key ends with a s
 
 HEADINGS = {
     "reward": "Rewards",
+    "advantage": "Rewards",
     "eval": "Evaluation",
     "": "Learning",
     "clip": "Learning",
     "ratio": "Learning",
     "moe": "Learning",
     "completion": "Completions",
+    "sampling": "Completions",
     "mismatch": "Trainer and engine",
     "perf": "Time",
     "time": "Time",
@@ -26,10 +28,14 @@ REMEDIES = {
     "reward/std": "Near 0: completions of a prompt are equally good, so nothing is learned. Raise --temperature or "
     "--num-generations, or take prompts of medium difficulty.",
     "reward/<function>/mean": "One function rising alone while others fall: change --reward-weights.",
+    "reward/": "As reward/<function>/mean.",
+    "advantage/": "A standard deviation near 0: no signal, see reward/zero_std_groups. A mean far from 0: unequal "
+    "lengths or groups; it is no error by itself.",
     "reward/zero_std_groups": "Near 1: prompts are too hard or too easy for the model. Change the data, raise "
     "--num-generations, or begin with supervised training.",
     "reward/failures": "Above 0: the log names the function and the completion. Mend the function, or raise "
     "--reward-timeout; such completions are left out, not counted as 0.",
+    "sampling/": "Much replaced or given back: prompts are too easy or too hard; change the data.",
     "completion/length_mean": "Growing without reward: a length bias of the loss (--loss-type dr_grpo or dapo), or "
     "completions that do not end. Shrinking to nothing: the reward pays for brevity.",
     "completion/length_max": "Always --max-completion-length: see completion/truncated.",
@@ -65,6 +71,8 @@ REMEDIES = {
     "eval/sampled_reward": "As eval/sampled_accuracy.",
     "eval/sampled_accuracy": "Far below eval/greedy_accuracy: the distribution is broad; it closes with training, or "
     "lower --temperature.",
+    "eval/pass_at_<k>": "Falling while eval/sampled_accuracy rises: the policy sharpens what it could do and loses "
+    "variety; see entropy. Not above eval/sampled_accuracy: more samples of these prompts give no signal.",
     "tokens/update": "Jumping about: lengths differ much between rollouts; --max-tokens-per-microbatch keeps the "
     "memory bounded.",
     "tokens/total": "A count: an axis to compare runs of different batches along.",

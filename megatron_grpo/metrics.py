@@ -53,6 +53,7 @@ METRICS = {
     "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
     "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
     "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
+    "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 2, 4, 8 ...",
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/total": "the same, since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
@@ -76,10 +77,18 @@ _POSITIONS = {"lr", "tokens/total", "consumed/prompts"}
 _SUMS = {"tokens/update", "reward/failures"}
 
 
+def documented(name: str) -> str | None:
+    """The name under which METRICS has a metric: ``reward/<function>/mean`` for ``reward/f1/mean``; None for none."""
+    if name in METRICS:
+        return name
+    patterns = ((known, re.sub("<.*?>", "[^/]+", known)) for known in METRICS if "<" in known)
+    return next((known for known, pattern in patterns if re.fullmatch(pattern, name)), None)
+
+
 def check_names(metrics: Iterable[str]) -> None:
     """Raise KeyError when a name is not in METRICS: whatever a run reports is explained there."""
     for name in metrics:
-        if name not in METRICS and not re.fullmatch(r"reward/[^/]+/mean", name):
+        if documented(name) is None:
             raise KeyError(f"metric {name!r} is not documented in megatron_grpo.metrics.METRICS")
 
 

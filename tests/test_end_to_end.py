@@ -34,7 +34,8 @@ COMMON = """--transformer-impl local --vllm-enforce-eager --vllm-max-num-seqs 32
     --max-prompt-length 160 --max-completion-length 16 --train-iters""".split()
 # What every update reports, what the first one of a rollout does as well, and what an evaluation does.
 OF_A_ROLLOUT = {"time/rollout", "time/scoring", "time/logprobs"}
-OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/")} | {"time/eval"}
+OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/") and "<" not in name}
+OF_AN_EVALUATION |= {"time/eval", "eval/pass_at_2"}
 OF_AN_UPDATE = (
     {name for name in METRICS if "<" not in name}
     - OF_A_ROLLOUT
@@ -130,9 +131,8 @@ def test_samples_of_completions(run, data):
         assert sample["rewards"].keys() == {"gsm8k", "format"}
         assert sample["finish_reason"] == ("stop" if sample["length"] < 16 else sample["finish_reason"])
         assert math.isfinite(sample["advantage"])
-        assert "".join(sample["tokens"]).startswith(sample["completion"])  # behind it are special tokens
         assert len(sample["tokens"]) == len(sample["log_probs"]) == sample["length"]
-        assert all(log_prob < 0 for log_prob in sample["log_probs"])
+        assert all(log_prob <= 0 for log_prob in sample["log_probs"])
     for best, worst, second in (samples[3:6], samples[9:12]):
         assert best["advantage"] >= second["advantage"] >= worst["advantage"]
 

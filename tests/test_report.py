@@ -94,7 +94,7 @@ def written(tmp_path, *runs):
 def test_the_page_holds_what_the_run_wrote(tmp_path):
     page = Page(written(tmp_path, write_run(tmp_path / "run")))
     (run,) = page.data["runs"]
-    assert run["label"] == "run"
+    assert run["label"] == f"{tmp_path.name}/run"
     assert run["metrics"]["reward/f1/mean"] == [None, 0.5, None, 0.75]
     assert run["metrics"]["eval/greedy_accuracy"] == [0.25, None, None, None]
     assert run["x"]["iteration"] == [0, 1, 2, 3]

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.metric_guide import TITLES, heading, remedy
-from megatron_grpo.metrics import METRICS
+from megatron_grpo.metrics import METRICS, documented
 from megatron_grpo.run_folder import Record, Run, labels, read_record
 
 PAGE = Path(__file__).resolve().parent / "report"
@@ -45,7 +45,7 @@ def drawn(records: list[Record], num_rollouts: int) -> dict[str, Any]:
     return {
         "runs": runs,
         "sections": [section for title in TITLES if (section := _section(title, names, runs))],
-        "meanings": {name: (METRICS.get(documented(name), ""), remedy(documented(name))) for name in names},
+        "meanings": {name: (METRICS[known], remedy(known)) for name in names if (known := documented(name))},
         "phases": [*PHASES, *sorted(shown - {*PHASES, "rest"})],
         "rollouts": sorted({sample["iteration"] for run in runs for sample in run["completions"]}),
     }
@@ -92,12 +92,6 @@ def _section(title: str, names: list[str], runs: list[dict[str, Any]]) -> dict[s
             elif values:
                 constants.append([name, values.pop()])
     return {"title": title, "names": drawn, "constants": constants} if drawn or constants else None
-
-
-def documented(name: str) -> str:
-    """The name under which METRICS has a metric: ``reward/<function>/mean`` for ``reward/f1/mean``."""
-    parts = name.split("/")
-    return name if name in METRICS or len(parts) < 3 else "/".join([parts[0], "<function>", *parts[2:]])
 
 
 def evenly(values: list[int], count: int) -> set[int]:
@@ -240,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.rollouts < 1:
             raise GrpoError(f"--rollouts {args.rollouts} must be at least 1")
-        records = [read_record(path, label) for path, label in zip(args.runs, labels(args.runs), strict=True)]
+        names = labels(args.runs) if len(args.runs) > 1 else ["/".join(args.runs[0].resolve().parts[-2:])]
+        records = [read_record(path, name) for path, name in zip(args.runs, names, strict=True)]
         text = page(records, args.rollouts)
         try:
             args.output.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate has no UTF-8

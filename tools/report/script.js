@@ -236,7 +236,7 @@ function drawPhases(figure, run) {
 
 function buildPhases() {
   byId("phases").replaceChildren();
-  for (const { run, index } of visible()) {
+  for (const { run } of visible()) {
     if (!run.phases.iteration.length) continue;
     const sums = Object.entries(run.phases.seconds).map(([name, v]) => [name, v.reduce((a, b) => a + b, 0)]);
     const all = sums.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
@@ -244,7 +244,7 @@ function buildPhases() {
       "span", {}, element("span", { class: "dot", style: phaseColour(name) }), name,
       element("b", {}, `${((100 * seconds) / all).toFixed(seconds / all < 0.1 ? 1 : 0)}%`),
     ));
-    const caption = element("figcaption", { style: runColour(index) }, run.label);
+    const caption = element("figcaption", {}, run.label);
     const figure = element("figure", {}, caption, element("div", { class: "shares" }, ...shares));
     figure.redraw = () => drawPhases(figure, run);
     byId("phases").append(figure);
@@ -326,6 +326,7 @@ function buildCompletions() {
     const head = element("h3", {}, element("span", { class: "dot", style: runColour(index) }), run.label);
     const cards = samples.map((sample) => sampleCard(sample, largest));
     const none = element("p", { class: "note" }, "No completions were logged here.");
+    if (data.runs.length === 1) head.hidden = true;
     return element("div", {}, head, element("div", { class: "samples" }, ...(cards.length ? cards : [none])));
   }));
   const scales = {
@@ -350,6 +351,7 @@ function rebuild() {
 }
 
 function buildLegend() {
+  if (data.runs.length === 1) return;
   data.runs.forEach((run, index) => {
     const dot = element("span", { class: "dot", style: runColour(index) });
     const button = element("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, dot, run.label);
