@@ -26,9 +26,10 @@ cpu_backend.install()  # before megatron.core is imported; on a GPU it does noth
 from megatron.core import parallel_state
 
 from megatron_grpo import training
-from megatron_grpo.algorithm.advantages import combine_rewards, group_advantages
+from megatron_grpo.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
-from megatron_grpo.algorithm.losses import kl_k3
+from megatron_grpo.algorithm.kl import kl_k3, kl_term
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
@@ -71,8 +72,9 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
     # Absent when there is one update per rollout: the ratio is then 1.
     old = batch.get("old_log_probs", log_probs.detach())
     policy = policy_term(args, log_probs, old, batch)
-    kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(log_probs)
-    loss = policy.loss + args.beta * kl
+    loss = policy.loss
+    if args.beta > 0 and not args.kl_in_reward:
+        loss = loss + args.beta * kl_term(args.kl_estimator, log_probs, batch["ref_log_probs"], old)
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
     loss = (batch["weights"] * loss).sum()
@@ -83,6 +85,7 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
 
     with torch.no_grad():
         ratio = (log_probs - old).exp()
+        kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(log_probs)
         largest = torch.cat([ratio, ratio.new_zeros(1)]).amax()  # --overlong-filter can leave a pack without tokens
         report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), policy.clip_low.sum())
         report += (policy.clip_high.sum(), policy.masked.sum(), largest, *mismatch(old, batch["rollout_log_probs"]))
@@ -182,15 +185,9 @@ def train(args, trainer: Trainer) -> None:
         with trainer.engine_awake(partial(sync, args, trainer), log_probs):
             prompts = trainer.next_prompts()
             batch = trainer.collect(prompts, args.num_generations, trainer.sampling, trainer.rollout_seed())
-        rewards = combine_rewards(batch.rewards, args.reward_weights)
-        groups = group_advantages(rewards, batch.group_ids, args.scale_rewards)
-        batch.advantages = groups.advantages
-        if args.overlong_filter:
-            drop_overlong(batch)
-
         with trainer.timers("logprobs"):
             correction = args.rollout_importance_sampling_mode
-            needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold
+            needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold or args.kl_in_reward
             if needed or args.router_replay_mode == "R2":
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
                     batch.old_log_probs = log_probs(args, trainer, batch)
@@ -198,7 +195,10 @@ def train(args, trainer: Trainer) -> None:
                 with training.parameters_complete(args, trainer.model), trainer.reference.in_place_of(trainer.model):
                     batch.ref_log_probs = log_probs(args, trainer, replace(batch, routed_experts=None))
 
-        metrics = trainer.rollout_metrics(batch, rewards, groups)
+        rewards = combine_rewards(batch.rewards, args.reward_weights)
+        metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
+        if args.overlong_filter:
+            drop_overlong(batch)
         if correction:
             metrics |= correct(args, batch)
         trainer.log_completions(batch)

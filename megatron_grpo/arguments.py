@@ -20,6 +20,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_grpo.advantage_flags import ADVANTAGE_FLAGS
 from megatron_grpo.algorithm.losses import Level
 from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
@@ -167,7 +168,6 @@ FLAGS: dict[str, tuple[Row, ...]] = {
     "algorithm": (
         ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
         ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
-        ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
         ("--epsilon", float, None, "clip range of the probability ratio, downwards [0.2; gmpo 0.4]"),
         ("--epsilon-high", float, None, "clip range upwards; cispo: the bound of the ratio itself [--epsilon]"),
         ("--delta", float, None, "bound of the ratio where the clip leaves it open (advantage < 0)"),
@@ -212,8 +212,8 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ),
         ("--rollout-importance-sampling-threshold", float, None, "the weights' upper bound [2; for icepop 5]"),
         ("--rollout-importance-sampling-lower-bound", float, None, "icepop masks tokens below it [0.5]"),
-        ("--scale-rewards", ("group", "batch", "none"), "group", "divide advantages by whose standard deviation"),
     ),
+    "advantages and KL": ADVANTAGE_FLAGS,
     "learning rate": (
         ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
         ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),

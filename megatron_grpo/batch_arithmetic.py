@@ -98,8 +98,11 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
         )
     dp = world_size // (tp * pp * cp)
     micro, budget, group = args.micro_batch_size, args.max_tokens_per_microbatch, args.num_generations
-    if group < 2:
-        raise GrpoError(f"--num-generations ({group}) must be at least 2: the completions of a prompt are compared")
+    if group < 2 and args.advantage_estimator != "reinforce_plus_plus":
+        raise GrpoError(
+            f"--num-generations ({group}) must be at least 2: the completions of a prompt are compared, unless by "
+            "--advantage-estimator reinforce_plus_plus"
+        )
     global_batch, steps, generation = _batch_sizes(args, micro * dp)
     if budget:
         _check_budget(args, global_batch, dp)

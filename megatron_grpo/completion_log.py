@@ -32,7 +32,7 @@ def completion_row(
     """What is written of completion ``i``: texts, rewards, advantage, and its first ``TOKENS`` tokens one by one.
 
     ``log_probs`` are those under the policy before the update where they were computed, else the engine's (nan where it
-    gave none).
+    gave none); ``token_advantages`` are there where tokens of a completion may have different ones.
     """
     start, end = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
     middle = start + int(batch.prompt_lengths[i])
@@ -50,6 +50,8 @@ def completion_row(
         "tokens": token_texts(tokenizer, batch.tokens[told].tolist()),
         "log_probs": np.round(log_probs[told].astype(float), 4).tolist(),
     }
+    if batch.token_advantages is not None:
+        row["token_advantages"] = np.round(batch.token_advantages[told].astype(float), 4).tolist()
     return row
 
 

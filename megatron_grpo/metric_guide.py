@@ -28,7 +28,10 @@ REMEDIES = {
     "reward/std": "Near 0: completions of a prompt are equally good, so nothing is learned. Raise --temperature or "
     "--num-generations, or take prompts of medium difficulty.",
     "reward/<function>/mean": "One function rising alone while others fall: change --reward-weights.",
-    "reward/": "As reward/<function>/mean.",
+    "reward/<function>/std": "0: this function says the same of everything; it costs time and teaches nothing.",
+    "reward/<function>/min": "Outside of what the function should give: it has a mistake.",
+    "reward/<function>/max": "As reward/<function>/min; never the full score: too hard, or the answer is not found.",
+    "reward/kl_penalty": "Large beside reward/mean: the penalty rules; lower --beta.",
     "advantage/": "A standard deviation near 0: no signal, see reward/zero_std_groups. A mean far from 0: unequal "
     "lengths or groups; it is no error by itself.",
     "reward/zero_std_groups": "Near 1: prompts are too hard or too easy for the model. Change the data, raise "

@@ -1,8 +1,9 @@
 """What a run reports: console lines, ``metrics.jsonl``, TensorBoard, W&B, samples of completions; and the phase timers.
 
 Rank 0 writes; on the other ranks a logger checks the names it is given and does nothing else. With ``--log-interval N``
-a row, in every one of these places, stands for the last N updates: means, except for maxima (the maximum), positions
-such as ``lr`` (the last value), seconds and counts (the sum) and tokens per second (all tokens over all seconds).
+a row, in every one of these places, stands for the last N updates: means, except for maxima and minima (the extreme),
+positions such as ``lr`` (the last value), seconds and counts (the sum) and tokens per second (all tokens over all
+seconds).
 """
 
 import contextlib
@@ -28,13 +29,19 @@ METRICS = {
     "reward/mean": "mean over completions of the weighted sum of the reward functions",
     "reward/std": "mean over prompts of the standard deviation of that sum over a prompt's completions",
     "reward/<function>/mean": "mean over completions of one reward function, unweighted",
+    "reward/<function>/std": "standard deviation over all completions of one reward function, unweighted",
+    "reward/<function>/min": "smallest value of one reward function",
+    "reward/<function>/max": "largest value of one reward function",
+    "reward/kl_penalty": "mean over completions of what --kl-in-reward subtracts: beta times the sum of k1",
+    "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
+    "advantage/std": "standard deviation over completions of the same",
     "reward/zero_std_groups": "share of prompts whose completions all have the same reward (no signal)",
     "reward/failures": "calls of reward functions that raised, hung or gave no number",
     "completion/length_mean": "mean length of a completion, tokens",
     "completion/length_max": "length of the longest completion, tokens",
     "completion/truncated": "share of completions cut off at --max-completion-length",
     "loss": "the loss that was differentiated, KL term included",
-    "kl": "mean k3 estimate of KL(policy || reference) over completion tokens, nats a token",
+    "kl": "mean k3 estimate of KL(policy || reference) over completion tokens, whatever --kl-estimator",
     "entropy": "mean entropy of the policy's next-token distribution over completion tokens, nats",
     "clip/low": "share of completion tokens whose ratio is clipped below (advantage < 0)",
     "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0; --loss-type cispo: any)",
@@ -266,8 +273,10 @@ def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
         values = [value if isinstance(value, int) else float(value) for value in values]
         if len(values) == 1 or name in _POSITIONS:
             row[name] = values[-1]
-        elif name in _MAXIMA:
+        elif name in _MAXIMA or re.fullmatch(r"reward/[^/]+/max", name):
             row[name] = max(values)
+        elif re.fullmatch(r"reward/[^/]+/min", name):
+            row[name] = min(values)
         elif name in _SUMS or name.startswith("time/"):
             row[name] = sum(values)
         else:

@@ -98,7 +98,8 @@ def update_statistics(
     if args.top_entropy_quantile < 1:
         kept &= masks.top_entropy(entropies[tokens], args.top_entropy_quantile)
     if by_covariance:
-        advantages = np.repeat(batch.advantages, batch.lengths)[tokens]
+        completion = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
+        advantages = batch.advantages_of(tokens, completion)
         covariances = masks.covariances(advantages, log_probs[tokens])
     if args.clip_cov_ratio is not None:
         bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
@@ -121,7 +122,7 @@ def update_statistics(
         )
         advantages = batch.advantages.copy()
         advantages[completions] = signals
-        batch = replace(batch, advantages=advantages)
+        batch = replace(batch, advantages=advantages, token_advantages=None)
     return batch
 
 

@@ -59,9 +59,10 @@ def wrong_field(sample: dict[str, Any]) -> str | None:
     tokens, rewards = sample.get("tokens"), sample.get("rewards")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         return "tokens"
-    log_probs = sample.get("log_probs")
-    if not isinstance(log_probs, list) or len(log_probs) != len(tokens) or not _numbers(log_probs):
-        return "log_probs"
+    for name in ("log_probs", "token_advantages"):
+        values = sample.get(name) if name in sample or name == "log_probs" else [0.0] * len(tokens)
+        if not isinstance(values, list) or len(values) != len(tokens) or not _numbers(values):
+            return name
     if not isinstance(rewards, dict) or not _numbers(rewards.values()):
         return "rewards"
     advantage = sample.get("advantage")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo import checkpointing, training
-from megatron_grpo.algorithm.advantages import GroupAdvantages
+from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.completion_log import chosen, completion_row
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
@@ -190,8 +190,9 @@ class Trainer:
 
     # ---- what is seen
 
-    def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray, groups: GroupAdvantages) -> dict[str, float]:
-        """What a rollout says of rewards and lengths, under the names of ``metrics.METRICS``."""
+    def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
+        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of ``metrics.METRICS``."""
+        groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
             "reward/std": groups.mean_std,
@@ -203,6 +204,9 @@ class Trainer:
         }
         for name, column in zip(self.args.reward_funcs, batch.rewards.T, strict=True):
             row[f"reward/{name}/mean"] = mean_of_scored(column)
+            if len(scored := column[~np.isnan(column)].astype(np.float64)):
+                row |= {f"reward/{name}/min": float(scored.min()), f"reward/{name}/max": float(scored.max())}
+                row[f"reward/{name}/std"] = float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
         return row | self.memory
 
     def log(self, metrics: dict[str, float]) -> None:

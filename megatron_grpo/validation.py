@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.advantage_rules import check_advantages
 from megatron_grpo.arguments import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -231,9 +232,7 @@ def _check_rewards(args: Namespace) -> None:
 def _check_algorithm(args: Namespace) -> None:
     check_loss(args)
     _check_correction(args)
-    if args.beta < 0:
-        raise GrpoError(f"--beta ({args.beta}) must not be negative")
-    needs(args, "ref_load", "beta", "without the KL term there is no reference policy")
+    check_advantages(args)
 
 
 def _check_correction(args: Namespace) -> None:

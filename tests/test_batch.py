@@ -36,6 +36,7 @@ def filled(batch):
     batch.old_log_probs = -np.arange(total, dtype=np.float32)
     batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
     batch.corrections = np.arange(total, dtype=np.float32) + 0.25
+    batch.teacher_log_probs = -np.arange(total, dtype=np.float32) - 2000
     batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
     batch.advantages = np.arange(n, dtype=np.float32) - 1
     batch.weights = np.arange(n, dtype=np.float32) + 0.5
@@ -115,6 +116,13 @@ def test_pack_by_hand():
     assert pack.routed_experts.shape == (12, 3, 2) and pack.routed_experts.dtype == np.int16
     assert pack.routed_experts[:, 0, 0].tolist() == [30, 36, 42, 48, 24, 0, 6, 12, 18, -1, -1, -1]
     assert pack.routed_experts[1].tolist() == [[36, 37], [38, 39], [40, 41]]
+
+
+def test_advantages_of_tokens_take_the_place_of_those_of_completions():
+    batch = filled(hand_batch())
+    batch.token_advantages = np.arange(9, dtype=np.float32) / 2
+    assert batch.pack([2, 1, 0]).advantages.tolist() == [4, 1, 1.5]  # of the tokens 33, 12 and 13
+    assert batch.pack([0], cp_size=2, cp_rank=1).advantages.tolist() == [1, 1.5]
 
 
 def test_experts_of_an_engine_that_has_not_routed_the_last_token():

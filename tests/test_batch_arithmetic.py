@@ -23,6 +23,7 @@ def arguments(**given) -> Namespace:
         "num_generations": 8,
         "num_iterations": 1,
         "loss_type": "grpo",
+        "advantage_estimator": "grpo",
     }
     return Namespace(**{**defaults, **given}, explicit=frozenset(given))
 
@@ -146,6 +147,11 @@ def test_refusals_name_the_numbers(given, message):
     with pytest.raises(GrpoError) as error:
         batch_arithmetic(arguments(**given), 16)
     assert message in str(error.value)
+
+
+def test_a_group_of_one_where_completions_are_compared_over_the_batch():
+    args = arguments(num_generations=1, global_batch_size=6, advantage_estimator="reinforce_plus_plus")
+    assert batch_arithmetic(args, 2).num_train_prompts == 6
 
 
 def test_lines_show_all_six_numbers_with_their_formulas():

@@ -89,6 +89,8 @@ def test_what_is_said_of_a_completion():
         "tokens": ["3", "3", "<eos>"],
         "log_probs": [-1.0001, -2.0, -3.0],
     }
+    rollout.token_advantages = np.arange(len(rollout.tokens), dtype=np.float32)  # prompts of 4, completions of 2 and 3
+    assert completion_row(rollout, 1, "best", ["f1", "f2"], Bytes())["token_advantages"] == [10.0, 11.0, 12.0]
     rollout.old_log_probs = np.full(len(rollout.tokens), -0.125, np.float32)  # the trainer's own go before the engine's
     assert completion_row(rollout, 0, "first", ["f1", "f2"], Bytes())["log_probs"] == [-0.125, -0.125]
 

@@ -206,6 +206,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path, capsys, file, content, mes
         {"tokens": ["2"]},
         {"log_probs": [1, "2"]},
         {"log_probs": None},
+        {"token_advantages": [0.5]},
         {"advantage": None},
         {"rewards": [1.0]},
         {"rewards": {"f1": True}},

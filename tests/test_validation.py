@@ -1,6 +1,9 @@
 """Rules about flags: each refusal is one GrpoError with the flag and the numbers; what is accepted is filled in."""
 
+import re
+
 import pytest
+from conftest import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +49,15 @@ def test_the_base_is_accepted_and_filled_in():
     assert args.vllm_max_model_len == 1024  # 512 + 512
     assert args.epsilon_high == 0.2 and args.reward_weights == [1.0] and args.save_hf == "out/hf_model"
     assert args_to_json(args)["padded_vocab_size"] == 1024
+
+
+def test_the_published_algorithms_of_the_docs_are_accepted():
+    table = (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", table, re.M)
+    assert {name for name, _ in rows} >= {"Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++", "GDPO"}
+    for name, flags in rows:
+        functions = "--reward-funcs accuracy format" if name == "GDPO" else ""
+        assert validated(f"{flags} {functions}").scale_rewards is not None, name
 
 
 def test_derived_shapes_are_megatron_lms():

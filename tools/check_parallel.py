@@ -7,7 +7,7 @@
 MODEL_FLAGS are those of pretrain_grpo.py: a Hugging Face directory (--load-hf) or a shape (--model-family qwen3
 --num-layers 28 ...), for which weights are made up from the tensors' names. A layout is written as its sizes (TP, PP,
 VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and after a colon any further flags. With
-the word LOSSES more updates follow, one for each loss type and mask, compared among the layouts that have the word.
+the word LOSSES more updates follow, one for each loss type, mask and KL, compared among the layouts that have the word.
 
 Without torchrun the tool starts one itself for each world size and tries all its layouts inside, since starting ranks
 takes longer than the updates. Every layout is compared with the first: a single process, where the model fits into one.
@@ -25,6 +25,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import made_up  # first: it finds the program, and prepares for machines without a GPU
@@ -37,6 +38,7 @@ from safetensors.torch import save_file
 
 import pretrain_grpo
 from megatron_grpo import training
+from megatron_grpo.advantage_term import estimate_advantages
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, leave_layout
@@ -154,6 +156,9 @@ OBJECTIVES = (
     "--kl-cov-ratio 0.1",
     "--m2po-threshold 0.8",
     "--off-policy-sequence-mask-delta 1",
+    "--kl-estimator k2",
+    "--kl-estimator unbiased",
+    "--advantage-estimator reinforce_plus_plus --kl-in-reward --gamma 0.9",
 )
 
 
@@ -162,7 +167,13 @@ def objective_updates(flags: list[str], trainer, batch) -> list[dict]:
     completions = np.arange(batch.num_completions // 2)
     world_size = dist.get_world_size()
     runs = [parse([*flags, *objective.split()], world_size) for objective in OBJECTIVES]
-    return [pretrain_grpo.update(args, trainer, batch, completions) for args in runs]
+    rows = []
+    for args in runs:
+        if args.kl_in_reward:  # from the rewards on
+            batch = replace(batch, rewards=batch.advantages[:, None])
+            estimate_advantages(args, batch, batch.rewards[:, 0])
+        rows.append(pretrain_grpo.update(args, trainer, batch, completions))
+    return rows
 
 
 def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
@@ -189,7 +200,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         stored = safe_open(reference, "pt") if compares else None
         for name, tensor in stream_hf(model, args):
             if writes:
-                weights[name] = tensor.cpu().contiguous()
+                weights[name] = tensor.cpu().clone().contiguous()  # a tied weight has two names, a file one each
             elif compares:
                 expected = stored.get_tensor(name).to(tensor).double()
                 gaps[name] = (torch.linalg.norm(tensor.double() - expected) / torch.linalg.norm(expected)).item()

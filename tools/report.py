@@ -187,10 +187,10 @@ def configuration(records: list[Record]) -> str:
     differing = sum(differs(name, values) for name in names)
     note = f"{differing} differ between the runs and come first; then what" if len(records) > 1 else "What"
     return (
-        f'<p class="note">{note} was given on the command line; what has its default is folded.</p>'
+        f'<p class="note">{note} was given on the command line; the others are folded.</p>'
         '<div><input type="search" placeholder="find an argument" aria-label="Find an argument">'
         f"{table(first, values, runs)}"
-        f'<details class="rest"><summary>{len(rest)} arguments at their defaults</summary>'
+        f'<details class="rest"><summary>{len(rest)} that were not given</summary>'
         f"{table(rest, values, runs)}</details></div>"
     )
 

@@ -1,32 +1,33 @@
-"""From rewards to advantages: how much better each completion did than the others of the same prompt.
+"""From rewards to advantages: how much better each completion did than the others of the same prompt, or of the batch.
 
 GRPO has no value network. The completions sampled from one prompt form a group, and the mean reward of the group is the
 baseline. A group is known by an explicit id, never by its place in the batch: any order, any size, the same numbers.
 Sums are exact (`math.fsum`), so not even the last bit depends on the order in which completions arrived.
 
-Everything is over the whole rollout batch, on the host, in float64; results are float32.
+Everything is over the whole rollout batch, on the host, in float64; results are float32. R = NaN is a completion that
+nothing scored: its advantage is 0 and it counts in no mean, no standard deviation and no size. Standard deviations are
+unbiased (divided by size - 1, as torch.std).
 """
 
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+Scale = Literal["group", "batch", "none"]
+
 STD_EPSILON = 1e-4  # keeps a group whose rewards hardly differ from being blown up
 
 
-class GroupAdvantages(NamedTuple):
-    """What `group_advantages` found."""
-
-    advantages: npt.NDArray[np.float32]  # [n]
-    num_groups: int
-    zero_std_groups: int  # groups that teach nothing: all their scored rewards are equal (or only one or none is there)
-    mean_std: float  # mean over groups of the standard deviation of their scored rewards
-
-
-def combine_rewards(rewards: npt.NDArray[np.float32], weights: Sequence[float]) -> npt.NDArray[np.float32]:
+def combine_rewards(rewards: Float32, weights: Sequence[float]) -> Float32:
     """Weighted sum over reward functions, R = sum over f of weights[f] * rewards[:, f].
 
     NaN stands for "not scored", "not mine": it is left out of the sum. R is NaN where no function scored.
@@ -48,19 +49,29 @@ def combine_rewards(rewards: npt.NDArray[np.float32], weights: Sequence[float]) 
     return np.where(scored.any(axis=1), total, np.nan).astype(np.float32)
 
 
-def group_advantages(
-    rewards: npt.NDArray[np.float32],
-    group_ids: npt.NDArray[np.int64],
-    scale: Literal["group", "batch", "none"],
-) -> GroupAdvantages:
+class GroupStatistics(NamedTuple):
+    """What the rewards of the groups are like."""
+
+    num_groups: int
+    zero_std_groups: int  # groups that teach nothing: all their scored rewards are equal (or only one or none is there)
+    mean_std: float  # mean over groups of the standard deviation of their scored rewards
+
+
+def group_statistics(rewards: Float32, group_ids: Int64) -> GroupStatistics:
+    """Count the groups, and those without a signal, from R [n] and the group of each completion [n]."""
+    num_groups = len(np.unique(group_ids))
+    stds = [_std(rewards[members].astype(np.float64)) for members in _groups(rewards, group_ids)]
+    return GroupStatistics(num_groups, num_groups - len(stds), math.fsum(stds) / max(num_groups, 1))
+
+
+def group_advantages(rewards: Float32, group_ids: Int64, scale: Scale) -> Float32:
     """GRPO's advantage, A_i = (R_i - mean of its group) / (std + 1e-4).
 
-    The std (unbiased, divided by size - 1, as torch.std) is that of the rewards of the group (`scale` "group": every
-    prompt weighs the same, however easy), of the whole batch ("batch"), or the division is left out ("none", as Dr.
-    GRPO argues: dividing by the group's std gives the too easy and the too hard prompts the largest weights).
+    The std is that of the rewards of the group (`scale` "group": every prompt weighs the same, however easy), of the
+    whole batch ("batch"), or the division is left out ("none", as Dr. GRPO argues: dividing by the group's std gives
+    the too easy and the too hard prompts the largest weights).
 
-    A completion with R = NaN (nothing scored it) has A = 0 and counts in no mean and no std. A group of one, and a
-    group whose rewards are all equal, has A = 0.
+    A group of one, and a group whose rewards are all equal, has A = 0.
 
     Args:
         rewards: [n], finite or NaN.
@@ -68,7 +79,7 @@ def group_advantages(
         scale: "group", "batch" or "none".
 
     Returns:
-        GroupAdvantages; its advantages [n] follow the order of `rewards`.
+        [n], in the order of `rewards`.
 
     Raises:
         ValueError: unknown `scale`.
@@ -76,34 +87,211 @@ def group_advantages(
     Source: GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); no scaling: Dr. GRPO (Liu et al. 2025,
     arXiv:2503.20783); scaling over the batch: Liu et al. 2025 ("Lite PPO"), arXiv:2508.08221.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale must be group, batch or none, not {scale!r}")
     values = rewards.astype(np.float64)
-    scored = ~np.isnan(values)
-    batch_std = _std(values[scored])
+    return _scaled(_centred(values, group_ids), values, group_ids, scale)
 
+
+def rloo_advantages(rewards: Float32, group_ids: Int64, scale: Scale) -> Float32:
+    """RLOO: the baseline of a completion is the mean reward of the *others* of its group.
+
+        A_i = R_i - mean of R_j over j != i  =  G / (G - 1) (R_i - mean of the group),   G = scored completions in it
+
+    so that the baseline does not depend on the completion itself, and the gradient is unbiased. Arguments, scaling (by
+    the std of the rewards, usually "none"), result and errors are those of `group_advantages`.
+
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024,
+    arXiv:2402.14740.
+    """
+    values = rewards.astype(np.float64)
+    advantages = _centred(values, group_ids)
+    for members in _groups(values, group_ids):
+        advantages[members] *= len(members) / (len(members) - 1)
+    return _scaled(advantages, values, group_ids, scale)
+
+
+def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) -> Float32:
+    """REINFORCE++ with baseline: centred in the group, divided by the batch's std of what is then left.
+
+        c_i = R_i - mean of its group,   A_i = c_i / (std of c over the batch + 1e-4)
+
+    Not `group_advantages` with "batch", whose std is of R: there prompts of different difficulty make it larger.
+
+    Args:
+        rewards: [n], finite or NaN.
+        group_ids: [n].
+
+    Returns:
+        [n].
+
+    Source: Hu et al. 2025, "REINFORCE++", arXiv:2501.03262.
+    """
+    values = rewards.astype(np.float64)
+    centred = _centred(values, group_ids)
+    return (centred / (_std(centred[~np.isnan(values)]) + STD_EPSILON)).astype(np.float32)
+
+
+def pass_at_k_advantages(rewards: Float32, group_ids: Int64, k: int, scale: Scale) -> Float32:
+    """The gradient of E[max reward of k completions], which is pass@k where rewards are 0 or 1: unbiased from G >= k.
+
+        s_i = sum over subsets I of the group with k members, i among them, of (max of I - max of I without i) / C(G, k)
+        A_i = G s_i
+
+    What i adds to the best of the others is its contribution; the maximum without i is a baseline that does not depend
+    on i. In ascending order of rewards, R_1 <= ... <= R_G, a subset counts where i is its best and some j < i its
+    second best, which leaves C(j - 1, k - 2) choices for the rest:
+
+        A_i = G / C(G, k) * sum over j < i of C(j - 1, k - 2) (R_i - R_j)
+
+    A is never negative; it is large for a completion that solved what few did. k = 2 and up (k = 1 is `rloo`). A group
+    with fewer than k scored completions, and one whose rewards are all equal, has A = 0.
+
+    Args:
+        rewards: [n], finite or NaN; any numbers.
+        group_ids: [n].
+        k: at least 2.
+        scale: as in `group_advantages`, the std being that of the rewards.
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: k below 2, or unknown `scale`.
+
+    Source: Walder & Karkhanis 2025, "Pass@K policy optimization", arXiv:2505.15201: the continuous estimator with its
+    leave-one-out baseline of k - 1 samples.
+    """
+    if k < 2:
+        raise ValueError(f"k must be at least 2, not {k}")
+    values = rewards.astype(np.float64)
     advantages = np.zeros(len(values))
-    zero_std_groups = 0
-    total_std = 0.0
-    groups = np.unique(group_ids)
-    for group in groups:
-        members = np.flatnonzero((group_ids == group) & scored)
-        scores = values[members]
-        if len(members) < 2 or scores.min() == scores.max():  # rounding in the mean must not look like a signal
-            zero_std_groups += 1
+    for members in _groups(values, group_ids):
+        size = len(members)
+        if size < k:
             continue
-        total_std += _std(scores)
-        advantages[members] = scores - _mean(scores)
-        if scale != "none":
-            advantages[members] /= (_std(scores) if scale == "group" else batch_std) + STD_EPSILON
-    return GroupAdvantages(advantages.astype(np.float32), len(groups), zero_std_groups, total_std / max(len(groups), 1))
+        ascending = members[np.argsort(values[members], kind="stable")]
+        ordered = values[ascending]
+        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: the counts themselves leave float64.
+        j = np.arange(size - 2, 0, -1)
+        factors = np.concatenate([[k * (k - 1) / (size * (size - 1))], np.maximum(j - k + 2, 0) / j])
+        shares = np.cumprod(factors)[::-1]
+        for place, i in enumerate(ascending):
+            advantages[i] = size * (shares[:place] * (ordered[place] - ordered[:place])).sum()
+    return _scaled(advantages, values, group_ids, scale)
 
 
-def _mean(values: npt.NDArray[np.float64]) -> float:
+def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64) -> Float32:
+    """GDPO: every reward function is normalised by itself before they are added, so that none drowns another.
+
+        z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of weights[f] z_if
+        A_i  = (a_i - mean of a over the batch) / (std of a over the batch + 1e-4)
+
+    A function that did not score a completion (NaN) leaves it out of the function's mean and std, and of the sum.
+
+    Args:
+        rewards: [n, f].
+        weights: f numbers.
+        group_ids: [n].
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: the number of weights is not that of the columns.
+
+    Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization for multi-reward RL
+    optimization", arXiv:2601.05242.
+    """
+    if rewards.ndim != 2 or rewards.shape[1] != len(weights):
+        raise ValueError(f"{len(weights)} reward weights for rewards of shape {rewards.shape}")
+    total = np.zeros(len(rewards))
+    for column, weight in zip(rewards.T, weights, strict=True):
+        total += weight * group_advantages(column, group_ids, "group").astype(np.float64)
+    total[np.isnan(rewards).all(axis=1)] = np.nan
+    return _whitened(total).astype(np.float32)
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Float32, penalties: Float64 | None, loss_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
+) -> Float32:
+    """REINFORCE++: what is still to come after each token, normalised over all tokens of the batch.
+
+        r_t = -penalty_t, and R more at the completion's last token in the loss
+        G_t = r_t + gamma G_{t+1}, over the tokens in the loss of the completion (others are stepped over)
+        A_t = (G_t - mean of G) / (std of G + 1e-4), over all tokens in the loss of the batch
+
+    There are no groups: other prompts are the baseline. Without penalties and with gamma 1 every token of a completion
+    has the same A.
+
+    Args:
+        rewards: [n], finite or NaN.
+        penalties: [total], of `kl.kl_penalties`, or None for none.
+        loss_mask: [total], 1 on tokens in the loss.
+        cu_seqlens: [n + 1], where each sequence begins in the flat arrays; the last is the total.
+        gamma: discount of a later token's reward, at most 1.
+
+    Returns:
+        [total], 0 on tokens that are not in the loss.
+
+    Source: Hu et al. 2025, "REINFORCE++", arXiv:2501.03262.
+    """
+    completion = np.repeat(np.arange(len(rewards)), np.diff(cu_seqlens))
+    tokens = np.flatnonzero((loss_mask == 1) & ~np.isnan(rewards)[completion])
+    owner = completion[tokens]
+    lengths = np.bincount(owner, minlength=len(rewards))
+    last = np.cumsum(lengths) - 1
+    returns = np.zeros(len(tokens)) if penalties is None else -penalties[tokens]
+    spoke = lengths > 0
+    returns[last[spoke]] += rewards[spoke]
+    for step in range(1, int(lengths.max(initial=0))):  # from the last token back, all completions at a time
+        longer = last[lengths > step] - step
+        returns[longer] += gamma * returns[longer + 1]
+    advantages = np.zeros(len(loss_mask), np.float32)
+    advantages[tokens] = _whitened(returns)
+    return advantages
+
+
+def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:
+    """Where the scored members of each group lie, for groups that teach something: those whose rewards differ."""
+    scored = ~np.isnan(rewards)
+    for group in np.unique(group_ids):
+        members = np.flatnonzero((group_ids == group) & scored)
+        if len(members) > 1 and rewards[members].min() < rewards[members].max():
+            yield members
+
+
+def _centred(values: Float64, group_ids: Int64) -> Float64:
+    """R minus the mean of its group; exactly 0 where those are all equal, whatever the mean rounds to."""
+    centred = np.zeros(len(values))
+    for members in _groups(values, group_ids):
+        centred[members] = values[members] - _mean(values[members])
+    return centred
+
+
+def _scaled(advantages: Float64, values: Float64, group_ids: Int64, scale: Scale) -> Float32:
+    """Divide by the std of the rewards ``values``: of the group, of the batch, or not at all."""
+    if scale == "group":
+        for members in _groups(values, group_ids):
+            advantages[members] /= _std(values[members]) + STD_EPSILON
+    elif scale == "batch":
+        advantages = advantages / (_std(values[~np.isnan(values)]) + STD_EPSILON)
+    elif scale != "none":
+        raise ValueError(f"scale must be group, batch or none, not {scale!r}")
+    return advantages.astype(np.float32)
+
+
+def _whitened(values: Float64) -> Float64:
+    """Mean 0 and std 1 over what is not NaN; 0 where it is, and everywhere when all are equal."""
+    known = values[~np.isnan(values)]
+    if not len(known) or known.min() == known.max():
+        return np.zeros(len(values))
+    return np.nan_to_num((values - _mean(known)) / (_std(known) + STD_EPSILON))
+
+
+def _mean(values: Float64) -> float:
     return math.fsum(values) / len(values)
 
 
-def _std(values: npt.NDArray[np.float64]) -> float:
+def _std(values: Float64) -> float:
     """Unbiased standard deviation; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithm.losses import MAX_LOG_RATIO, kl_k3
+from megatron_grpo.algorithm.kl import kl_k3
+from megatron_grpo.algorithm.losses import MAX_LOG_RATIO
 from megatron_grpo.errors import GrpoError
 
 
@@ -127,7 +128,7 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> Mismatch:
 
     Returns:
         Mismatch, without gradient. The tokens come from the engine, so the divergence that k3 estimates is
-        KL(engine || trainer): with d = lp - lp_rollout, k3 = exp(d) - 1 - d (see `losses.kl_k3`).
+        KL(engine || trainer): with d = lp - lp_rollout, k3 = exp(d) - 1 - d (see `kl.kl_k3`).
     """
     known = ~torch.isnan(rollout_log_probs)
     trainer, engine = log_probs.detach()[known].double(), rollout_log_probs[known].double()

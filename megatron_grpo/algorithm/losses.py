@@ -1,10 +1,10 @@
-"""The policy term of each token, by loss type, and the KL penalty for leaving the reference.
+"""The policy term of each token, by loss type.
 
 The whole loss of one optimizer update is
 
     loss = sum over completions i, tokens t of  w[i,t] * (m[i,t] L[i,t] + beta * KL[i,t] - entropy_coef * H[i,t])
 
-with L from this module, m from `corrections` and `masks`, KL from `kl_k3` and w from `weighting`. The tensors are flat,
+with L from this module, m from `corrections` and `masks`, KL from `kl` and w from `weighting`. The tensors are flat,
 [t]: the label tokens of one packed micro-batch in order, so that no padding exists to be masked. A pack holds whole
 completions; ``completion`` [t] says which one a token belongs to, and numbers them in any way below t.
 
@@ -247,30 +247,6 @@ def real_advantages(
             mass = np.exp(logits - peak)
             result[side] = sign / tau * mass / (np.exp(-peak) + mass.sum())
     return (result * (len(scores) / max(len(groups), 1))).astype(np.float32)
-
-
-def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate, token by token, of KL(policy || reference) from tokens that the policy sampled.
-
-        x  = log_probs - ref_log_probs, clamped to [-20, 20]
-        k3 = exp(-x) - 1 + x
-
-    Never negative, zero where the two agree, and its mean over samples of the policy is KL(policy || reference). The
-    plain estimate x has the same mean, but a larger variance, and a gradient of mean zero: as a loss it would do
-    nothing. The gradient of k3, (1 - exp(-x)) * d log_probs, has as its mean the gradient of the *other* divergence,
-    KL(reference || policy): it pulls towards the reference all the same, and is what GRPO uses.
-
-    Args:
-        log_probs: [t], log-probability of each sampled token under the policy that sampled it.
-        ref_log_probs: [t], the same under the reference.
-
-    Returns:
-        [t], nats.
-
-    Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html; GRPO, eq. 4.
-    """
-    x = (log_probs - ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-x) + x  # expm1: near x = 0, exp(-x) - 1 would lose every digit of a k3 of about x^2 / 2
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

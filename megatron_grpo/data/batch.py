@@ -55,7 +55,8 @@ PER_COMPLETION = {
 }
 SCORES = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
 FACTORS = {"corrections": np.float32, "policy_mask": np.float32, "kl_cov": np.float32}
-PER_TOKEN_OPTIONAL = SCORES | FACTORS | {"routed_experts": np.int16}
+CREDIT = {"teacher_log_probs": np.float32, "token_advantages": np.float32}
+PER_TOKEN_OPTIONAL = SCORES | FACTORS | CREDIT | {"routed_experts": np.int16}
 PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
 OPTIONAL = PER_TOKEN_OPTIONAL | PER_COMPLETION_OPTIONAL
 OF_TOKENS = PER_TOKEN | PER_TOKEN_OPTIONAL
@@ -94,7 +95,7 @@ class Pack:
     corrections: Float32 | None  # [L]
     policy_mask: Float32 | None  # [L]
     kl_cov: Float32 | None  # [L]
-    advantages: Float32 | None  # [L]
+    advantages: Float32 | None  # [L], of each token or of its completion
     weights: Float32 | None  # [L]
     routed_experts: Int16 | None  # [T, moe layers, topk], of the tokens themselves (not labels); -1 on padding
 
@@ -125,8 +126,10 @@ class RolloutBatch:
     corrections: Float32 | None = None  # [total], factors of the policy term: algorithm/corrections.py
     policy_mask: Float32 | None = None  # [total], 0 where an update leaves the policy term out: algorithm/masks.py
     kl_cov: Float32 | None = None  # [total], factor of |lp - lp_old| in the policy term, of one update
+    teacher_log_probs: Float32 | None = None  # [total], under the teacher; NaN elsewhere
+    token_advantages: Float32 | None = None  # [total], where tokens of one completion differ; 0 elsewhere
     routed_experts: Int16 | None = None  # [total, moe layers, topk], to be replayed; a token's are -1 where unknown
-    advantages: Float32 | None = None  # [n]
+    advantages: Float32 | None = None  # [n]; with token_advantages their mean over the tokens in the loss
     weights: Float32 | None = None  # [n], w of every token of the completion within its update
 
     @classmethod
@@ -207,6 +210,11 @@ class RolloutBatch:
         """Where the tokens in the loss of these completions lie in the flat arrays, one completion after the other."""
         flat = self._token_positions(indices)
         return flat[self.loss_mask[flat] == 1]
+
+    def advantages_of(self, tokens: Int64, completion: Int64) -> Float32:
+        """Advantage of tokens at these places in the flat arrays, each of which belongs to such a completion."""
+        assert self.advantages is not None
+        return self.advantages[completion] if self.token_advantages is None else self.token_advantages[tokens]
 
     # ---- choosing and joining
 
@@ -312,7 +320,7 @@ class RolloutBatch:
             corrections=None if self.corrections is None else self.corrections[token_index],
             policy_mask=None if self.policy_mask is None else self.policy_mask[token_index],
             kl_cov=None if self.kl_cov is None else self.kl_cov[token_index],
-            advantages=None if self.advantages is None else self.advantages[completion],
+            advantages=None if self.advantages is None else self.advantages_of(token_index, completion),
             weights=None if self.weights is None else self.weights[completion],
             routed_experts=experts,
         )
@@ -403,6 +411,9 @@ class RolloutBatch:
             "finish_reasons are known": np.isin(self.finish_reasons, list(FinishReason)),
             "turns is at least 1": self.turns >= 1,
             "advantages are finite": np.isfinite(self.advantages if self.advantages is not None else 0),
+            "token_advantages are finite": np.isfinite(
+                self.token_advantages if self.token_advantages is not None else 0
+            ),
             "weights are finite": np.isfinite(self.weights if self.weights is not None else 0),
         }
         for rule, holds in rules.items():

@@ -208,7 +208,7 @@ function drawPhases(figure, run) {
   const list = bars(run);
   const total = (bar) => Object.values(bar.seconds).reduce((a, b) => a + b, 0);
   figure.querySelector("svg")?.remove();
-  const high = Math.max(...list.map(total));
+  const high = Math.max(...visible().flatMap((other) => bars(other.run).map(total))); // one scale, to compare by eye
   const { svg, x, y } = axes(figure, 210, [0, list.length], [0, (high || 1) * 1.04]);
   svg.setAttribute("aria-label", `Seconds by phase of ${run.label}`);
   // The axis counts bars; what it shows are the updates at which they begin.
@@ -256,8 +256,10 @@ function buildPhases() {
 const LEAST_LOG_PROB = -4; // where the colour of unlikely tokens is at its full strength
 const mixed = (colour, share) => `background: color-mix(in srgb, var(--${colour}) ${Math.round(share)}%, transparent)`;
 
+const advantageOf = (sample, i) => (sample.token_advantages ? sample.token_advantages[i] : sample.advantage);
+
 function tokenStyle(sample, i, largest) {
-  const advantage = sample.token_advantages ? sample.token_advantages[i] : sample.advantage;
+  const advantage = advantageOf(sample, i);
   const logProb = sample.log_probs[i];
   if (byId("colour").value === "advantage" && advantage) {
     return mixed(advantage > 0 ? "good" : "bad", 8 + (52 * Math.abs(advantage)) / largest);
@@ -275,7 +277,7 @@ function sampleCard(sample, largest) {
     const token = element("span", { style: tokenStyle(sample, i, largest) }, text);
     if (/^<.+>$/s.test(text.trim())) token.className = "special";
     token.addEventListener("pointermove", (event) => {
-      const advantage = sample.token_advantages ? sample.token_advantages[i] : sample.advantage;
+      const advantage = advantageOf(sample, i);
       const logProb = sample.log_probs[i];
       const rows = [["", "advantage", advantage === null ? "none" : number(advantage)]];
       if (logProb !== null) {
@@ -321,7 +323,8 @@ function buildCompletions() {
   slider.disabled = whole || data.rollouts.length < 2;
   byId("rollout-value").textContent = iteration === undefined ? "none logged" : whole ? "all" : `of update ${iteration}`;
   const shown = visible().map(({ run, index }) => ({ run, index, samples: chosenSamples(run, iteration) }));
-  const largest = Math.max(1e-9, ...shown.flatMap(({ samples }) => samples.map((s) => Math.abs(s.advantage))));
+  const sizes = shown.flatMap(({ samples }) => samples).flatMap((s) => s.token_advantages || [s.advantage]).map(Math.abs);
+  const largest = sizes.reduce((a, b) => Math.max(a, b), 1e-9);
   byId("completions").replaceChildren(...shown.map(({ run, index, samples }) => {
     const head = element("h3", {}, element("span", { class: "dot", style: runColour(index) }), run.label);
     const cards = samples.map((sample) => sampleCard(sample, largest));

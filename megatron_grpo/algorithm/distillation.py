@@ -1,0 +1,48 @@
+"""Learning from a stronger model's opinion of the policy's own completions."""
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_grpo.errors import GrpoError
+
+Float32 = npt.NDArray[np.float32]
+
+
+def on_policy_distillation(
+    advantages: Float32,
+    teacher_log_probs: Float32,
+    old_log_probs: Float32,
+    loss_mask: npt.NDArray[np.uint8],
+    coefficient: float,
+) -> Float32:
+    """Advantage of each token with the teacher's opinion of it: A_t + C (log p(teacher) - log p(old policy)).
+
+    The mean of the second term over tokens that the policy sampled is -C KL(policy || teacher), token by token: a token
+    that the teacher finds less likely than the policy does is lowered, however the completion was rewarded.
+
+    Args:
+        advantages: [total], of the rewards; zeros for distillation alone.
+        teacher_log_probs: [total], of the sampled tokens under the teacher.
+        old_log_probs: [total], under the policy that sampled.
+        loss_mask: [total], 1 on the tokens in the loss.
+        coefficient: C.
+
+    Returns:
+        [total], 0 on tokens that are not in the loss.
+
+    Raises:
+        GrpoError: a log-probability of a token in the loss is NaN or infinite.
+
+    Source: Thinking Machines Lab 2025, "On-policy distillation"; the divergence is that of Gu et al. 2023, "MiniLLM",
+    arXiv:2306.08543.
+    """
+    in_loss = loss_mask == 1
+    result = np.zeros(len(loss_mask))
+    difference = teacher_log_probs[in_loss].astype(np.float64) - old_log_probs[in_loss]
+    if not np.isfinite(difference).all():
+        raise GrpoError(
+            f"log-probabilities under teacher or old policy are NaN or infinite for {(~np.isfinite(difference)).sum()} "
+            f"of {in_loss.sum()} tokens in the loss; check the teacher's weights and vocabulary"
+        )
+    result[in_loss] = advantages[in_loss] + coefficient * difference
+    return result.astype(np.float32)

@@ -1,0 +1,118 @@
+"""How far the policy has left the reference: the KL penalty of each token, in the loss or in the reward.
+
+Sampled tokens tell of KL(policy || reference) only through x = log_probs - ref_log_probs, whose mean over samples of
+the policy it is. What is wanted is its gradient, and there the estimators differ more than in value. On average:
+
+              of each token   value                          gradient
+    k1        x               KL(policy || reference)        mean zero in the loss, the right one in the reward
+    k2        x^2 / 2         another number                 that of KL(policy || reference)
+    k3        exp(-x) - 1 + x KL(policy || reference)        that of the other one, KL(reference || policy)
+    unbiased  rho k3          KL(policy || reference)        its own, also where an old policy sampled
+
+Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html, names k1, k2 and k3.
+"""
+
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithm.losses import MAX_LOG_RATIO
+from megatron_grpo.errors import GrpoError
+
+KLEstimator = Literal["k1", "k2", "k3", "unbiased"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
+
+
+def kl_term(estimator: KLEstimator, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """The KL penalty of each token in the loss, before its weight beta.
+
+        k1 = x,   k2 = x^2 / 2,   k3 = exp(-x) - 1 + x,   unbiased = rho k3,  rho = exp(log_probs - old_log_probs)
+
+    Args:
+        estimator: one of KL_ESTIMATORS. k1 is here for completeness: its gradient is d log_probs, of mean zero.
+        log_probs: [t], of the sampled tokens under the policy being trained; carries the gradient.
+        ref_log_probs: [t], under the reference.
+        old_log_probs: [t], under the policy that sampled; read by unbiased, whose gradient also flows through rho:
+            rho x d log_probs.
+
+    Returns:
+        [t], nats.
+
+    Raises:
+        ValueError: unknown `estimator`.
+
+    Source: k3: GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4); unbiased: DeepSeek-V3.2 (2025, arXiv:2512.02556,
+    section 3.1).
+    """
+    match estimator:
+        case "k1":
+            return log_probs - ref_log_probs
+        case "k2":
+            return (log_probs - ref_log_probs).square() / 2
+        case "k3":
+            return kl_k3(log_probs, ref_log_probs)
+        case "unbiased":
+            ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            return ratio * kl_k3(log_probs, ref_log_probs)
+    raise ValueError(f"estimator must be one of {', '.join(KL_ESTIMATORS)}, not {estimator!r}")
+
+
+def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Estimate, token by token, of KL(policy || reference) from tokens that the policy sampled.
+
+        x  = log_probs - ref_log_probs, clamped to [-20, 20]
+        k3 = exp(-x) - 1 + x
+
+    Never negative, zero where the two agree, and its mean over samples of the policy is KL(policy || reference). The
+    plain estimate x has the same mean, but a larger variance, and a gradient of mean zero: as a loss it would do
+    nothing. The gradient of k3, (1 - exp(-x)) * d log_probs, has as its mean the gradient of the *other* divergence,
+    KL(reference || policy): it pulls towards the reference all the same, and is what GRPO uses.
+
+    Args:
+        log_probs: [t], log-probability of each sampled token under the policy that sampled it.
+        ref_log_probs: [t], the same under the reference.
+
+    Returns:
+        [t], nats.
+
+    Source: Schulman 2020 (see the module); GRPO, eq. 4.
+    """
+    x = (log_probs - ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(-x) + x  # expm1: near x = 0, exp(-x) - 1 would lose every digit of a k3 of about x^2 / 2
+
+
+def kl_penalties(
+    log_probs: npt.NDArray[np.float32],
+    ref_log_probs: npt.NDArray[np.float32],
+    loss_mask: npt.NDArray[np.uint8],
+    beta: float,
+) -> npt.NDArray[np.float64]:
+    """What each token's distance from the reference costs in the reward: beta (log_probs - ref_log_probs), that is k1.
+
+    As a reward k1 has exactly the gradient of beta KL(policy || reference): the score function weighs x by
+    d log p, and x's own gradient has mean zero. k2 and k3 in its place would not.
+
+    Args:
+        log_probs: [total], under the policy that sampled.
+        ref_log_probs: [total], under the reference.
+        loss_mask: [total], 1 on the tokens in the loss.
+        beta: weight.
+
+    Returns:
+        [total], 0 on tokens that are not in the loss.
+
+    Raises:
+        GrpoError: a log-probability of a token in the loss is NaN or infinite.
+    """
+    in_loss = loss_mask == 1
+    penalties = np.zeros(len(loss_mask))
+    penalties[in_loss] = beta * (log_probs[in_loss].astype(np.float64) - ref_log_probs[in_loss])
+    if not np.isfinite(penalties).all():
+        raise GrpoError(
+            f"--kl-in-reward: log-probabilities under policy or reference are NaN or infinite for "
+            f"{(~np.isfinite(penalties)).sum()} of {in_loss.sum()} tokens in the loss; check the weights loaded"
+        )
+    return penalties

@@ -1,0 +1,199 @@
+"""From a rollout and flags to the advantages that the update reads, worked by hand."""
+
+import statistics
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+import pretrain_grpo
+from megatron_grpo.advantage_rules import check_advantages
+from megatron_grpo.advantage_term import estimate_advantages
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.policy_term import update_statistics
+from megatron_grpo.trainer import Trainer
+
+NAN = float("nan")
+
+
+def arguments(flags: str) -> Namespace:
+    args = parse_args(flags.split())
+    check_advantages(args)
+    args.updates_per_rollout = 1
+    return args
+
+
+def rollout(rewards) -> RolloutBatch:
+    """Four completions of 1, 2, 1 and 2 tokens behind prompts of one; groups 7 and 3, interleaved."""
+    batch = RolloutBatch.from_completions(
+        prompts=[[1]] * 4,
+        completions=[[5], [6, 7], [8], [9, 10]],
+        log_probs=[None] * 4,
+        weight_version=0,
+        group_ids=[7, 3, 7, 3],
+        row_ids=[0, 1, 0, 1],
+        sample_ids=range(4),
+        finish_reasons=[FinishReason.STOP] * 4,
+    )
+    batch.rewards = np.array(rewards, np.float32).reshape(4, -1)
+    return batch
+
+
+def with_log_probs(batch: RolloutBatch) -> RolloutBatch:
+    """k1 to the reference: 1; 2, -1; 0; 0, 4 on the tokens of the four completions."""
+    batch.old_log_probs = np.float32([NAN, -1, NAN, -1, -2, NAN, -3, NAN, -1, -1])
+    batch.ref_log_probs = batch.old_log_probs - np.float32([0, 1, 0, 2, -1, 0, 0, 0, 0, 4])
+    return batch
+
+
+def estimated(flags: str, batch: RolloutBatch):
+    rewards = batch.rewards.sum(axis=1)
+    return estimate_advantages(arguments(flags), batch, rewards)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [  # rewards 3, 0, 1, 4: groups {3, 1} and {0, 4}
+        ("--scale-rewards none", [1, -2, -1, 2]),
+        ("", np.array([1, -2, -1, 2]) / (np.array([2, 8, 2, 8]) ** 0.5 + 1e-4)),
+        ("--scale-rewards batch", np.array([1, -2, -1, 2]) / ((10 / 3) ** 0.5 + 1e-4)),
+        ("--advantage-estimator rloo", [2, -4, -2, 4]),
+        (
+            "--advantage-estimator reinforce_plus_plus_baseline",
+            np.array([1, -2, -1, 2]) / ((10 / 3) ** 0.5 + 1e-4),
+        ),
+        ("--advantage-estimator pass_at_k --pass-at-k 2", [4, 0, 0, 8]),
+    ],
+)
+def test_estimators(flags, expected):
+    batch = rollout([3, 0, 1, 4])
+    metrics = estimated(flags, batch)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
+    assert batch.token_advantages is None and batch.advantages.dtype == np.float32
+    assert metrics["advantage/mean"] == pytest.approx(np.mean(expected), abs=1e-7)
+    assert metrics["advantage/std"] == pytest.approx(statistics.stdev(np.array(expected).tolist()))
+
+
+def test_gdpo_takes_the_matrix_and_the_weights():
+    batch = rollout([[1, 0], [0, 9], [0, 0], [1, 5]])
+    args = arguments("--scale-rewards gdpo --reward-funcs a b")
+    args.reward_weights = [1.0, 0.5]
+    estimate_advantages(args, batch, np.zeros(4, np.float32))
+    z = 0.5**0.5  # one standard deviation of two values, from their mean
+    total = [z, -z + z / 2, -z, z - z / 2]
+    np.testing.assert_allclose(batch.advantages, np.array(total) / statistics.stdev(total), rtol=1e-3)
+
+
+def test_kl_in_the_reward_of_completions():
+    """Penalties 0.5 (1, 1, 0, 4): rewards 2.5, -0.5, 1, 2."""
+    batch = with_log_probs(rollout([3, 0, 1, 4]))
+    metrics = estimated("--kl-in-reward --beta 0.5 --advantage-estimator rloo", batch)
+    np.testing.assert_allclose(batch.advantages, [1.5, -2.5, -1.5, 2.5], rtol=1e-6)
+    assert metrics["reward/kl_penalty"] == pytest.approx(0.75)
+    assert batch.token_advantages is None
+
+
+def test_reinforce_plus_plus_gives_each_token_its_own():
+    """r, token by token: 3 - 0.5; -1, 0.5; 1; 0, 4 - 2. With gamma 1/2 the returns are 2.5; -0.75, 0.5; 1; 1, 2."""
+    batch = with_log_probs(rollout([3, 0, 1, 4]))
+    metrics = estimated("--kl-in-reward --beta 0.5 --gamma 0.5 --advantage-estimator reinforce_plus_plus", batch)
+    returns = [2.5, -0.75, 0.5, 1, 1, 2]
+    a = [(r - statistics.mean(returns)) / (statistics.stdev(returns) + 1e-4) for r in returns]
+    expected = [0, a[0], 0, a[1], a[2], 0, a[3], 0, a[4], a[5]]
+    np.testing.assert_allclose(batch.token_advantages, expected, rtol=1e-6)
+    means = [a[0], (a[1] + a[2]) / 2, a[3], (a[4] + a[5]) / 2]
+    np.testing.assert_allclose(batch.advantages, means, rtol=1e-6)
+    assert metrics["advantage/mean"] == pytest.approx(np.mean(means), abs=1e-7)
+    batch.validate()
+
+
+def test_the_teachers_opinion_is_added():
+    batch = with_log_probs(rollout([3, 0, 1, 4]))
+    batch.teacher_log_probs = batch.old_log_probs + np.float32([0, 1, 0, 0, 2, 0, -1, 0, 0, 0])
+    args = arguments("--scale-rewards none")
+    args.teacher_kl_coef = 0.5
+    estimate_advantages(args, batch, batch.rewards[:, 0])
+    np.testing.assert_allclose(batch.token_advantages, [0, 1.5, 0, -2, -1, 0, -1.5, 0, 2, 2], rtol=1e-6)
+    np.testing.assert_allclose(batch.advantages, [1.5, -1.5, -1.5, 2], rtol=1e-6)
+
+
+def test_a_new_rollout_forgets_token_advantages():
+    batch = rollout([3, 0, 1, 4])
+    batch.token_advantages = np.ones(10, np.float32)
+    estimated("", batch)
+    assert batch.token_advantages is None
+
+
+def test_covariances_are_those_of_the_tokens_own_advantages():
+    """Three tokens, A = 1, -3, 2 (mean 0), lp = -1, -1, -4 (mean -2): covariances 1, -3, -4; the first is left out."""
+    batch = rollout([3, 0, 1, 4])
+    batch.advantages, batch.token_advantages = np.zeros(4, np.float32), np.zeros(10, np.float32)
+    batch.token_advantages[[1, 3, 4]] = 1, -3, 2
+    scores = np.zeros((2, 10), np.float32)
+    scores[0, [1, 3, 4]] = -1, -1, -4
+    args = arguments("--clip-cov-ratio 0.5 --clip-cov-lb 0.5 --clip-cov-ub 5")
+    batch = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
+    assert np.flatnonzero(batch.policy_mask == 0).tolist() == [1]
+
+
+def test_real_replaces_what_tokens_had():
+    batch = rollout([3, 0, 1, 4])
+    estimated("--advantage-estimator reinforce_plus_plus", batch)
+    assert batch.token_advantages is not None
+    args = arguments("--loss-type real --advantage-estimator reinforce_plus_plus")
+    changed = update_statistics(args, batch, np.arange(4), 0, lambda *_: None)
+    assert changed.token_advantages is None and (changed.advantages[[0, 3]] > 0).all()
+
+
+def test_metrics_of_reward_functions():
+    batch = rollout([[1, NAN], [0, 2], [1, 6], [2, NAN]])
+    trainer = Namespace(args=Namespace(reward_funcs=["right", "style"]), reward_failures=0, memory={})
+    row = Trainer.rollout_metrics(trainer, batch, np.float32([1, 2, 7, 2]))
+    assert [row[f"reward/right/{what}"] for what in ("mean", "min", "max")] == [1, 0, 2]
+    assert row["reward/right/std"] == pytest.approx((2 / 3) ** 0.5)
+    assert [row[f"reward/style/{what}"] for what in ("mean", "min", "max")] == [4, 2, 6]
+    assert row["reward/style/std"] == pytest.approx(8**0.5)
+    assert row["reward/zero_std_groups"] == 0.5  # {2, 2} of {1, 7} and {2, 2}
+
+
+# ---- the loss
+
+
+def loss_and_gradient(flags: str, monkeypatch):
+    """loss_func on three tokens with weights 1, advantages 0, x = 0.3, -0.2, 1.0, and ratios to the old policy."""
+    monkeypatch.setattr(pretrain_grpo.parallel_state, "get_data_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(pretrain_grpo, "whole_pack", lambda values, *_: values)
+    args = parse_args(f"--epsilon 0.2 --epsilon-high 0.2 {flags}".split())
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    batch = {"weights": torch.ones(3), "advantages": torch.zeros(3), "completion": torch.tensor([0, 0, 1])}
+    batch |= {"ref_log_probs": log_probs.detach() - X, "old_log_probs": log_probs.detach() - D, "own_labels": None}
+    batch["rollout_log_probs"] = torch.full((3,), NAN)
+    loss, report = pretrain_grpo.loss_func(args, batch, 1, torch.stack([log_probs, torch.zeros(3)]))
+    loss.backward()
+    return loss.detach(), log_probs.grad, report
+
+
+X, D = torch.tensor([0.3, -0.2, 1.0]), torch.tensor([0.1, 0.0, -0.4])
+K3 = torch.exp(-X) - 1 + X
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss", "gradient"),
+    [
+        ("--kl-estimator k2", 0.1 * X**2 / 2, 0.1 * X),
+        ("--kl-estimator k3", 0.1 * K3, 0.1 * (1 - torch.exp(-X))),
+        ("--kl-estimator unbiased", 0.1 * D.exp() * K3, 0.1 * D.exp() * X),
+        ("--kl-in-reward", torch.zeros(3), torch.zeros(3)),
+    ],
+)
+def test_the_loss_has_the_kl_term_asked_for_and_reports_k3(flags, loss, gradient, monkeypatch):
+    value, slope, report = loss_and_gradient(f"--beta 0.1 {flags}", monkeypatch)
+    torch.testing.assert_close(value, loss.sum())
+    torch.testing.assert_close(slope, gradient)
+    torch.testing.assert_close(report["kl"], K3.sum())
