@@ -25,6 +25,7 @@ from megatron_grpo.algorithm.losses import Level
 from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
+from megatron_grpo.profiling import PROFILE
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
@@ -248,6 +249,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--wandb-exp-name", str, None, "Weights & Biases run name"),
         ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
     ),
+    "profiling": PROFILE,
     "running": (
         ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end"),
         ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run"),

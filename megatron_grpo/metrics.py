@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from megatron_grpo.arguments import args_to_json
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.profiling import PHASE
 
 METRICS = {
     "reward/mean": "mean over completions of the weighted sum of the reward functions",
@@ -120,7 +121,8 @@ class Timers:
         self.in_phase = True
         start = _now()
         try:
-            yield
+            with torch.profiler.record_function(PHASE + phase):  # seen by --profile alone
+                yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
             self.in_phase = False

@@ -16,6 +16,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
+from megatron_grpo.profiling import Profiler
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rollout.engine import Engine
@@ -97,6 +98,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         scorer=scorer,
         logger=logger,
         timers=Timers(),
+        profiler=Profiler(args, dist.get_rank(), iteration),
         iteration=iteration,
         first_iteration=iteration,
         rollouts=position.get("rollouts", 0),

@@ -21,6 +21,7 @@ from megatron_grpo.initialize import print_rank_0
 from megatron_grpo.loss_rules import uses_engine_log_probs
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
+from megatron_grpo.profiling import Profiler
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
@@ -47,6 +48,7 @@ class Trainer:
     scorer: RewardPool | None
     logger: MetricsLogger
     timers: Timers
+    profiler: Profiler
     iteration: int = 0
     synced_iteration: int = 0  # whose weights the engine holds
     first_iteration: int = 0  # where this process began: above 0 after a resume
@@ -218,6 +220,7 @@ class Trainer:
                 "consumed/prompts": self.sampler.epoch * self.sampler.num_prompts + self.sampler.position,
             }
         self.logger.log(self.iteration, metrics | self.timers.collect())
+        self.profiler.after(self.iteration)
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with what became of them, to ``completions.jsonl``."""
@@ -262,6 +265,7 @@ class Trainer:
             with training.parameters_complete(self.args, self.model):
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
             print_rank_0(f"Hugging Face export: {self.args.save_hf}")
+        self.profiler.close()
         self.logger.close()
         self.engine.close()
         if self.scorer is not None:
