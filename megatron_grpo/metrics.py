@@ -70,7 +70,7 @@ METRICS = {
     "memory/rollout": "the same when generation begins",
     "memory/asleep": "the same when the engine has given back what --sleep-level says",
     "time/rollout": "seconds for generating completions",
-    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-*)",
+    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-model and the like)",
     "time/scoring": "seconds for the reward functions",
     "time/logprobs": "seconds for forward-only passes: old policy and reference",
     "time/update": "seconds for forward, backward and optimizer",

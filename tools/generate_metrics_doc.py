@@ -29,7 +29,7 @@ One HTML file, which loads nothing from anywhere: curves with smoothing, seconds
 probability or advantage of every token, arguments and environment. Of several runs the curves lie over each other, and
 arguments that differ are marked. It may be written while the run goes on. `tools/plot_metrics.py` makes a picture.
 
-![Three runs of the quickstart compared](report_compare.png)
+![The quickstart at three learning rates](report_compare.png)
 
 It reads four files of `--save`, which rank 0 writes:
 

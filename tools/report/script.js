@@ -161,7 +161,7 @@ function drawCurves(figure, name) {
 
 function curveFigure(name) {
   const [meaning, remedy] = data.meanings[name] || ["", ""];
-  const text = element("p", { class: "meaning" }, meaning + ". ");
+  const text = element("p", { class: "meaning" }, meaning.charAt(0).toUpperCase() + meaning.slice(1) + ". ");
   if (remedy) text.append(element("b", {}, "When it goes wrong: "), remedy);
   text.hidden = true;
   const button = element("button", { type: "button", title: meaning, "aria-label": `What ${name} tells` }, "?");
