@@ -184,7 +184,8 @@ def train(args, trainer: Trainer) -> None:
     while not trainer.finished():
         with trainer.engine_awake(partial(sync, args, trainer), log_probs):
             prompts = trainer.next_prompts()
-            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, trainer.rollout_seed())
+            selection, seed = trainer.selection(), trainer.rollout_seed()
+            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, seed, selection)
         with trainer.timers("logprobs"):
             correction = args.rollout_importance_sampling_mode
             needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold or args.kl_in_reward

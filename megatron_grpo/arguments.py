@@ -26,6 +26,7 @@ from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.profiling import PROFILE
+from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
@@ -56,6 +57,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
         ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
         ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
+        *ENDS,
     ),
     "model": (
         ("--model-family", tuple(FAMILIES), None, "names and layout of the weights [--load-hf's]"),
@@ -97,7 +99,12 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
         ("--system-prompt", str, None, "system message put before every prompt"),
         ("--max-prompt-length", int, 512, "most tokens of a prompt"),
-        ("--truncation-strategy", ("left", "delete"), None, "longer prompts: cut on the left, or leave out [refuse]"),
+        (
+            "--truncation-strategy",
+            ("raise", "left", "delete"),
+            "raise",
+            "longer prompts: refuse, cut on the left, or leave out",
+        ),
         ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
         ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
         ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
@@ -159,6 +166,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
         ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
     ),
+    "reuse and sampling": CHOICE,
     "rewards": (
         ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
         ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
@@ -220,6 +228,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
         ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
         ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
+        *WEIGHT_DECAY,
     ),
     "checkpoints": (
         ("--save", str, None, "directory for checkpoints, metrics and completions"),
@@ -372,7 +381,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     for dest in defaults.keys() - explicit:
         setattr(args, dest, defaults[dest])
     args.explicit = explicit
-    args.padded_vocab_size = None
+    args.padded_vocab_size = args.engine_decodes = None
     return args
 
 

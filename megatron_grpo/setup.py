@@ -12,6 +12,7 @@ from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.prompts import PromptDataset, PromptSampler
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.dry_run import dry_run_report
+from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
@@ -44,6 +45,10 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     check_vocabulary(tokenizer, args.vocab_size)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
+    args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
+    if args.min_pass_rate is not None or args.max_pass_rate is not None:
+        dataset.keep_pass_rates(args.min_pass_rate or 0.0, 1.0 if args.max_pass_rate is None else args.max_pass_rate)
+    pass_rates = dataset.pass_rates() if args.curriculum else None
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
         args.train_iters = rollouts * args.updates_per_rollout
@@ -70,7 +75,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
-    sampler = PromptSampler(len(dataset), args.seed, shuffle=not args.no_shuffle)
+    sampler = PromptSampler(len(dataset), args.seed, not args.no_shuffle, pass_rates)
     if position:
         sampler.load_state_dict(position["sampler"])
 
@@ -99,6 +104,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         logger=logger,
         timers=Timers(),
         profiler=Profiler(args, dist.get_rank(), iteration),
+        early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
         iteration=iteration,
         first_iteration=iteration,
         rollouts=position.get("rollouts", 0),

@@ -16,6 +16,8 @@ from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.completion_log import chosen, completion_row
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
+from megatron_grpo.data.row_sampling import structured_json
+from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.errors import EngineLost, GrpoError
 from megatron_grpo.initialize import print_rank_0
 from megatron_grpo.loss_rules import uses_engine_log_probs
@@ -26,6 +28,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
+from megatron_grpo.rollout.selection import Selection, prompts_to_draw
 from megatron_grpo.weights import hf
 
 
@@ -49,6 +52,8 @@ class Trainer:
     logger: MetricsLogger
     timers: Timers
     profiler: Profiler
+    early_exit: EarlyExit
+    left_early: str | None = None  # why, when the run ends before its last update
     iteration: int = 0
     synced_iteration: int = 0  # whose weights the engine holds
     first_iteration: int = 0  # where this process began: above 0 after a resume
@@ -56,16 +61,42 @@ class Trainer:
     tokens: int = 0
     reward_failures: int = 0  # in the newest rollout
     memory: dict[str, float] = field(default_factory=dict)  # of the stages of the newest rollout
+    sampling_metrics: dict[str, float] = field(default_factory=dict)  # of the newest rollout
     failed_rewards: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
     # ---- rollouts
 
     def next_prompts(self) -> list[Prompt]:
-        """The prompts of the next rollout, in an order that every rank knows."""
-        count = self.args.generation_batch_size // self.args.num_generations
+        """The prompts of the next rollout, in an order that every rank knows; with --dynamic-sample and
+        --over-sampling-ratio all that it may begin.
+        """
         self.rollouts += 1
+        count = prompts_to_draw(self._num_groups, self.args.over_sampling_ratio, self._resample_times)
         return [self.dataset[i] for i in self.sampler.next(count)]
+
+    def selection(self) -> Selection | None:
+        """How the groups of this rollout are chosen among those of `next_prompts`; None when it takes them all."""
+        args = self.args
+        if not args.dynamic_sample and args.over_sampling_ratio == 1:
+            return None
+        return Selection(
+            self.engine,
+            self._num_groups,
+            args.num_generations,
+            args.over_sampling_ratio,
+            self._resample_times,
+            self.scorer,
+            args.reward_weights,
+        )
+
+    @property
+    def _num_groups(self) -> int:
+        return self.args.generation_batch_size // self.args.num_generations
+
+    @property
+    def _resample_times(self) -> int:
+        return self.args.max_resample_times if self.args.dynamic_sample else 0
 
     def rollout_seed(self) -> int:
         """The sampling seed of the present rollout: a function of ``--seed`` and the rollout's number alone."""
@@ -78,27 +109,54 @@ class Trainer:
         """
         rate = self.args.mismatch_sample_rate
         compared = int(self.rollouts * rate) > int((self.rollouts - 1) * rate)
-        return replace(_sampling(self.args), log_probs=compared or uses_engine_log_probs(self.args) is not None)
+        sampling = _sampling(self.args)
+        wanted = (compared or uses_engine_log_probs(self.args) is not None) and not sampling.structured_outputs
+        return replace(sampling, log_probs=wanted)
 
     @property
     def eval_samplings(self) -> list[tuple[str, Sampling, int]]:
         """(name, sampling, completions per prompt) of each kind of evaluation."""
         sampled = _sampling(self.args)
         # The likeliest tokens of the model itself: no truncation, no penalties.
-        greedy = Sampling(sampled.max_tokens, temperature=0.0, stop=sampled.stop, ignore_eos=sampled.ignore_eos)
+        greedy = Sampling(
+            sampled.max_tokens,
+            temperature=0.0,
+            stop=sampled.stop,
+            structured_outputs=sampled.structured_outputs,
+            ignore_eos=sampled.ignore_eos,
+        )
         kinds = [("greedy", greedy, 1)]
         if self.args.eval_num_generations:
             kinds.append(("sampled", sampled, self.args.eval_num_generations))
         return kinds
 
-    def collect(self, prompts: list[Prompt], num_generations: int, sampling: Sampling, seed: int) -> RolloutBatch:
+    def collect(
+        self,
+        prompts: list[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        seed: int,
+        selection: Selection | None = None,
+    ) -> RolloutBatch:
         """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a
-        function.
+        function. Prompts of which a ``selection`` makes nothing go back to the sampler.
         """
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         batch, self.reward_failures = collect_rollout(
-            self.engine, prompts, num_generations, sampling, self.scorer, self.tokenizer, seed, self.timers, capacity
+            self.engine,
+            prompts,
+            num_generations,
+            sampling,
+            self.scorer,
+            self.tokenizer,
+            seed,
+            self.timers,
+            capacity,
+            selection,
         )
+        if selection is not None:
+            unused, self.sampling_metrics = selection.close()
+            self.sampler.give_back([prompts[number].id for number in unused])
         for failure in self.scorer.failures if self.scorer is not None else []:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)
@@ -209,7 +267,7 @@ class Trainer:
             if len(scored := column[~np.isnan(column)].astype(np.float64)):
                 row |= {f"reward/{name}/min": float(scored.min()), f"reward/{name}/max": float(scored.max())}
                 row[f"reward/{name}/std"] = float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
-        return row | self.memory
+        return row | self.sampling_metrics | self.memory
 
     def log(self, metrics: dict[str, float]) -> None:
         """Hand one update's metrics (or an evaluation's, before the first) to the logger, with the seconds spent."""
@@ -217,7 +275,7 @@ class Trainer:
             self.tokens += metrics["tokens/update"]
             metrics = metrics | {
                 "tokens/total": self.tokens,
-                "consumed/prompts": self.sampler.epoch * self.sampler.num_prompts + self.sampler.position,
+                "consumed/prompts": self.sampler.consumed,
             }
         self.logger.log(self.iteration, metrics | self.timers.collect())
         self.profiler.after(self.iteration)
@@ -236,8 +294,12 @@ class Trainer:
         return bool(interval) and self.iteration % interval == 0
 
     def finished(self) -> bool:
-        """Whether no further rollout is to be started."""
+        """Whether no further rollout is to be started; every rank must ask."""
         if self.iteration >= self.args.train_iters:
+            return True
+        self.left_early = self.early_exit.reason()
+        if self.left_early:
+            print_rank_0(f"leaving at iteration {self.iteration}: {self.left_early}")
             return True
         # Not where it began: the same command, given again after such an exit, goes on to the next.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
@@ -258,10 +320,13 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Save what is not saved yet, export to Hugging Face's format, and close the logs."""
+        """Save what is not saved yet, export to Hugging Face's format, and close the logs.
+
+        A run that leaves early has no time to lose: it is saved and nothing else.
+        """
         if self.args.save and checkpointing.latest_iteration(self.args.save) != self.iteration:
             self.save()
-        if self.args.save_hf:
+        if self.args.save_hf and not self.left_early:
             with training.parameters_complete(self.args, self.model):
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
             print_rank_0(f"Hugging Face export: {self.args.save_hf}")
@@ -290,5 +355,6 @@ def _sampling(args) -> Sampling:
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
         stop=tuple(args.stop_words or ()),
+        structured_outputs=structured_json({"regex": args.structured_outputs_regex}),
         ignore_eos=args.ignore_eos,
     )

@@ -105,10 +105,10 @@ def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
+        end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
         wd_incr_steps=args.train_iters,
-        wd_incr_style="constant",
+        wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

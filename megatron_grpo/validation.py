@@ -28,6 +28,7 @@ from megatron_grpo.parallel_rules import check_parallelism
 from megatron_grpo.profiling import check_profiling
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
+from megatron_grpo.sampling_rules import check_sampling
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
@@ -129,6 +130,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_rollout(args, world_size)
     _check_rewards(args)
     _check_algorithm(args)
+    check_sampling(args)
     _check_duration(args)
     _check_optimizer(args)
     _check_checkpoints(args)

@@ -28,6 +28,7 @@ import pretrain_grpo
 from megatron_grpo import training
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.row_sampling import row_sampling, structured_json
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
@@ -38,6 +39,7 @@ from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Request, Sampling, generate
 from megatron_grpo.rollout.megatron import MegatronEngine
+from megatron_grpo.rollout.selection import Selection
 from megatron_grpo.setup import build_engine
 from megatron_grpo.validation import merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
@@ -46,6 +48,7 @@ from megatron_grpo.weights.stream import stream_hf
 GENERATIONS, MAX_TOKENS = 4, 24
 GREEDY = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, log_probs=True)
 TRUNCATED = {"top_k": 8, "top_p": 0.9, "min_p": 0.05}
+PATTERN = "[0-9]{2,4}x"
 PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 # Bytes: the first two prompts are equal and go to different replicas; one is longer than a block of the engine's cache.
 LENGTHS = (5, 5, 1, 33, 300)
@@ -105,7 +108,9 @@ class Cases:
         is_lead = self.trainer.engine.is_lead
         return RewardPool(self.args.reward_funcs, self.args.external_plugins) if is_lead else None
 
-    def rollout(self, name: str, sampling: Sampling, seed: int, prompts=None, generations: int = GENERATIONS):
+    def rollout(
+        self, name: str, sampling: Sampling, seed: int, prompts=None, generations: int = GENERATIONS, selection=None
+    ):
         """Make a rollout and write it."""
         state = random_state()
         batch, failures = collect_rollout(
@@ -117,7 +122,10 @@ class Cases:
             self.tokenizer,
             seed,
             self.trainer.timers,
+            selection=selection,
         )
+        if selection is not None:
+            self.facts[name] = selection.close()
         self.facts[f"{name} kept the random state"] = random_state() == state
         self.facts[f"{name} failures"] = failures
         batch.save(self.out / f"{name}.{self.rank}.npz")
@@ -142,10 +150,36 @@ class Cases:
         self.log_probs("no end", self.rollout("no end", replace(self.sampled, ignore_eos=True), seed=7))
         if self.args.stop_words:
             self.rollout("stop words", replace(GREEDY, stop=tuple(self.args.stop_words)), seed=7, generations=1)
+            self.constrained()
+        self.selected()
         self.abort()
         self.by_the_trainer()
         self.new_weights()
         (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
+
+    def constrained(self) -> None:
+        """Completions that match a pattern: of all prompts, with log-probabilities all the same, and by some rows."""
+        constraint = structured_json({"regex": PATTERN})
+        constrained = replace(self.sampled, structured_outputs=constraint)
+        self.log_probs("constrained", self.rollout("constrained", constrained, seed=7))
+        own = [replace(p, sampling_fields=fields) for p, fields in zip(self.prompts, self.row_fields(), strict=True)]
+        self.log_probs("rows", self.rollout("rows", self.sampled, seed=7, prompts=own))
+
+    @staticmethod
+    def row_fields() -> list[dict]:
+        """What rows set, as they are read."""
+        args = parse_args([])
+        rows = [{"max_tokens": 3}, {"structured_outputs": {"choice": ["yes", "no"]}}, {}, {"stop": ["5"]}, {}]
+        return [row_sampling({"sampling_params": fields}, args) for fields in rows]
+
+    def selected(self) -> None:
+        """The first three groups of five that are complete; and groups of which none has a signal."""
+        engine, weights = self.trainer.engine, [0.0, 1.0]  # the row's number is the same for a whole group
+        for name in ("over-sampled", "over-sampled again"):
+            selection = Selection(engine, 3, GENERATIONS, len(LENGTHS) / 3)
+            self.log_probs(name, self.rollout(name, self.sampled, seed=7, selection=selection))
+        selection = Selection(engine, 2, GENERATIONS, 1.0, 1, self.scorer, weights)
+        self.rollout("resampled", self.sampled, seed=7, prompts=self.prompts[:4], selection=selection)
 
     def abort(self) -> None:
         """Of two requests one is given up after the first step."""

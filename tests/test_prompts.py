@@ -26,7 +26,7 @@ class Characters:
 
 def flags(**changes):
     return argparse.Namespace(
-        **{"prompt_key": "prompt", "system_prompt": None, "max_prompt_length": None, "truncation_strategy": None}
+        **{"prompt_key": "prompt", "system_prompt": None, "max_prompt_length": None, "truncation_strategy": "raise"}
         | changes
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_torchrun
-from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS, PENALIZED, TRUNCATED
+from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED
 from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
 from test_corrections import check_against_loops
@@ -323,6 +324,62 @@ def test_stop_words(results, by_transformers):
         assert reason == FinishReason.LENGTH or places or ids[-1] == by_transformers[1].eos_token_id
         cut += len(ids) < len(full)
     assert cut > 0
+
+
+def test_constrained_completions_match(results, by_transformers):
+    """They end by themselves, and their log-probabilities are of another distribution than the trainer's."""
+    if "--stop-words" not in LAYOUTS[results.layout][1]:
+        assert not (results.directory / "constrained.0.npz").exists()
+        return
+    batch, tokenizer = results.batch("constrained"), by_transformers[1]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions(batch)]
+    assert len(set(texts)) > len(texts) // 2
+    for text, ids, reason in zip(texts, completions(batch), batch.finish_reasons, strict=True):
+        assert re.fullmatch(PATTERN, text)
+        assert reason == FinishReason.STOP and ids[-1] == tokenizer.eos_token_id
+    gap = (batch.rollout_log_probs - results.trainer_log_probs("constrained"))[batch.loss_mask == 1]
+    assert gap.mean() > 0.1 and gap.min() > -1e-4  # what the pattern leaves has all the probability
+
+
+def test_rows_sample_in_their_own_way(results, by_transformers):
+    if "--stop-words" not in LAYOUTS[results.layout][1]:
+        return
+    batch, tokenizer = results.batch("rows"), by_transformers[1]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions(batch)]
+    short, chosen, _, stopped, _ = (range(g * GENERATIONS, (g + 1) * GENERATIONS) for g in range(5))
+    assert max(batch.completion_lengths[short]) <= 3 and max(batch.completion_lengths) > 3
+    assert {texts[i] for i in chosen} <= {"yes", "no"}
+    assert all("5" not in texts[i][:-1] for i in stopped)
+    known = ~np.isnan(batch.rollout_log_probs)
+    for i in range(batch.num_completions):  # constrained ones are not asked for theirs, the others are the trainer's
+        inside = slice(batch.cu_seqlens[i] + batch.prompt_lengths[i], batch.cu_seqlens[i + 1])
+        assert (~known[inside]).all() if i in chosen else known[inside].all()
+    gap = np.abs(batch.rollout_log_probs - results.trainer_log_probs("rows"))[known]
+    assert gap.mean() < TOLERANCE
+
+
+def test_the_first_complete_groups_are_kept(results):
+    batch = results.batch("over-sampled")
+    assert batch.group_ids.tolist() == [g for g in range(3) for _ in range(GENERATIONS)]
+    rows = batch.row_ids[::GENERATIONS].tolist()
+    assert batch.row_ids.tolist() == [row for row in rows for _ in range(GENERATIONS)]
+    assert results.mismatch("over-sampled") < TOLERANCE
+    for facts in results.facts:
+        unused, metrics = facts["over-sampled"]
+        assert sorted(rows + [100 + number for number in unused]) == [100, 101, 102, 103, 104]
+        assert metrics["sampling/aborted_groups"] == 2
+    again = results.batch("over-sampled again")
+    if results.layout != "a server":  # whose order of finishing is a matter of time
+        assert completions(again) == completions(batch) and again.row_ids.tolist() == batch.row_ids.tolist()
+
+
+def test_groups_without_signal_are_resampled_and_then_taken(results):
+    """All are alike: the two of the first round are replaced, and in the end taken for want of better ones."""
+    batch = results.batch("resampled")
+    assert sorted(set(batch.row_ids)) == [100, 101]
+    for facts in results.facts:
+        unused, metrics = facts["resampled"]
+        assert unused == [] and metrics["sampling/resampled_groups"] == 2 and metrics["sampling/rounds"] == 1
 
 
 def test_aborted_requests_do_not_come_back(results):

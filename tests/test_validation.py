@@ -51,6 +51,13 @@ def test_the_base_is_accepted_and_filled_in():
     assert args_to_json(args)["padded_vocab_size"] == 1024
 
 
+def test_the_flags_of_every_recipe_are_accepted():
+    recipes = re.findall(r'^    \[(\w+)\]="(.*?)"', (REPO / "examples/grpo/recipe.sh").read_text(), re.M | re.S)
+    assert len(recipes) >= 16
+    for method, flags in recipes:
+        assert validated(f"{flags} --steps-per-generation 4").updates_per_rollout == 4, method
+
+
 def test_the_published_algorithms_of_the_docs_are_accepted():
     table = (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", table, re.M)

@@ -89,6 +89,7 @@ class RewardPool:
         self._rows: list[tuple[Hashable, Sample, list[float]]] = []
         self._queue: deque[tuple[int, tuple[int, ...]]] = deque()  # (sample number, function numbers)
         self._open = 0  # calls without a result
+        self._left: list[int] = []  # of each sample
         self._tries: dict[tuple[int, int], int] = {}
         self._failed: list[list[Failure]] = [[] for _ in self.names]
         self._succeeded = [0] * len(self.names)
@@ -106,6 +107,7 @@ class RewardPool:
         self._rows.append((key, sample, [math.nan] * len(self.names)))
         self._queue.append((number, tuple(range(len(self.names)))))
         self._open += len(self.names)
+        self._left.append(len(self.names))
         if time.monotonic() - self._polled > 0.01:
             self.poll()
 
@@ -124,6 +126,13 @@ class RewardPool:
         self.failures = sorted((f for failed in self._failed for f in failed), key=lambda f: self._samples[f.key])
         self._clear()
         return values[np.asarray(order, dtype=np.int64)]
+
+    def wait(self, keys: Sequence[Hashable]) -> np.ndarray:
+        """Waits for these samples alone, which stay submitted: rewards float32 ``[len(keys), len(names)]`` so far."""
+        numbers = [self._samples[key] for key in keys]
+        while any(self._left[number] for number in numbers):
+            self.poll(0.2)
+        return np.array([self._rows[number][2] for number in numbers], np.float32).reshape(-1, len(self.names))
 
     def poll(self, wait: float = 0.0) -> int:
         """Takes reports (waiting up to ``wait`` seconds for one), ends what is past its time, hands out work.
@@ -200,7 +209,7 @@ class RewardPool:
         if kind == "value":
             values[function] = math.nan if content[0] is None else content[0]
             self._succeeded[function] += 1
-            self._open -= 1
+            self._close_call(number)
         elif kind == "fatal":
             self.close()
             raise GrpoError(f'reward "{self.names[function]}" on {sample.source or f"sample {key}"}: {content[0]}')
@@ -211,9 +220,13 @@ class RewardPool:
             reason, *tail = content
             failed = self._failed[function]
             failed.append(Failure(self.names[function], key, sample.source, reason, sample.completion[:80], *tail))
-            self._open -= 1
+            self._close_call(number)
             if kind == "timeout" and len(failed) >= _GIVE_UP and not self._succeeded[function]:
                 self._stop(function, f"gave no value and timed out on {len(failed)} samples")
+
+    def _close_call(self, number: int) -> None:
+        self._open -= 1
+        self._left[number] -= 1
 
     def _stop(self, function: int, what: str) -> NoReturn:
         first = self._failed[function][0]

@@ -2,7 +2,7 @@
 batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.balancing import HandOut
 from megatron_grpo.rollout.engine import Completion, Engine, Request, Sampling, generate
+from megatron_grpo.rollout.selection import Selection
 
 
 def collect_rollout(
@@ -27,23 +28,30 @@ def collect_rollout(
     seed: int,
     timers,
     capacity: int | None = None,
+    selection: Selection | None = None,
 ) -> tuple[RolloutBatch, int]:
     """``num_generations`` completions of every prompt, with their rewards, in one order on every rank.
 
     Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p.
-    A prompt's completions stay on one replica, which so computes the prompt once; ``capacity``: see `HandOut`. Scoring
-    runs while others are generated. ``scorer`` belongs to the lead rank of each replica (None elsewhere). Returns the
-    batch and the number of rewards that could not be had, over all replicas; the scorer's own are in its ``failures``.
+    A prompt's completions stay on one replica, which so computes the prompt once; ``capacity``: see `HandOut`. With a
+    ``selection`` some of the prompts only are begun, and of these some kept: p is then the place that it gives a group.
+    Scoring runs while others are generated. ``scorer`` belongs to the lead rank of each replica (None elsewhere).
+    Returns the batch and the number of rewards that could not be had, over all replicas; the scorer's own are in its
+    ``failures``.
     """
-    hand_out = HandOut(engine, len(prompts), num_generations, capacity)
+    hand_out = selection or HandOut(engine, len(prompts), num_generations, capacity)
     completions: list[Completion] = []
     texts: dict[int, str] = {}
 
-    def requests(numbers: Sequence[int]) -> list[Request]:
+    def requests(numbers: Sequence[int] | None) -> list[Request] | None:
+        if numbers is None:
+            return None
         if scorer is not None:
             texts.update((p, tokenizer.decode(prompts[p].ids)) for p in numbers)
         return [
-            Request(p * num_generations + g, prompts[p].ids, sampling) for p in numbers for g in range(num_generations)
+            Request(p * num_generations + g, prompts[p].ids, prompts[p].sampling(sampling))
+            for p in numbers
+            for g in range(num_generations)
         ]
 
     with timers("rollout"), engine.rollout(seed):
@@ -52,15 +60,20 @@ def collect_rollout(
             if scorer is not None:
                 p = completion.id // num_generations
                 scorer.submit(completion.id, _sample(prompts[p], texts[p], completion, tokenizer))
+            if selection is not None:
+                selection.take(completion)
     with timers("scoring"):
         spoken = completions if engine.is_lead else []  # every rank of a replica has the same ones
-        mine = _to_batch(prompts, spoken, num_generations)
+        places = selection.places() if selection is not None else range(len(prompts))
+        spoken = [completion for completion in spoken if completion.id // num_generations in places]
+        mine = _to_batch(prompts, spoken, num_generations, places)
         if scorer is not None:
-            mine.rewards = scorer.finish(mine.sample_ids.tolist())
+            mine.rewards = scorer.finish([completion.id for completion in spoken])
         failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
         dist.all_reduce(failures, group=host_group())
         parts = _exchange(mine)
-        hand_out.close()
+        if selection is None:
+            hand_out.close()
     batch = RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
     return batch, int(failures)
 
@@ -76,16 +89,22 @@ def _sample(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sam
     )
 
 
-def _to_batch(prompts: Sequence[Prompt], completions: list[Completion], num_generations: int) -> RolloutBatch:
-    groups = [completion.id // num_generations for completion in completions]
+def _to_batch(
+    prompts: Sequence[Prompt],
+    completions: list[Completion],
+    num_generations: int,
+    places: Mapping[int, int] | Sequence[int],
+) -> RolloutBatch:
+    numbers = [completion.id // num_generations for completion in completions]
+    groups = [places[number] for number in numbers]
     return RolloutBatch.from_completions(
-        prompts=[prompts[group].ids for group in groups],
+        prompts=[prompts[number].ids for number in numbers],
         completions=[completion.token_ids for completion in completions],
         log_probs=[completion.log_probs for completion in completions],
         weight_version=[completion.weight_version for completion in completions],
         group_ids=groups,
-        row_ids=[prompts[group].id for group in groups],
-        sample_ids=[completion.id for completion in completions],
+        row_ids=[prompts[number].id for number in numbers],
+        sample_ids=[g * num_generations + c.id % num_generations for g, c in zip(groups, completions, strict=True)],
         finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
     )

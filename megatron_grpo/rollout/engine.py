@@ -8,7 +8,8 @@ each token.
 softmax(logits / --temperature), before any truncation (top-k, top-p, min-p) and any penalty (repetition, presence,
 frequency), which change what is sampled and nothing else. They are returned only when asked for. At temperature 1 an
 engine can always give them; at any other vLLM gives them only where nothing but the temperature is applied, and
-validation.py refuses the rest.
+validation.py refuses the rest. Of a constrained request (``structured_outputs``) they are never asked for: the engine
+samples from, and tells, the probabilities of what the constraint leaves, which are not the policy's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+    structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams that the text has to match; "": any text
     ignore_eos: bool = False
     log_probs: bool = False
 
@@ -108,15 +110,23 @@ class Engine(Protocol):
 
 
 def generate(
-    engine: Engine, requests: Sequence[Request], further: Callable[[int], Sequence[Request]] = lambda under_way: ()
+    engine: Engine,
+    requests: Sequence[Request],
+    further: Callable[[int], Sequence[Request] | None] = lambda under_way: (),
 ) -> Iterator[Completion]:
-    """Completions of all ``requests`` in the order in which they finish, and of what ``further(under way)`` adds."""
+    """Completions of all ``requests`` in the order in which they finish, and of what ``further(under way)`` adds.
+
+    When that is None there are enough: what is under way is aborted.
+    """
     engine.submit(requests)
-    under_way = len(requests)
+    under_way = {request.id for request in requests}
     while under_way:
         for completion in engine.poll():
-            under_way -= 1
+            under_way.remove(completion.id)
             yield completion
-        more = further(under_way)
+        more = further(len(under_way))
+        if more is None:
+            engine.abort(sorted(under_way))
+            return
         engine.submit(more)
-        under_way += len(more)
+        under_way |= {request.id for request in more}

@@ -58,7 +58,16 @@ class VllmColocate:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+            try:
+                self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+            except ValueError as error:  # a constraint that Python's own checks let through
+                constraint = request.sampling.structured_outputs
+                if not constraint:
+                    raise
+                raise GrpoError(
+                    f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or the "
+                    "row's structured_outputs"
+                ) from error
 
     def poll(self) -> list[Completion]:
         finished = []
@@ -145,8 +154,8 @@ def _build(args, directory: str):
         options = dict(
             model=directory,
             load_format="dummy",
-            skip_tokenizer_init=not args.stop_words,
-            tokenizer=args.tokenizer_model if args.stop_words else None,
+            skip_tokenizer_init=not args.engine_decodes,
+            tokenizer=args.tokenizer_model if args.engine_decodes else None,
             dtype=args.vllm_dtype or str(params_dtype(args)).removeprefix("torch."),
             quantization=args.vllm_quantization,
             enable_expert_parallel=args.vllm_enable_expert_parallel,
@@ -210,10 +219,10 @@ def _logprobs_mode(temperature: float) -> str:
     return "raw_logprobs" if temperature == 1 else "processed_logprobs"
 
 
-@functools.cache
+@functools.lru_cache(1024)  # rows may have one each
 def _sampling_params(sampling: Sampling, eos_id: int):
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -230,6 +239,9 @@ def _sampling_params(sampling: Sampling, eos_id: int):
         logprobs=0 if sampling.log_probs else None,
         flat_logprobs=True,  # one list of numbers, not an object and a dictionary a token
         detokenize=bool(sampling.stop),
+        structured_outputs=(
+            StructuredOutputsParams(**json.loads(sampling.structured_outputs)) if sampling.structured_outputs else None
+        ),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

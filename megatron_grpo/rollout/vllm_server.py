@@ -5,6 +5,7 @@
 The development mode opens what a trainer needs (loading weights, the server's configuration).
 """
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -151,6 +152,7 @@ class VllmServer(Server):
             "ignore_eos": True,
             "stop_token_ids": [] if sampling.ignore_eos else [self._eos_id],
             "logprobs": 0 if sampling.log_probs else None,
+            "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_grpo
+from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
 from megatron_grpo.metrics import Timers
 from megatron_grpo.offload import Offloader
@@ -47,9 +48,10 @@ def build(args) -> Trainer:
         state_offloader=Offloader(parts.model, parts.optimizer, False, args.offload_gradients, args.offload_optimizer),
         weight_offloader=Offloader(parts.model, parts.optimizer, args.offload_model, False, False),
         engine=engine,
-        sampler=SimpleNamespace(state_dict=lambda: {}, epoch=0, position=0, num_prompts=0),
+        sampler=SimpleNamespace(state_dict=lambda: {}, consumed=0),
         valid_prompts=[],
         timers=Timers(),
+        early_exit=EarlyExit(None, on_signal=False),
         **nothing,
     )
 

@@ -1,0 +1,107 @@
+"""What a row of the data may say about the sampling of its completions: its column ``sampling_params``.
+
+    {"prompt": "Yes or no? ...", "sampling_params": {"max_tokens": 4, "structured_outputs": {"choice": ["yes", "no"]}}}
+
+The temperature and what else shapes the probabilities cannot differ by row: the trainer's log-probabilities are taken
+at --temperature for all completions, and the log-probability contract (rollout/engine.py) holds for all alike.
+"""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.sampling_rules import constraint_refused
+
+if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
+    from megatron_grpo.rollout.engine import Sampling
+
+COLUMN = "sampling_params"
+SHAPES = set("temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split())
+# vLLM's names of constraints, and the type of each.
+CONSTRAINTS: dict[str, type | tuple[type, ...]] = {
+    "regex": str,
+    "json": (str, dict),
+    "choice": list,
+    "grammar": str,
+}
+
+
+def structured_json(constraint: Mapping[str, Any]) -> str:
+    """`Sampling.structured_outputs` of a constraint such as ``{"regex": ...}``; "" when it is of None."""
+    given = {name: value for name, value in constraint.items() if value is not None}
+    return json.dumps(given, sort_keys=True) if given else ""
+
+
+def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
+    """The fields of `Sampling` that a row sets, as `Sampling` has them; GrpoError for what it cannot set.
+
+    Parquet gives every row the keys of all of them: None is as good as absent.
+    """
+    given = row.get(COLUMN)
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise GrpoError(f'"{COLUMN}" must be an object, such as {{"max_tokens": 16}}, found {given!r}')
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name == "max_tokens":
+            if type(value) is not int or not 1 <= value <= args.max_completion_length:
+                raise GrpoError(
+                    f"max_tokens of {COLUMN} is {value!r}: give a whole number from 1 to --max-completion-length "
+                    f"({args.max_completion_length})"
+                )
+            fields["max_tokens"] = value
+        elif name == "stop":
+            words = [value] if isinstance(value, str) else value
+            if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
+                raise GrpoError(f"stop of {COLUMN} is {value!r}: give a string, or a list of strings")
+            if args.tokenizer_type == "SentencePieceTokenizer":
+                raise GrpoError(f"stop of {COLUMN} needs a HuggingFaceTokenizer: the engine looks for it in the text")
+            fields["stop"] = tuple(words)
+        elif name == "structured_outputs":
+            fields["structured_outputs"] = _constraint(value, args)
+        elif name in SHAPES:
+            raise GrpoError(
+                f"{name} of {COLUMN} cannot differ by row: the trainer computes all log-probabilities at one "
+                f"--temperature; give --{name.replace('_', '-')} for all rows"
+            )
+        else:
+            raise GrpoError(f"{COLUMN} has {name!r}: max_tokens, stop and structured_outputs can be set by a row")
+    return fields
+
+
+def _constraint(value: Any, args: Namespace) -> str:
+    where = f"structured_outputs of {COLUMN}"
+    given = {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    if len(given) != 1 or not given.keys() <= CONSTRAINTS.keys():
+        raise GrpoError(f"{where} is {value!r}: give an object with one of {', '.join(CONSTRAINTS)}")
+    ((name, content),) = given.items()
+    if not isinstance(content, CONSTRAINTS[name]) or not content:
+        raise GrpoError(f"{name} of {where} is {content!r}: it has the wrong type, or is empty")
+    if name == "choice" and not all(isinstance(word, str) and word for word in content):
+        raise GrpoError(f"choice of {where} is {content!r}: give a list of strings")
+    try:
+        if name == "regex":
+            re.compile(content)
+        if name == "json" and isinstance(content, str):
+            json.loads(content)
+    except (re.error, ValueError) as error:
+        raise GrpoError(f"{name} of {where} is {content!r}: {error}") from error
+    why_not = constraint_refused(args)
+    if why_not:
+        raise GrpoError(f"{where} {why_not}")
+    return structured_json(given)
+
+
+def with_row(sampling: "Sampling", fields: Mapping[str, Any]) -> "Sampling":
+    """A run's sampling with what a row sets; a constrained request is not asked for log-probabilities."""
+    if not fields:
+        return sampling
+    changed = replace(sampling, **fields)
+    return replace(changed, log_probs=changed.log_probs and not changed.structured_outputs)
