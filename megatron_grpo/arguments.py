@@ -25,6 +25,8 @@ from megatron_grpo.algorithm.losses import Level
 from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
+from megatron_grpo.frozen_flags import FROZEN_FLAGS
+from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
 
@@ -166,13 +168,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
     ),
     "reuse and sampling": CHOICE,
-    "rewards": (
-        ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
-        ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
-        ("--external-plugins", [str], None, "Python files that register reward functions"),
-        ("--reward-timeout", float, 10.0, "seconds that one reward function may take for one completion"),
-        ("--reward-workers", int, 1, "processes that score, on each rank that scores"),
-    ),
+    "rewards": REWARDS,
     "algorithm": (
         ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
         ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
@@ -222,6 +218,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--rollout-importance-sampling-lower-bound", float, None, "icepop masks tokens below it [0.5]"),
     ),
     "advantages and KL": ADVANTAGE_FLAGS,
+    "reference and teacher": FROZEN_FLAGS,
     "learning rate": (
         ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
         ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
@@ -236,7 +233,6 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--max-checkpoints-to-keep", int, None, "delete the oldest beyond this many [keep all]"),
         ("--pretrained-checkpoint", str, None, "Megatron checkpoint to take the first weights from"),
         ("--load-hf", str, None, "Hugging Face model directory to take the first weights, shape and tokenizer from"),
-        ("--ref-load", str, None, "Megatron checkpoint of the reference policy [the first weights]"),
         ("--save-hf", str, None, "directory of the Hugging Face export at the end [{save}/hf_model]"),
         ("--no-save-hf", bool, False, "no Hugging Face export at the end"),
         ("--finetune", bool, False, "take only the weights of --load, and start from update 0"),
