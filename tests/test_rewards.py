@@ -379,6 +379,17 @@ def test_scoring_while_others_are_generated(make_pool):
     assert pool.score(samples("value 1"))[0].tolist() == [[1.0]] and pool.failures == []
 
 
+def test_some_samples_can_be_waited_for_while_others_are_scored(make_pool):
+    pool = make_pool("act", "later", workers=2, timeout=60.0)
+    for key, text in enumerate(["slow", "value 7", "none", "raise", "slow", "slow", "slow", "slow", "slow"]):
+        pool.submit(key, samples(text)[0])
+    np.testing.assert_array_equal(pool.wait([2, 1, 3]), [[math.nan, 2], [7, 2], [math.nan, 2]])
+    assert pool.poll() > 0  # the slow ones are not over
+    values = pool.finish()
+    np.testing.assert_array_equal(values[:, 0], [1, 7, math.nan, math.nan, 1, 1, 1, 1, 1])
+    assert [failure.key for failure in pool.failures] == [3]
+
+
 def test_a_worker_that_dies_while_idle_is_replaced(make_pool):
     pool = make_pool(retries=0)
     os.kill(int(pool.score(samples("pid"))[0][0, 0]), signal.SIGKILL)
