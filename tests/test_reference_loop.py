@@ -18,6 +18,7 @@ from megatron_grpo import initialize, training
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import Prompt, PromptSampler
 from megatron_grpo.early_exit import EarlyExit
+from megatron_grpo.frozen_model import SwappedReference
 from megatron_grpo.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
@@ -112,7 +113,7 @@ def trained(tiny_models):
         with torch.no_grad():
             for parameter in model[0].parameters():
                 parameter.mul_(1.1)
-        reference = training.ReferencePolicy(model)
+        reference = SwappedReference(args, model)
         policy.copy_to(model)
         model, optimizer, scheduler = training.setup_optimizer(args, model)
         rows, script = Rows(), Script()
