@@ -177,7 +177,8 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
-            metrics[f"eval/{kind}_accuracy"] = float((batch.rewards[:, 0] >= 1.0).mean())
+            first = batch.rewards[:, 0]  # NaN where it did not score
+            metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
     return metrics
 
 
