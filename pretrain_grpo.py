@@ -40,6 +40,7 @@ from megatron_grpo.models.context_parallel import whole_pack
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.rollout import weight_check
+from megatron_grpo.rollout.teacher_server import TeacherServer
 from megatron_grpo.setup import setup
 from megatron_grpo.trainer import Trainer, mean_of_scored
 from megatron_grpo.weights.stream import stream_hf
@@ -126,7 +127,7 @@ def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     """Log-probabilities and entropies of these completions' tokens under the weights that the model holds now,
     ``[2, total]``.
     """
-    packs = training.micro_batches(args, batch, completions)
+    packs = training.micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     return training.forward_scores(step, packs, trainer.model, len(batch.tokens))
 
@@ -134,6 +135,14 @@ def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
 def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
     """Log-probabilities of a rollout's tokens under the weights that the model holds now, ``[total]``."""
     return scores(args, trainer, batch, np.arange(batch.num_completions))[0]
+
+
+def frozen_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
+    """Log-probabilities of a rollout's tokens under the reference or a teacher, ``[total]``."""
+    if isinstance(frozen, TeacherServer):
+        return frozen.log_probs(batch)
+    with frozen.ready(trainer.model) as ready:
+        return log_probs(ready.args, ready, replace(batch, routed_experts=None))
 
 
 def correct(args, batch: RolloutBatch) -> dict[str, float]:
@@ -188,13 +197,15 @@ def train(args, trainer: Trainer) -> None:
             batch = trainer.collect(prompts, args.num_generations, trainer.sampling, seed, selection)
         with trainer.timers("logprobs"):
             correction = args.rollout_importance_sampling_mode
-            needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold or args.kl_in_reward
+            needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold
+            needed = needed or args.kl_in_reward or args.teacher_kl_coef
             if needed or args.router_replay_mode == "R2":
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
                     batch.old_log_probs = log_probs(args, trainer, batch)
             if trainer.reference is not None:
-                with training.parameters_complete(args, trainer.model), trainer.reference.in_place_of(trainer.model):
-                    batch.ref_log_probs = log_probs(args, trainer, replace(batch, routed_experts=None))
+                batch.ref_log_probs = frozen_log_probs(trainer.reference, trainer, batch)
+            if trainer.teacher is not None:
+                batch.teacher_log_probs = frozen_log_probs(trainer.teacher, trainer, batch)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
@@ -212,6 +223,8 @@ def train(args, trainer: Trainer) -> None:
             if number == len(updates) and trainer.due(args.eval_interval):
                 row |= evaluate(args, trainer)
             trainer.log(row)
+        if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):
+            trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
         if trainer.due(args.save_interval):
             trainer.save()
     trainer.finish()

@@ -71,7 +71,6 @@ def _check_gdpo(args: Namespace) -> None:
 def _check_kl(args: Namespace) -> None:
     if args.beta < 0:
         raise GrpoError(f"--beta ({args.beta}) must not be negative")
-    needs(args, "ref_load", "beta", "without the KL term there is no reference policy")
     needs(args, "kl_in_reward", "beta", "it is the KL's weight")
     needs(args, "kl_estimator", "beta", "without the KL term there is nothing to estimate")
     if args.kl_in_reward:
@@ -94,6 +93,8 @@ def _check_kl(args: Namespace) -> None:
 
 def differ_within_completion(args: Namespace) -> str | None:
     """The flag, if one is given, by which tokens of one completion get different advantages."""
+    if args.teacher_kl_coef:
+        return "--teacher-kl-coef"
     if args.advantage_estimator != "reinforce_plus_plus":
         return None
     return "--kl-in-reward" if args.kl_in_reward else "--gamma" if args.gamma < 1 else None
@@ -105,6 +106,11 @@ def _check_token_advantages(args: Namespace) -> None:
             "--loss-type real tells a prompt's good completions from its bad ones: --num-generations (1) must be at "
             "least 2"
         )
+    if args.num_generations == 1 and args.dynamic_sample:
+        raise GrpoError(
+            "--dynamic-sample replaces prompts whose completions have equal rewards: with --num-generations 1 these "
+            "are all, so leave it out"
+        )
     cause = differ_within_completion(args)
     if cause is None:
         return
@@ -113,6 +119,6 @@ def _check_token_advantages(args: Namespace) -> None:
         whole = flag("off_policy_sequence_mask_delta")
     if whole:
         raise GrpoError(
-            f"{whole} asks whether a completion's advantage is positive, but with {cause} and --advantage-estimator "
-            "reinforce_plus_plus each token has its own: leave one of them out"
+            f"{whole} asks whether a completion's advantage is positive, but with {cause} each token has its own: "
+            "leave one of them out"
         )

@@ -25,6 +25,7 @@ from megatron_grpo.algorithm.losses import Level
 from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
+from megatron_grpo.frozen_flags import FROZEN_FLAGS
 from megatron_grpo.profiling import PROFILE
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
@@ -223,6 +224,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--rollout-importance-sampling-lower-bound", float, None, "icepop masks tokens below it [0.5]"),
     ),
     "advantages and KL": ADVANTAGE_FLAGS,
+    "reference and teacher": FROZEN_FLAGS,
     "learning rate": (
         ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
         ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
@@ -237,7 +239,6 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--max-checkpoints-to-keep", int, None, "delete the oldest beyond this many [keep all]"),
         ("--pretrained-checkpoint", str, None, "Megatron checkpoint to take the first weights from"),
         ("--load-hf", str, None, "Hugging Face model directory to take the first weights, shape and tokenizer from"),
-        ("--ref-load", str, None, "Megatron checkpoint of the reference policy [the first weights]"),
         ("--save-hf", str, None, "directory of the Hugging Face export at the end [{save}/hf_model]"),
         ("--no-save-hf", bool, False, "no Hugging Face export at the end"),
         ("--finetune", bool, False, "take only the weights of --load, and start from update 0"),

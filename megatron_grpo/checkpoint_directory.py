@@ -120,7 +120,7 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     manifest = {}
     for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
         name = str(file.relative_to(temporary))
-        manifest[name] = [file.stat().st_size, _digest(file) if name in CORE_FILES else None]
+        manifest[name] = [file.stat().st_size, _digest(file) if file.name in CORE_FILES else None]
         _sync(file)
     _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
     _sync(temporary)

@@ -44,7 +44,8 @@ from megatron_grpo.core_flags import core_flags
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import print_rank_0, set_random_seed
 
-__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "save_checkpoint"]
+__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "moved_reference", "read_checkpoint_args"]
+__all__ += ["read_weights", "save_checkpoint", "save_weights"]
 
 # How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
 CONTENT_METADATA = {
@@ -53,6 +54,8 @@ CONTENT_METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+REFERENCE = "reference"  # the directory of a moved reference's weights within a checkpoint
 
 # Arguments that decide which weights there are; the built model's configuration has them too.
 ARCHITECTURE = (
@@ -63,11 +66,20 @@ ARCHITECTURE = (
 ).split()
 
 
-def save_checkpoint(args, iteration: int, model_chunks, optimizer, opt_param_scheduler, extra_state: dict) -> None:
+def save_checkpoint(
+    args,
+    iteration: int,
+    model_chunks,
+    optimizer,
+    opt_param_scheduler,
+    extra_state: dict,
+    save_reference: Callable[[Path], None] | None = None,
+) -> None:
     """Write a checkpoint under ``--save`` and make it the newest; collective: every rank calls it.
 
     Optimizer and scheduler may be None (a converted model). ``extra_state``, equal on all ranks and JSON-able, is what
-    ``load_checkpoint`` gives back. Raises GrpoError when the disk refuses.
+    ``load_checkpoint`` gives back; ``save_reference`` writes a reference that has moved into a directory within the
+    checkpoint. Raises GrpoError when the disk refuses.
     """
     temporary = _on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
@@ -80,12 +92,9 @@ def save_checkpoint(args, iteration: int, model_chunks, optimizer, opt_param_sch
     state["extra_state"] = extra_state
     state["layout"] = _layout()
     state["optimizer_type"] = checkpoint_optimizer.type_name(optimizer)
-    try:
-        dist_checkpointing.save(
-            state, str(temporary), sharded_strategy=_InProcessSave("torch_dist", 1), content_metadata=metadata
-        )
-    except (OSError, CheckpointingException, CheckpointException) as error:
-        raise GrpoError(f"checkpoint {temporary} cannot be written: {_cause(error)}") from error
+    _write(state, temporary, metadata)
+    if save_reference is not None:
+        save_reference(temporary / REFERENCE)
     keep = args.max_checkpoints_to_keep
     _on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
 
@@ -133,11 +142,37 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
 
 def load_weights(directory: str | Path, model_chunks) -> None:
     """Load only the weights of the newest checkpoint under ``directory``; collective, before the optimizer is built."""
-    _, checkpoint = _on_rank_0(_find_whole, directory)
+    read_weights(_on_rank_0(_find_whole, directory)[1], model_chunks)
+
+
+def read_weights(checkpoint: Path, model_chunks) -> None:
+    """Load the weights that lie in one checkpoint's own directory; collective."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _check_architecture(checkpoint, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), common, checkpoint))
+
+
+def save_weights(directory: Path, model_chunks) -> None:
+    """Write weights alone, to be read by `read_weights`; collective, in a directory that is not there yet."""
+    _on_rank_0(directory.mkdir)
+    metadata = _with_group(CONTENT_METADATA)
+    _write({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
+
+
+def moved_reference(root: str | Path) -> Path | None:
+    """Where the newest checkpoint under ``root`` holds a reference that had moved, if it does; collective."""
+    directory = _on_rank_0(_find_whole, root)[1] / REFERENCE
+    return directory if _on_rank_0(directory.is_dir) else None
+
+
+def _write(state: dict, directory: Path, metadata: dict) -> None:
+    try:
+        dist_checkpointing.save(
+            state, str(directory), sharded_strategy=_InProcessSave("torch_dist", 1), content_metadata=metadata
+        )
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise GrpoError(f"checkpoint {directory} cannot be written: {_cause(error)}") from error
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron_grpo.arguments import params_dtype, server_urls
 from megatron_grpo.batch_arithmetic import batch_arithmetic
+from megatron_grpo.frozen_args import reference_args, teacher_args
+from megatron_grpo.frozen_rules import has_own_layout
 from megatron_grpo.memory import Chunk, Memory, Plan
 from megatron_grpo.parallel_rules import generating_width
 
@@ -140,6 +142,24 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
     return lines
 
 
+def _frozen_lines(args: Namespace) -> list[str]:
+    """What reference and teacher take beside the policy."""
+    frozen = {}
+    if args.beta > 0:
+        frozen["reference policy"] = reference_args(args)
+    if args.teacher_load_hf:
+        frozen["teacher"] = teacher_args(args)
+    lines = []
+    for name, own in frozen.items():
+        plan = Plan(own)
+        most = max(plan.parameters(stage).total for stage in range(len(plan.stages)))
+        swapped = name != "teacher" and not has_own_layout(args, "ref")
+        where = "the policy's are there" if swapped else "they are on the GPU too"
+        size = most * params_dtype(own).itemsize / GIB
+        lines.append(f"{name}: {size:.2f} of parameters in host memory; during its pass {where}")
+    return lines
+
+
 def _memory_lines(plan: Plan) -> list[str]:
     args = plan.args
     columns = {
@@ -164,8 +184,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         "generating: what the trainer keeps on the GPU while the engine generates; host: what it has in host memory",
     ]
     lines += _engine_lines(plan, memories)
-    if args.beta > 0:
-        lines.append("reference policy: the parameters a second time, in host memory; once more during its pass")
+    lines += _frozen_lines(args)
     if args.num_experts:
         lines.append("experts: as if the router chose all equally often")
     lines.append("not counted: communication buffers, libraries, fragmentation, the gradient's norm")

@@ -42,6 +42,11 @@ def initialize_distributed(args) -> None:
         else:
             dist.init_process_group("gloo", timeout=timeout)
             _host_group = dist.group.WORLD
+    initialize_model_parallel(args)
+
+
+def initialize_model_parallel(args) -> None:
+    """Lay out megatron-core's process groups as ``args`` say."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -26,6 +26,11 @@ def _check_choice(args: Namespace) -> None:
     positive(args, "max_resample_times")
     needs(args, "max_resample_times", "dynamic_sample", "it is how often a group is replaced")
     within(args, "over_sampling_ratio", 1, 100)
+    if args.dynamic_sample and args.advantage_estimator == "reinforce_plus_plus":
+        raise GrpoError(
+            "--dynamic-sample replaces groups whose rewards are all alike, but --advantage-estimator "
+            "reinforce_plus_plus compares over the whole batch and learns from them too: leave one of them out"
+        )
     if args.rollout_balancing != "dynamic":
         return
     for dest, given in (("dynamic_sample", args.dynamic_sample), ("over_sampling_ratio", args.over_sampling_ratio > 1)):

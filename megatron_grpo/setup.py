@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.dry_run import dry_run_report
 from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.frozen_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.frozen_model import FrozenModel, SwappedReference
+from megatron_grpo.frozen_rules import has_own_layout
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
@@ -22,6 +26,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang_server import build_sglang_servers
+from megatron_grpo.rollout.teacher_server import TeacherServer
 from megatron_grpo.rollout.vllm_server import build_vllm_servers
 from megatron_grpo.run_record import write_run_record
 from megatron_grpo.trainer import Trainer
@@ -35,6 +40,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     resume = bool(args.load) and not args.finetune and checkpointing.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
     validate_args(args, world_size)
+    ref_args = reference_args(args) if args.beta > 0 else None
+    teach_args = teacher_args(args) if args.teacher_load_hf else None
     _keep_what_is_there(args, resume)
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
@@ -43,6 +50,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     get_rewards(args.reward_funcs)
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
+    if teach_args is not None:
+        check_teachers_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
@@ -68,7 +77,13 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     for line in batch_arithmetic(args, world_size).lines():
         print_rank_0(line)
 
-    model, optimizer, scheduler, reference = _build_model(args, model_provider, resume)
+    model, optimizer, scheduler, reference = _build_model(args, model_provider, resume, ref_args)
+    teacher = None
+    if teach_args is not None:
+        load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
+        teacher = FrozenModel(teach_args, model_provider, load)
+    elif args.teacher_server:
+        teacher = TeacherServer(args)
     iteration, position = 0, {}
     if resume:
         iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
@@ -93,6 +108,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,
+        teacher=teacher,
         state_offloader=Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer),
         weight_offloader=Offloader(model, optimizer, args.offload_model, False, False),
         engine=engine,
@@ -158,32 +174,52 @@ def _merge_architecture(args, resume: bool) -> None:
         args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
-def _build_model(args, model_provider: Callable, resume: bool):
+def _build_model(args, model_provider: Callable, resume: bool, ref_args):
     """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
     model = training.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
-    reference = None
+    moved = checkpointing.moved_reference(args.load) if resume and ref_args is not None else None
+    own_origin = args.ref_load or args.ref_load_hf or moved
     # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
-    if not resume or (args.beta > 0 and not args.ref_load):
+    if not resume or (ref_args is not None and not own_origin):
         if start:
             checkpointing.load_weights(start, model)
         elif args.load_hf:
             hf.load_hf(model, args, args.load_hf)
-    if args.beta > 0:
-        if args.ref_load:
-            policy = training.ReferencePolicy(model)
-            checkpointing.load_weights(args.ref_load, model)
-            reference = training.ReferencePolicy(model)
-            policy.copy_to(model)
-        elif resume and not start and not args.load_hf:
+        elif resume:
             raise GrpoError(
                 "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
                 "--pretrained-checkpoint or --load-hf as before, or --ref-load"
             )
-        else:
-            reference = training.ReferencePolicy(model)
+    reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, moved)
     model, optimizer, scheduler = training.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
+
+
+def _build_reference(args, ref_args, model_provider: Callable, model: training.Model, moved: Path | None):
+    """The reference: moved, as a checkpoint holds it, or of --ref-load or --ref-load-hf, or the model as it is."""
+
+    def load(chunks: training.Model) -> None:
+        if args.ref_load:
+            checkpointing.load_weights(args.ref_load, chunks)
+        else:
+            hf.load_hf(chunks, ref_args, args.ref_load_hf)
+
+    own_origin = not moved and (args.ref_load or args.ref_load_hf)
+    if has_own_layout(args, "ref"):
+        reference = FrozenModel(ref_args, model_provider, load if own_origin else None)
+        if not own_origin and not moved:
+            reference.take_over(args, model)
+    else:
+        policy = training.ReferencePolicy(model) if own_origin else None
+        if own_origin:
+            load(model)
+        reference = SwappedReference(ref_args, model)
+        if policy is not None:
+            policy.copy_to(model)
+    if moved:
+        reference.load(moved, model)
+    return reference
 
 
 def build_engine(args, model: training.Model, tokenizer) -> Engine:

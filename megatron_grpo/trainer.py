@@ -19,6 +19,7 @@ from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
 from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.errors import EngineLost, GrpoError
+from megatron_grpo.frozen_model import FrozenModel, SwappedReference
 from megatron_grpo.initialize import print_rank_0
 from megatron_grpo.loss_rules import uses_engine_log_probs
 from megatron_grpo.metrics import MetricsLogger, Timers
@@ -29,6 +30,7 @@ from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
 from megatron_grpo.rollout.selection import Selection, prompts_to_draw
+from megatron_grpo.rollout.teacher_server import TeacherServer
 from megatron_grpo.weights import hf
 
 
@@ -40,7 +42,8 @@ class Trainer:
     model: training.Model
     optimizer: object
     scheduler: object
-    reference: training.ReferencePolicy | None
+    reference: FrozenModel | SwappedReference | None
+    teacher: FrozenModel | TeacherServer | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -315,8 +318,16 @@ class Trainer:
             # With them a checkpoint can be gone on from, and exported, without its origin: none may lack them.
             if dist.get_rank() == 0:
                 hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
+            # One that has not moved can be loaded again from where it came.
+            moved = self.reference is not None and self.reference.moved
             checkpointing.save_checkpoint(
-                self.args, self.iteration, self.model, self.optimizer, self.scheduler, extra_state=position
+                self.args,
+                self.iteration,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                extra_state=position,
+                save_reference=(lambda directory: self.reference.save(directory, self.model)) if moved else None,
             )
 
     def finish(self) -> None:

@@ -146,20 +146,21 @@ class UpdateReport:
         return row
 
 
-def micro_batches(args, batch: RolloutBatch, completions: np.ndarray) -> list[Pack]:
+def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
     """This rank's micro-batches of the given completions (numbers in the batch): as many packs on every rank.
 
     A pack's tokens are shared out over context-parallel ranks, and under sequence parallelism once more over
-    tensor-parallel ones.
+    tensor-parallel ones. ``max_tokens`` is a token budget in place of the flags'.
     """
+    max_tokens = max_tokens or args.max_tokens_per_microbatch
     cp_size = parallel_state.get_context_parallel_world_size()
     lengths = padded_lengths(batch.lengths[completions], cp_size)
     ranks = schedule(
         # Without a budget packs are the same in every layout, as the routers' auxiliary losses of a pack then are.
-        lengths if args.max_tokens_per_microbatch else batch.lengths[completions],
+        lengths if max_tokens else batch.lengths[completions],
         parallel_state.get_data_parallel_world_size(),
-        micro_batch_size=None if args.max_tokens_per_microbatch else args.micro_batch_size,
-        max_tokens=args.max_tokens_per_microbatch,
+        micro_batch_size=None if max_tokens else args.micro_batch_size,
+        max_tokens=max_tokens,
         microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         attention_coefficient=_attention_coefficient(args),
     )
@@ -297,7 +298,13 @@ def parameters_complete(args, model: Model) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def _weights(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, which a GPU can read while it computes."""
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy.pin_memory() if torch.cuda.is_available() else copy
+
+
+def weight_tensors(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers: a router's expert bias is a buffer."""
     yield from chunk.parameters()
     yield from torch.nn.Module.buffers(chunk)  # megatron-core's DDP has another attribute of this name
@@ -308,15 +315,13 @@ class ReferencePolicy:
 
     def __init__(self, model: Model):
         """Copy the model's present weights."""
-        self.weights = [[t.detach().to("cpu", copy=True) for t in _weights(chunk)] for chunk in model]
-        if torch.cuda.is_available():
-            self.weights = [[w.pin_memory() for w in weights] for weights in self.weights]
+        self.weights = [[to_host(tensor) for tensor in weight_tensors(chunk)] for chunk in model]
 
     @torch.no_grad()
     def copy_to(self, model: Model) -> None:
         """Overwrite the model's weights."""
         for chunk, weights in zip(model, self.weights, strict=True):
-            for tensor, weight in zip(_weights(chunk), weights, strict=True):
+            for tensor, weight in zip(weight_tensors(chunk), weights, strict=True):
                 tensor.copy_(weight, non_blocking=True)
 
     @contextlib.contextmanager

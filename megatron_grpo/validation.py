@@ -21,6 +21,7 @@ from megatron_grpo.arguments import (
 from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.frozen_rules import check_frozen
 from megatron_grpo.loss_rules import check_loss
 from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
@@ -121,7 +122,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     args.world_size, args.data_parallel_size = world_size, sizes.dp_size
     args.global_batch_size, args.generation_batch_size = sizes.global_batch_size, sizes.generation_batch_size
     args.steps_per_generation, args.updates_per_rollout = sizes.steps_per_generation, sizes.updates_per_rollout
-    _check_model(args)
+    check_model(args)
     check_parallelism(args)
     families.for_args(args).hf_from_args(args)  # refuses what no member of the family has
     _check_lengths(args)
@@ -146,7 +147,8 @@ def _check_finite(args: Namespace) -> None:
                 raise GrpoError(f"{flag(dest)} is {number}: give a finite number")
 
 
-def _check_model(args: Namespace) -> None:
+def check_model(args: Namespace) -> None:
+    """Refuse a shape that no model here has, and fill in the sizes that follow from others."""
     for dest in "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family".split():
         if getattr(args, dest) is None:
             raise GrpoError(f"{flag(dest)} is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args")
@@ -182,14 +184,7 @@ def _check_lengths(args: Namespace) -> None:
     longest = args.max_prompt_length + args.max_completion_length
     if args.vllm_max_model_len is None:
         args.vllm_max_model_len = longest
-    budget = args.max_tokens_per_microbatch
-    padded = int(padded_lengths(np.array([longest]), args.context_parallel_size)[0])
-    if budget is not None and padded > budget:
-        raise GrpoError(
-            f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length ({args.max_completion_length}), "
-            f"as a context-parallel pack holds them, are {padded} tokens: --max-tokens-per-microbatch ({budget}) must "
-            "be at least that"
-        )
+    check_budgets(args)
     for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len"):
         limit = getattr(args, dest)
         if limit is not None and longest > limit:
@@ -202,6 +197,20 @@ def _check_lengths(args: Namespace) -> None:
             f"--vllm-max-model-len ({args.vllm_max_model_len}) must be at most --max-position-embeddings "
             f"({args.max_position_embeddings})"
         )
+
+
+def check_budgets(args: Namespace) -> None:
+    """Refuse a token budget that does not hold the longest sequence."""
+    longest = args.max_prompt_length + args.max_completion_length
+    padded = int(padded_lengths(np.array([longest]), args.context_parallel_size)[0])
+    for dest in ("max_tokens_per_microbatch", "logprobs_max_tokens_per_microbatch"):
+        budget = getattr(args, dest)
+        if budget is not None and padded > budget:
+            raise GrpoError(
+                f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length "
+                f"({args.max_completion_length}), as a context-parallel pack holds them, are {padded} tokens: "
+                f"{flag(dest)} ({budget}) must be at least that"
+            )
 
 
 def _check_data(args: Namespace) -> None:
@@ -236,6 +245,7 @@ def _check_algorithm(args: Namespace) -> None:
     check_loss(args)
     _check_correction(args)
     check_advantages(args)
+    check_frozen(args)
 
 
 def _check_correction(args: Namespace) -> None:

@@ -228,14 +228,14 @@ def fill(model, args, kind):
 def made_up_update(args, model, optimizer, scheduler, step):
     """An update by the made-up gradients, as if they had been reduced already."""
     with training.parameters_complete(args, model):
-        weights = [[t.clone() for t in training._weights(chunk)] for chunk in model]
+        weights = [[t.clone() for t in training.weight_tensors(chunk)] for chunk in model]
         fill(model, args, step)
         for chunk, before in zip(model, weights, strict=True):
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
                 if parameter.requires_grad:
                     parameter.main_grad.copy_(parameter.data)
-            for tensor, old in zip(training._weights(chunk), before, strict=True):
+            for tensor, old in zip(training.weight_tensors(chunk), before, strict=True):
                 tensor.data.copy_(old)
     optimizer.step()
     scheduler.step(increment=1)

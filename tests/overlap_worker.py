@@ -41,7 +41,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     trainer = SimpleNamespace(
         **dict(zip(PARTS, training.setup_optimizer(args, model), strict=True)),
         **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
-        **{"iteration": 1, "_position": dict},
+        **{"iteration": 1, "_position": dict, "reference": None},
     )
     found = {}
 

@@ -225,6 +225,8 @@ class VllmHandler(Handler):
         double = self.server
         assert body["model"] == "toy", "The model does not exist"
         assert all(0 <= token < double.model.config.vocab_size for token in body["prompt"]), "out of vocabulary"
+        if body.get("prompt_logprobs") is not None:
+            return {"choices": [{"index": 0, "text": "", "prompt_logprobs": self.prompt_log_probs(body["prompt"])}]}
         assert body["ignore_eos"] and body["return_token_ids"] and body["return_tokens_as_token_ids"]
         assert body["n"] == 1 or body["temperature"] > 0, "n must be 1 when using greedy sampling"
         choices = []
@@ -255,6 +257,25 @@ class VllmHandler(Handler):
             case "abort":
                 choices[0]["finish_reason"] = "abort"
         return {"choices": choices}
+
+    @torch.no_grad()
+    def prompt_log_probs(self, prompt: list[int]) -> list[dict | None]:
+        """Of each token after the first its own, and of the likeliest where that is another, as vLLM numbers them."""
+        log_p = torch.log_softmax(self.server.model(torch.tensor([prompt])).logits[0], -1)
+        rows: list[dict | None] = [None]
+        for token, row in zip(prompt[1:], log_p, strict=False):
+            known = {"logprob": float(row[token]), "rank": int((row >= row[token]).sum()), "decoded_token": "?"}
+            rows.append({str(token): known})
+        match self.server.fault:
+            case "no prompt logprobs":
+                return None
+            case "too few":
+                rows.pop()
+            case "other token":
+                rows[-1] = {str(VOCABULARY): {"logprob": -1.0}}
+            case "infinite":
+                rows[-1][str(prompt[-1])]["logprob"] = float("-inf")
+        return rows
 
 
 PRINTED = """ToyForCausalLM()(

@@ -70,15 +70,15 @@ REFUSED = {
     f"{PLUS_PLUS} --gamma 1.5": "--gamma (1.5) must be greater than 0 and at most 1",
     "--gamma 0.9": "--gamma has no effect with --advantage-estimator grpo",
     "--beta -1": "--beta (-1.0) must not be negative",
-    "--beta 0 --ref-load ref": "--ref-load needs --beta",
     "--beta 0 --kl-in-reward": "--kl-in-reward needs --beta",
     "--beta 0 --kl-estimator k2": "--kl-estimator needs --beta",
     "--kl-estimator k1": "its gradient has mean zero. Give k2, k3 or unbiased",
     "--kl-in-reward --kl-estimator k3": "--kl-estimator k3 in the reward would give that of something else",
     f"{PLUS_PLUS} --gamma 0.9 --loss-type real": "--loss-type real asks whether a completion's advantage is positive",
-    f"{PLUS_PLUS} --kl-in-reward --loss-type gmpo": "with --kl-in-reward and --advantage-estimator",
+    f"{PLUS_PLUS} --kl-in-reward --loss-type gmpo": "with --kl-in-reward each token has its own",
     f"{PLUS_PLUS} --gamma 0.9 --off-policy-sequence-mask-delta 1": "--off-policy-sequence-mask-delta asks whether",
     f"{PLUS_PLUS} --num-generations 1 --loss-type real": "--num-generations (1) must be at least 2",
+    f"{PLUS_PLUS} --num-generations 1 --dynamic-sample": "with --num-generations 1 these are all, so leave it out",
 }
 
 

@@ -137,6 +137,27 @@ def test_reinforce_plus_plus_against_a_loop(data):
     assert np.isfinite(result).all() and not result[np.array(mask) == 0].any()
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_order_does_not_matter_to_reinforce_plus_plus(data):
+    """Completions in another order have the same advantages of their tokens, to the last bit."""
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=8))
+    n, order = len(lengths), data.draw(st.permutations(range(len(lengths))))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    masks = [rng.integers(0, 2, length) for length in lengths]
+    penalties = [rng.normal(size=length) for length in lengths]
+    rewards = rng.normal(size=n).astype(np.float32)
+
+    def estimate(order):
+        chosen = [np.concatenate([values[i] for i in order]) for values in (masks, penalties)]
+        a = reinforce_plus_plus(rewards[list(order)], [lengths[i] for i in order], *chosen, 0.9)
+        return np.split(a, np.cumsum([lengths[i] for i in order])[:-1])
+
+    result, shuffled = estimate(range(n)), estimate(order)
+    for place, i in enumerate(order):
+        np.testing.assert_array_equal(shuffled[place], result[i])
+
+
 def estimators(f=1):
     """Every estimator of completions, as a function of (rewards [n, f], groups)."""
     total = lambda rewards: combine_rewards(rewards, [1.0] * f)  # noqa: E731

@@ -11,8 +11,8 @@ from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins
 from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/correctness.md"]
-DOCUMENTS += ["docs/parallelism.md", "docs/models.md", "docs/rollout.md", "docs/algorithms.md", "docs/metrics.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
+DOCUMENTS.remove("docs/arguments.md")  # generated: tests/test_arguments.py has it
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()

@@ -40,7 +40,7 @@ OF_AN_UPDATE = (
     {name for name in METRICS if "<" not in name}
     - OF_A_ROLLOUT
     - OF_AN_EVALUATION
-    - {name for name in METRICS if name.startswith("memory/")}
+    - {name for name in METRICS if name.startswith(("memory/", "sampling/"))}
     - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty"}
 )
 

@@ -88,6 +88,11 @@ def test_truncation_drops_a_torn_line_and_later_rows(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
+def test_extremes_of_a_reward_function_stay_extremes():
+    rows = [{"reward/own/min": low, "reward/own/max": high, "reward/own/std": 1.0} for low, high in ((-1, 2), (0, 5))]
+    assert aggregate(rows) == {"reward/own/min": -1, "reward/own/max": 5, "reward/own/std": 1.0}
+
+
 def test_log_interval_merges_updates():
     row = aggregate(
         [

@@ -133,6 +133,23 @@ def test_completions_are_the_models_own(start, weights, tmp_path, kind):
     pool.close()
 
 
+def test_a_rows_own_sampling_reaches_the_server(start, weights, tmp_path):
+    """Requests of one prompt travel together only if they are sampled alike."""
+    double = start()
+    pool = synced_pool([double], weights, tmp_path)
+    first = REQUESTS[0]
+    own = [{}, {"max_tokens": 2}, {"structured_outputs": '{"regex": "[0-9]+"}', "log_probs": False}]
+    requests = [replace(first, id=i, sampling=replace(SAMPLING, **fields)) for i, fields in enumerate(own)]
+    short = finish(pool, requests)[1]
+    bodies = [body for path, body in double.calls if path == "/v1/completions"]
+    assert len(bodies) == 3 and len(short.token_ids) <= 2
+    sent = {body["max_tokens"]: body["structured_outputs"] for body in bodies if body["logprobs"] is not None}
+    assert sent == {SAMPLING.max_tokens: None, 2: None}
+    (constrained,) = (body for body in bodies if body["logprobs"] is None)
+    assert constrained["structured_outputs"] == {"regex": "[0-9]+"}
+    pool.close()
+
+
 def test_requests_are_spread_and_bounded(start, weights, tmp_path):
     doubles = [start(), start()]
     pool = synced_pool(doubles, weights, tmp_path, max_in_flight=6)

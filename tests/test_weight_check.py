@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_grpo import initialize
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.server import Server, Signs
@@ -98,6 +99,18 @@ def test_what_an_engine_says_is_passed_on(one_process, differing, wanted):
     lines = [f"{name}: 2 of its elements differ" for name in ("one", "two", "three", "four", "five")[:differing]]
     with pytest.raises(GrpoError, match=wanted):
         weight_check.compare_tensors(SimpleNamespace(compare_weights=lambda weights: lines), iter(()), 3)
+
+
+def test_the_probe_is_sampled_without_what_its_rows_set(monkeypatch):
+    asked = []
+    monkeypatch.setattr(weight_check.parallel_state, "get_data_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(weight_check, "collect_rollout", lambda *given: asked.append(given) or (None, 0))
+    args = SimpleNamespace(pipeline_model_parallel_size=1, max_completion_length=99, temperature=0.7)
+    prompt = Prompt(3, [5], {}, "made up", {"structured_outputs": "{}", "max_tokens": 1})
+    weight_check.probe(args, SimpleNamespace(num_replicas=2), [prompt], None, None)
+    ((_, prompts, _, sampling, *_),) = asked
+    assert len(prompts) == 2 * weight_check.PROMPTS_PER_REPLICA
+    assert all(p.sampling(sampling) is sampling and p.id == 3 for p in prompts) and sampling.log_probs
 
 
 def probe_batch():

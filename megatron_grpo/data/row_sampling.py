@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
 COLUMN = "sampling_params"
 SHAPES = set("temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split())
 # vLLM's names of constraints, and the type of each.
-CONSTRAINTS: dict[str, type | tuple[type, ...]] = {
+CONSTRAINTS: dict[str, Any] = {
     "regex": str,
     "json": (str, dict),
     "choice": list,
@@ -78,10 +78,12 @@ def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
 
 def _constraint(value: Any, args: Namespace) -> str:
     where = f"structured_outputs of {COLUMN}"
-    given = {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    given: dict[str, Any] = {}
+    if isinstance(value, dict):
+        given = {name: content for name, content in value.items() if content is not None}
     if len(given) != 1 or not given.keys() <= CONSTRAINTS.keys():
         raise GrpoError(f"{where} is {value!r}: give an object with one of {', '.join(CONSTRAINTS)}")
-    ((name, content),) = given.items()
+    name, content = next(iter(given.items()))
     if not isinstance(content, CONSTRAINTS[name]) or not content:
         raise GrpoError(f"{name} of {where} is {content!r}: it has the wrong type, or is empty")
     if name == "choice" and not all(isinstance(word, str) and word for word in content):

@@ -59,6 +59,15 @@ class HuggingFaceTokenizer:
                 "continued; set add_eos_token to false in tokenizer_config.json"
             )
 
+    @staticmethod
+    def is_in(directory: str | Path) -> bool:
+        """Whether a directory holds a tokenizer."""
+        return any(any(Path(directory).glob(name)) for name in _VOCABULARY_FILES)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id."""
+        return self._tokenizer.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 

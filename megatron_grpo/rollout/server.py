@@ -41,45 +41,15 @@ class Signs(NamedTuple):
     progress: float | None
 
 
-class Server(ABC):
-    """One server and what is known of it; everything it is asked raises Fault when it does not do it."""
+class Client:
+    """An address that is asked over HTTP."""
 
     key_flag: str  # where its API key comes from
-    url: str
-    tensor_parallel_size: int = 1
-    version: int | None = None  # of its weights; None when it has none of ours, and then it must not generate
-    process: str = ""  # the one that was given them
-    lost: str | None = None  # why it was given up, until the next weight sync
-    in_flight: int = 0  # completions
-    failures: int = 0  # in a row; above 0 it gets no requests until a look at it has gone well
-    next_look: float = 0.0
-    alive: float = 0.0  # time of the last sign of life
-    progress: float | None = None
 
     def __init__(self, url: str, api_key: str | None):
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None  # made within the event loop, as it must be
-
-    @abstractmethod
-    async def check(self) -> None:
-        """Raise Fault, with its cure, when this server cannot serve this run."""
-
-    @abstractmethod
-    async def look(self, timeout: float) -> Signs:
-        """Who is there, and how far it has come."""
-
-    @abstractmethod
-    async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
-        """Completions of requests with one prompt and one ``Sampling``."""
-
-    @abstractmethod
-    async def load_weights(self, directory: str, version: int, timeout: float) -> None:
-        """Take the weights in the safetensors files of ``directory``, and forget what was cached of the old ones."""
-
-    async def checksums(self) -> dict[str, str] | None:
-        """A checksum of each tensor as it lies in the server's memory; None where servers of this kind do not tell."""
-        return None
 
     async def call(self, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> Any:
         """The answer to a request, its JSON (its text if it is none)."""
@@ -106,6 +76,46 @@ class Server(ABC):
         except ValueError as error:
             raise Fault(f"{path}: the answer is no JSON", passing=True) from error
 
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class Server(Client, ABC):
+    """One server and what is known of it; everything it is asked raises Fault when it does not do it."""
+
+    tensor_parallel_size: int = 1
+    version: int | None = None  # of its weights; None when it has none of ours, and then it must not generate
+    process: str = ""  # the one that was given them
+    lost: str | None = None  # why it was given up, until the next weight sync
+    in_flight: int = 0  # completions
+    failures: int = 0  # in a row; above 0 it gets no requests until a look at it has gone well
+    next_look: float = 0.0
+    alive: float = 0.0  # time of the last sign of life
+    progress: float | None = None
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raise Fault, with its cure, when this server cannot serve this run."""
+
+    @abstractmethod
+    async def look(self, timeout: float) -> Signs:
+        """Who is there, and how far it has come."""
+
+    @abstractmethod
+    async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
+        """Completions of requests with one prompt and one ``Sampling``."""
+
+    @abstractmethod
+    async def load_weights(self, directory: str, version: int, timeout: float) -> None:
+        """Take the weights in the safetensors files of ``directory``, and forget what was cached of the old ones."""
+
+    async def checksums(self) -> dict[str, str] | None:
+        """A checksum of each tensor as it lies in the server's memory; None where servers of this kind do not tell."""
+        return None
+
     def check_end(self, request: Request, ids: list[int], reason: str, vocab_size: int, eos_id: int) -> None:
         """Raise Fault for a completion that did not end as its ``Sampling`` says."""
         sampling = request.sampling
@@ -123,11 +133,6 @@ class Server(ABC):
                 f"it ended a completion at token {ids[-1]}, not at the end of sequence ({eos_id}): start it without "
                 "the model's generation_config.json"
             )
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
 
 
 def weight_tag(version: int) -> str:

@@ -12,6 +12,7 @@ less than the rounding of two implementations is not seen.
 import copy
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
         ignore_eos=True,
         log_probs=True,
     )
-    prompts = [prompts[i % len(prompts)] for i in range(count)]
+    # Whatever their rows set: a constrained completion would have other log-probabilities.
+    prompts = [replace(prompts[i % len(prompts)], sampling_fields={}) for i in range(count)]
     batch, _ = collect_rollout(engine, prompts, 1, sampling, None, tokenizer, PROBE_SEED, timers)
     return batch
 

@@ -1,0 +1,13 @@
+"""Reference and teacher in layouts, and of architectures, of their own; tests/frozen_worker.py has the checks."""
+
+import pytest
+import toy_checkpoints
+
+
+@pytest.mark.distributed
+def test_frozen_models_beside_the_policy(tmp_path, torchrun):
+    toy_checkpoints.make(tmp_path / "teacher", "llama", False, vocab_size=250)
+    out = torchrun(4, "tests/frozen_worker.py", tmp_path).stdout
+    for claim in ("one reference in two layouts", "the moved reference survives a resume"):
+        assert out.count(claim) == 4, out
+    assert out.count("the teacher is transformers'") == 4, out

@@ -1,0 +1,103 @@
+"""A teacher's server, against its double: whose log-probabilities come back, and what faults do."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from server_double import VOCABULARY, Double, called, tiny_model
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+from megatron_grpo import initialize
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rollout import teacher_server
+from megatron_grpo.rollout.teacher_server import TeacherServer
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """A process group of this process; pauses between attempts are short."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
+    monkeypatch.setattr(teacher_server, "PAUSES", (0.05, 0.1))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def double():
+    double = Double(key="secret")
+    yield double
+    double.stop()
+
+
+@pytest.fixture
+def ask(double, monkeypatch):
+    """Log-probabilities of a rollout from the double."""
+    monkeypatch.setenv("TEACHER_API_KEY", "secret")
+    args = parse_args(f"--teacher-server {double.url} --teacher-server-timeout 5 --vllm-max-num-seqs 3".split())
+    args.max_prompt_length, args.max_completion_length = 8, 8
+    return lambda batch: TeacherServer(args).log_probs(batch)
+
+
+def rollout() -> RolloutBatch:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCABULARY, 1 + n % 4).tolist() for n in range(8)]
+    completions = [rng.integers(2, VOCABULARY, 1 + n % 5).tolist() for n in range(8)]
+    groups = np.arange(8) // 4
+    reasons = [FinishReason.STOP] * 8
+    return RolloutBatch.from_completions(prompts, completions, [None] * 8, 0, groups, groups, np.arange(8), reasons)
+
+
+def test_log_probabilities_are_the_models_of_the_completions_tokens(double, ask):
+    batch, model = rollout(), tiny_model(99)
+    found = ask(batch)
+    assert found.dtype == np.float32 and (np.isfinite(found) == (batch.loss_mask == 1)).all()
+    for start, end, prompt in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.prompt_lengths, strict=True):
+        ids = batch.tokens[start:end].tolist()
+        for position in range(prompt, len(ids)):  # token by token, as it would be sampled
+            with torch.no_grad():
+                log_p = torch.log_softmax(model(torch.tensor([ids[:position]])).logits[0, -1], -1)
+            assert found[start + position] == pytest.approx(float(log_p[ids[position]]), abs=1e-5)
+    assert called(double, "/v1/completions") == 8 and double.most_running <= 3
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("no prompt logprobs", r"gave no log-probabilities of the \d+ tokens of a prompt: is it a vLLM server"),
+        ("too few", "gave no log-probabilities of the"),
+        ("other token", r"gave no log-probability of token \d+: has it the policy's vocabulary"),
+        ("infinite", "gave log-probabilities that are not finite"),
+        ("500 generating", "answered 500: .*out of memory"),
+        ("die generating", "/v1/completions: "),
+    ],
+)
+def test_faults_end_the_run_with_cause_and_cure(double, ask, fault, message):
+    double.fault = fault
+    with pytest.raises(GrpoError, match=f"--teacher-server {double.url}: .*{message}.*newest checkpoint with --load"):
+        ask(rollout())
+
+
+def test_a_fault_that_passes_is_waited_out(double, ask, monkeypatch):
+    monkeypatch.setattr(teacher_server, "PAUSES", (0.1,) * 100)
+    double.fault = "500 generating"
+    threading.Timer(0.5, setattr, (double, "fault", "")).start()
+    batch = rollout()
+    assert np.isfinite(ask(batch)[batch.loss_mask == 1]).all()
+    assert called(double, "/v1/completions") > 8
+
+
+def test_a_wrong_key_and_a_short_server_are_refused(double, ask, monkeypatch):
+    double.config["max_model_len"] = 16
+    with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start it with at least that"):
+        ask(rollout())
+    double.key = "other"
+    with pytest.raises(GrpoError, match=r"API key is refused: give the one .* TEACHER_API_KEY"):
+        ask(rollout())
