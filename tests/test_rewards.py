@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -425,17 +426,13 @@ def test_mistakes_show_at_the_start(make_pool, tmp_path):
         RewardPool(["act"], [tmp_path / "plugin.py"])
 
 
-def test_a_thousand_scores_are_cheap():
-    pool = RewardPool(["exact_match"])
-    batch = [Sample("1+1=", "2", {"answer": "2"}, token_ids=list(range(100))) for _ in range(1000)]
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        assert pool.score(batch)[0].sum() == 1000
-        seconds.append(time.perf_counter() - started)
+def test_samples_travel_together(monkeypatch):
+    """A round trip for every sample would cost several times what the scoring does."""
+    pool, sent, dumps = RewardPool(["exact_match"]), [], pickle.dumps
+    monkeypatch.setattr(pickle, "dumps", lambda chunk: sent.append(len(chunk)) or dumps(chunk))
+    assert pool.score([Sample("1+1=", "2", {"answer": "2"}) for _ in range(1000)])[0].sum() == 1000
     pool.close()
-    # 17 ms on an idle core; a round trip for every sample would be 100 ms and more there.
-    assert min(seconds) < 0.1
+    assert sum(sent) == 1000 and len(sent) < 100
 
 
 def alive(pid):
