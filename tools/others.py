@@ -1,4 +1,4 @@
-"""Made-up tensors, and our side, TRL's and verl's of what `against_others.py` compares."""
+"""What `against_others.py` compares: made-up tensors, our side of it, and the way to import theirs."""
 
 import importlib
 import importlib.abc
@@ -6,10 +6,9 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +19,7 @@ import transformers.trainer  # noqa: F401  before the stand-ins are: it looks fo
 from torch import Tensor
 
 from megatron_grpo.advantage_term import estimate_advantages
-from megatron_grpo.algorithm.corrections import importance_weights
+from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
@@ -69,11 +68,24 @@ def made_up(seed: int = 7, n: int = 24, width: int = 16) -> Data:
     old[1::6, 1] = log_probs[1::6, 1] - 1.6  # a ratio of 5
     rewards = torch.stack([(normal(n) > 0).double(), normal(n)], 1)
     rewards[4:8, 0] = 1.0  # a group of equal rewards
-    fields = tokens, mask, log_probs, old, log_probs + 0.5 * normal(n, width), old - 0.4 * normal(n, width)
+    rollout = old - 0.4 * normal(n, width) - 0.5 * normal(n, 1)
+    fields = tokens, mask, log_probs, old, log_probs + 0.5 * normal(n, width), rollout
     cut = torch.zeros(n).bool()
     cut[[2, 9]] = True
     data = Data(*fields, normal(n, width).abs(), normal(n), rewards, cut)
     return Data(*(field.float().double() if field.is_floating_point() else field for field in data))
+
+
+class Case(NamedTuple):
+    """One line of the table."""
+
+    thing: str
+    flags: str
+    function: str
+    data: Data
+    ours: Callable[[Data, str], Any]
+    theirs: Callable[[Data], Any]
+    difference: str = ""  # what differs and who is right; empty when nothing should
 
 
 # ---- ours
@@ -159,6 +171,15 @@ def our_corrections(data: Data, flags: str) -> Tensor:
     return factors * data.mask
 
 
+def our_mismatch(data: Data, *names: str) -> Tensor:
+    """Metrics of the rollout's mismatch."""
+    there = data.mask == 1
+    metrics = mismatch_metrics(
+        dict(zip(MISMATCH, map(float, mismatch(data.old[there], data.rollout[there])), strict=True))
+    )
+    return torch.tensor([metrics[name] for name in names]).double()
+
+
 def our_advantages(data: Data, flags: str) -> Tensor:
     """Advantages of tokens in the loss, [n, s]; 0 elsewhere."""
     args = our_args(flags)
@@ -196,7 +217,7 @@ def _bounds(batch: RolloutBatch):
     return zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
 
 
-# ---- theirs
+# ---- how theirs is imported
 
 
 class _Absent(type):
@@ -246,130 +267,6 @@ def load(directory: Path, *names: str) -> list[Any]:
         warnings.simplefilter("ignore")
         modules = [importlib.import_module(name) for name in names]
     for module in modules:
-        if not Path(module.__file__).is_relative_to(directory.resolve()):
+        if not Path(module.__file__).resolve().is_relative_to(directory.resolve()):
             raise SystemExit(f"{module.__name__} is {module.__file__}, not in {directory}")
     return modules
-
-
-class Trl:
-    """TRL's GRPOTrainer and RLOOTrainer, without a model: log-probabilities and rewards are what the data says."""
-
-    def __init__(self, directory: Path) -> None:
-        grpo, rloo, package = load(directory, "trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl")
-        self.trainers = {"grpo": grpo.GRPOTrainer, "rloo": rloo.RLOOTrainer}
-        self.version = f"TRL {package.__version__}"
-
-    def stub(self, kind: str, data: Data, answer: Any, **settings: Any) -> Any:
-        """A trainer that was never set up; ``answer`` is what its model would say: log-probabilities and entropies."""
-        lengths = [int(row.sum()) for row in data.tokens]
-        ids = [[2] * (n - 1) + [2 if cut else END] for n, cut in zip(lengths, data.cut, strict=True)]
-        engine = [row[:n].tolist() for row, n in zip(data.rollout, lengths, strict=True)]
-        tools = [row[:n].long().tolist() for row, n in zip(data.mask, lengths, strict=True)]
-        generated = {
-            "grpo": ([[0]] * len(ids), ids, tools, ids, engine, {}, None, None),
-            "rloo": ([[0]] * len(ids), ids, ids),
-        }
-        methods = {
-            "_get_per_token_logps_and_entropies": lambda self, *_, **__: (*answer, None),
-            "_generate": lambda self, prompts: generated[kind],
-            "_calculate_rewards": lambda self, *_: data.rewards,
-        }
-        stub = object.__new__(type("Stub", (self.trainers[kind],), methods))
-        same = lambda x, *_, **__: x  # noqa: E731
-        vars(stub).update(
-            accelerator=SimpleNamespace(
-                device=torch.device("cpu"), num_processes=1, process_index=0, sync_gradients=True, gather=same,
-                gather_for_metrics=same, reduce=same, pad_across_processes=same,
-            ),
-            args=SimpleNamespace(
-                delta=settings.pop("delta", None), use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
-                sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, gradient_checkpointing_kwargs=None,
-                steps_per_generation=settings.pop("steps_per_generation", 1), gradient_accumulation_steps=3,
-                per_device_train_batch_size=1,
-            ),
-            model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-            _metrics={"train": defaultdict(list)}, _pending_extra_logs={}, _pending_metrics={},
-            _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-            _tokenizer=SimpleNamespace(pad_token_id=0), eos_token_ids=[END], pad_to_multiple_of=None,
-            reward_funcs=["a", "b"], reward_func_names=["a", "b"], reward_weights=torch.ones(2).double(),
-            num_generations=GROUP, num_iterations=1, aux_loss_enabled=False, tools=None, environments=None,
-            environment_factories=None, _is_vlm=False, log_multimodal=False, ref_model=None, reward_clip_range=None,
-            normalize_advantages=False, multi_objective_aggregation="sum_then_normalize", scale_rewards="group",
-            mask_truncated_completions=False, use_vllm=False, vllm_importance_sampling_correction=True,
-            vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=None,
-            vllm_importance_sampling_clip_max=2.0, loss_type="grpo", importance_sampling_level="token", beta=0.0,
-            epsilon_low=0.2, epsilon_high=0.2, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
-            max_completion_length=512, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-            use_adaptive_entropy=False, entropy_coef=0.0,
-        )  # fmt: skip
-        vars(stub).update(settings)
-        return stub
-
-    def rollout(self, data: Data, kind: str = "grpo", **settings: Any) -> dict[str, Any]:
-        """What its `_generate_and_score_completions` hands to the loss."""
-        stub = self.stub(kind, data, (data.old, data.entropies), **settings)
-        return stub._generate_and_score_completions([{"prompt": "?"}] * len(data.mask))
-
-    def loss(self, data: Data, micro_batches: int = 1, **settings: Any) -> tuple[Tensor, Tensor]:
-        """Its `_compute_loss`, summed over the micro-batches of an update as accelerate adds up their gradients."""
-        log_probs = data.log_probs.clone().requires_grad_()
-        of_rollout = {k: v for k, v in settings.items() if k.startswith(("vllm", "use_vllm", "mask_truncated"))}
-        inputs = self.rollout(data, **of_rollout)
-        inputs |= {"old_per_token_logps": data.old, "ref_per_token_logps": data.ref, "advantages": data.advantages}
-        inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * settings.pop("rollout_over_update", 1)
-        size, total = len(data.mask) // micro_batches, torch.zeros(()).double()
-        for start in range(0, len(data.mask), size):
-            rows = slice(start, start + size)
-            part = {k: v[rows] if v.dim() else v for k, v in inputs.items()}
-            answer = log_probs[rows], data.entropies[rows]
-            stub = self.stub(
-                "grpo", data, answer, **{"steps_per_generation": micro_batches} | settings,
-                current_gradient_accumulation_steps=micro_batches,
-            )  # fmt: skip
-            total = total + stub._compute_loss(stub.model, part)
-        total.backward()
-        return total.detach(), log_probs.grad
-
-
-class Verl:
-    """verl's core_algos and rollout_corr_helper."""
-
-    def __init__(self, directory: Path) -> None:
-        names = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper", "verl.workers.config", "verl"
-        self.core, self.corrections, self.config, package = load(directory, *names)
-        self.version = f"verl {package.__version__}"
-
-    def loss(self, data: Data, name: str, mode: str, weights: Tensor | None = None, **settings: Any) -> Any:
-        """A policy loss of its registry and the gradient; ``settings`` are fields of its configuration."""
-        log_probs = data.log_probs.clone().requires_grad_()
-        of_loss = {k: settings.pop(k) for k in list(settings) if k.startswith(("clip_cov", "kl_cov", "ppo_kl"))}
-        config = self.config.ActorConfig(
-            strategy="fsdp", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True,
-            policy_loss=self.config.PolicyLossConfig(**of_loss), **settings,
-        )  # fmt: skip
-        advantages = data.advantages[:, None].expand_as(data.mask) * data.mask
-        loss, _ = self.core.get_policy_loss_fn(name)(
-            old_log_prob=data.old, log_prob=log_probs, advantages=advantages, response_mask=data.mask,
-            loss_agg_mode=mode, config=config, rollout_is_weights=weights,
-        )  # fmt: skip
-        loss.backward()
-        return loss.detach(), log_probs.grad
-
-    def kl(self, data: Data, kind: str) -> tuple[Tensor, Tensor]:
-        """Its KL term, averaged over all tokens."""
-        log_probs = data.log_probs.clone().requires_grad_()
-        loss = self.core.agg_loss(self.core.kl_penalty(log_probs, data.ref, kind), data.mask, "token-mean")
-        loss.backward()
-        return loss.detach(), log_probs.grad
-
-    def advantages(self, data: Data, estimator: str, beta: float = 0.0, **settings: Any) -> Tensor:
-        """Advantages of an estimator of its registry, [n, s]; R at the last token, the KL penalty at all."""
-        last = (data.mask * torch.arange(1, data.mask.shape[1] + 1)).argmax(1)
-        rewards = -beta * (data.old - data.ref) * data.mask
-        rewards[torch.arange(len(last)), last] += summed(data)
-        groups = np.arange(len(last)) // GROUP
-        config = SimpleNamespace(gamma=settings.pop("gamma", 1.0), get=lambda key, default=None: default)
-        if "norm_adv_by_std_in_grpo" in settings and estimator == "grpo_passk":
-            config.get = lambda key, default=None: settings["norm_adv_by_std_in_grpo"]
-        function = self.core.get_adv_estimator_fn(estimator)
-        return function(rewards, response_mask=data.mask, index=groups, config=config, **settings)[0]
