@@ -96,6 +96,15 @@ class Trl:
         total.backward()
         return total.detach(), log_probs.grad
 
+    def rloo_gradient(self, data: Data) -> Tensor:
+        """RLOOTrainer's `_compute_loss`, its gradient, before the first update on a rollout."""
+        log_probs = data.log_probs.clone().requires_grad_()
+        inputs = self.rollout(data, "rloo") | {"advantages": data.advantages}
+        inputs["old_logps"] = (data.log_probs * data.tokens).sum(1)
+        stub = self.stub("rloo", data, (log_probs, data.entropies))
+        stub._compute_loss(stub.model, inputs).backward()
+        return log_probs.grad
+
 
 def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     """Beside GRPOTrainer and RLOOTrainer."""
@@ -216,6 +225,19 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
         shown = ", ".join(f"{k}={v}" for k, v in settings.items() if k != "ref_model")
         return Case(thing, flags, f"`{name}`, {shown}", data, our_advantages, theirs, difference)
 
+    def rloo_loss(thing: str, flags: str, difference: str = "") -> Case:
+        first = data._replace(mask=data.tokens, old=data.log_probs)  # their RLOO knows no tools
+        function = "`RLOOTrainer._compute_loss`, gradient"
+        return Case(thing, flags, function, first, lambda d, f: our_loss(d, f)[1], trl.rloo_gradient, difference)
+
+    yield rloo_loss(
+        "RLOO's loss, one update a rollout",
+        f"{plain} reinforce",
+        "Theirs is the mean over completions of A times the log-probability of the whole, as in the paper; ours is over "
+        "tokens: smaller by the update's mean length. It is a factor of the learning rate, but not a constant one; with "
+        "dr_grpo it is (next line).",
+    )
+    yield rloo_loss("the same", f"{plain} dr_grpo --max-completion-length 1")
     missing = data.rewards.clone()
     missing[5] = missing[13] = torch.nan
     for scale in ("group", "batch", "none"):
