@@ -30,6 +30,7 @@ from megatron_grpo.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
 from megatron_grpo.algorithm.kl import kl_k3, kl_term
+from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import Pack, RolloutBatch
@@ -179,6 +180,9 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
             first = batch.rewards[:, 0]  # NaN where it did not score
             metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
+            whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts whose answers all are scored
+            for k in powers_of_two(num_generations) if whole.any() else ():
+                metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
     return metrics
 
 

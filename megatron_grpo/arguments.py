@@ -26,6 +26,7 @@ from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.frozen_flags import FROZEN_FLAGS
+from megatron_grpo.profiling import PROFILE
 from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
@@ -253,6 +254,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--wandb-exp-name", str, None, "Weights & Biases run name"),
         ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
     ),
+    "profiling": PROFILE,
     "running": (
         ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end"),
         ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run"),
@@ -367,7 +369,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """
     parser = build_parser()
     defaults = vars(parser.parse_args([]))
-    words = [_hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
     if unknown:
         parser.error(_explain(unknown, parser))
@@ -379,7 +381,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def _hyphens(word: str) -> str:
+def hyphens(word: str) -> str:
+    """A word of the command line, with the underscores of a flag's name (not of its value) turned into hyphens."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 

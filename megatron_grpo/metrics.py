@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from megatron_grpo.arguments import args_to_json
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.profiling import PHASE
 
 METRICS = {
     "reward/mean": "mean over completions of the weighted sum of the reward functions",
@@ -34,6 +35,7 @@ METRICS = {
     "reward/<function>/max": "largest value of one reward function",
     "reward/kl_penalty": "mean over completions of what --kl-in-reward subtracts: beta times the sum of k1",
     "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
+    "teacher/kl": "KL divergence of the old policy from the teacher: mean over tokens of log p(old) - log p(teacher)",
     "advantage/std": "standard deviation over completions of the same",
     "reward/zero_std_groups": "share of prompts whose completions all have the same reward (no signal)",
     "reward/failures": "calls of reward functions that raised, hung or gave no number",
@@ -63,6 +65,7 @@ METRICS = {
     "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
     "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
     "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
+    "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 2, 4, 8 ...",
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/total": "the same, since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
@@ -71,7 +74,7 @@ METRICS = {
     "memory/rollout": "the same when generation begins",
     "memory/asleep": "the same when the engine has given back what --sleep-level says",
     "time/rollout": "seconds for generating completions",
-    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-*)",
+    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-model and the like)",
     "time/scoring": "seconds for the reward functions",
     "time/logprobs": "seconds for forward-only passes: old policy and reference",
     "time/update": "seconds for forward, backward and optimizer",
@@ -86,10 +89,18 @@ _POSITIONS = {"lr", "tokens/total", "consumed/prompts"}
 _SUMS = {"tokens/update", "reward/failures"}
 
 
+def documented(name: str) -> str | None:
+    """The name under which METRICS has a metric: ``reward/<function>/mean`` for ``reward/f1/mean``; None for none."""
+    if name in METRICS:
+        return name
+    patterns = ((known, re.sub("<.*?>", "[^/]+", known)) for known in METRICS if "<" in known)
+    return next((known for known, pattern in patterns if re.fullmatch(pattern, name)), None)
+
+
 def check_names(metrics: Iterable[str]) -> None:
     """Raise KeyError when a name is not in METRICS: whatever a run reports is explained there."""
     for name in metrics:
-        if name not in METRICS and not re.fullmatch(r"reward/[^/]+/(mean|std|min|max)", name):
+        if documented(name) is None:
             raise KeyError(f"metric {name!r} is not documented in megatron_grpo.metrics.METRICS")
 
 
@@ -114,7 +125,8 @@ class Timers:
         self.in_phase = True
         start = _now()
         try:
-            yield
+            with torch.profiler.record_function(PHASE + phase):  # seen by --profile alone
+                yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
             self.in_phase = False
@@ -199,12 +211,12 @@ class MetricsLogger:
             self._write_row()
 
     def log_completions(self, iteration: int, samples: list[dict]) -> None:
-        """Append samples (prompt, completion, rewards, advantage, finish_reason, length ...) to ``completions.jsonl``.
+        """Append samples (what ``completion_log.completion_row`` says of each) to ``completions.jsonl``.
 
-        ``iteration`` is the first update that trains on them. The first ``--num-completions-to-log`` are kept.
+        ``iteration`` is the first update that trains on them.
         """
         if "completions.jsonl" in self.files:
-            for sample in samples[: self.args.num_completions_to_log]:
+            for sample in samples:
                 self._append("completions.jsonl", {"iteration": iteration} | sample)
 
     def flush(self) -> None:

@@ -21,6 +21,7 @@ from megatron_grpo.frozen_rules import has_own_layout
 from megatron_grpo.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
+from megatron_grpo.profiling import Profiler
 from megatron_grpo.reward_rules import check_sources, reward_routes
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
@@ -29,6 +30,7 @@ from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang_server import build_sglang_servers
 from megatron_grpo.rollout.teacher_server import TeacherServer
 from megatron_grpo.rollout.vllm_server import build_vllm_servers
+from megatron_grpo.run_record import write_run_record
 from megatron_grpo.trainer import Trainer
 from megatron_grpo.validation import check_warmup, merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
@@ -105,6 +107,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         scorer = build_scorer(args)
     valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    if args.save and dist.get_rank() == 0:
+        write_run_record(args, iteration)
     return Trainer(
         args=args,
         model=model,
@@ -122,6 +126,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         scorer=scorer,
         logger=logger,
         timers=Timers(),
+        profiler=Profiler(args, dist.get_rank(), iteration),
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
         iteration=iteration,
         first_iteration=iteration,

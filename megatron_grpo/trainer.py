@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_grpo import checkpointing, training
 from megatron_grpo.algorithm.advantages import group_statistics
+from megatron_grpo.completion_log import chosen, completion_row
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
 from megatron_grpo.data.row_sampling import structured_json
@@ -23,6 +24,7 @@ from megatron_grpo.initialize import print_rank_0
 from megatron_grpo.loss_rules import uses_engine_log_probs
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
+from megatron_grpo.profiling import Profiler
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
@@ -41,7 +43,6 @@ class Trainer:
     optimizer: object
     scheduler: object
     reference: FrozenModel | SwappedReference | None
-    teacher: FrozenModel | TeacherServer | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -52,8 +53,10 @@ class Trainer:
     scorer: RewardPool | None
     logger: MetricsLogger
     timers: Timers
+    profiler: Profiler
     early_exit: EarlyExit
     left_early: str | None = None  # why, when the run ends before its last update
+    teacher: FrozenModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # whose weights the engine holds
     first_iteration: int = 0  # where this process began: above 0 after a resume
@@ -278,28 +281,14 @@ class Trainer:
                 "consumed/prompts": self.sampler.consumed,
             }
         self.logger.log(self.iteration, metrics | self.timers.collect())
+        self.profiler.after(self.iteration)
 
     def log_completions(self, batch: RolloutBatch) -> None:
-        """Write the first completions of a rollout, with what became of them, to ``completions.jsonl``."""
-        rows = []
-        for i in range(min(self.args.num_completions_to_log, batch.num_completions)):
-            start, middle, end = (
-                batch.cu_seqlens[i],
-                batch.cu_seqlens[i] + batch.prompt_lengths[i],
-                batch.cu_seqlens[i + 1],
-            )
-            rows.append(
-                {
-                    "prompt": self.tokenizer.decode(batch.tokens[start:middle].tolist()),
-                    "completion": self.tokenizer.decode(batch.tokens[middle:end].tolist()),
-                    "rewards": dict(zip(self.args.reward_funcs, batch.rewards[i].tolist(), strict=True)),
-                    "advantage": float(batch.advantages[i]),
-                    "finish_reason": FinishReason(batch.finish_reasons[i]).name.lower(),
-                    "length": int(end - middle),
-                    "row": int(batch.row_ids[i]),
-                }
-            )
-        self.logger.log_completions(self.iteration + 1, rows)
+        """Write some completions of a rollout, with what became of them, to ``completions.jsonl``."""
+        if self.logger.active:
+            picks = chosen(batch.advantages, self.args.num_completions_to_log)
+            rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
+            self.logger.log_completions(self.iteration + 1, rows)
 
     # ---- where the run is
 
@@ -352,6 +341,7 @@ class Trainer:
             with training.parameters_complete(self.args, self.model):
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
             print_rank_0(f"Hugging Face export: {self.args.save_hf}")
+        self.profiler.close()
         self.logger.close()
         self.engine.close()
         if self.scorer is not None:

@@ -26,6 +26,7 @@ from megatron_grpo.loss_rules import check_loss
 from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_parallelism
+from megatron_grpo.profiling import check_profiling
 from megatron_grpo.reward_rules import check_rewards
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
@@ -325,6 +326,7 @@ def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
     needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
+    check_profiling(args)
     if not args.dry_run:
         check_wandb(args)
 

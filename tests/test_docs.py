@@ -19,6 +19,7 @@ OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --ki
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt".split()
+OTHERS += ["--capture-range"]  # of nsys
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone".split()

@@ -34,13 +34,14 @@ COMMON = """--transformer-impl local --vllm-enforce-eager --vllm-max-num-seqs 32
     --max-prompt-length 160 --max-completion-length 16 --train-iters""".split()
 # What every update reports, what the first one of a rollout does as well, and what an evaluation does.
 OF_A_ROLLOUT = {"time/rollout", "time/scoring", "time/logprobs"}
-OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/")} | {"time/eval"}
+OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/") and "<" not in name}
+OF_AN_EVALUATION |= {"time/eval", "eval/pass_at_2"}
 OF_AN_UPDATE = (
     {name for name in METRICS if "<" not in name}
     - OF_A_ROLLOUT
     - OF_AN_EVALUATION
     - {name for name in METRICS if name.startswith(("memory/", "sampling/"))}
-    - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty"}
+    - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
 )
 
 
@@ -124,10 +125,24 @@ def test_samples_of_completions(run, data):
     questions = [row["question"] for row in read_lines(data / "gsm8k_train.jsonl")]
     for number, sample in enumerate(samples):
         assert sample["prompt"] == f"system: Think.\nuser: {questions[sample['row']]}\nassistant: "
-        assert sample["row"] == samples[number // 6 * 6 + number % 6 // 4 * 4]["row"]  # four of a prompt
+        assert sample["picked"] == ["first", "first", "first", "best", "worst", "best"][number % 6]
+        if sample["picked"] == "first":
+            assert sample["row"] == samples[number // 6 * 6]["row"]  # a prompt has four
         assert sample["rewards"].keys() == {"gsm8k", "format"}
         assert sample["finish_reason"] == ("stop" if sample["length"] < 16 else sample["finish_reason"])
         assert math.isfinite(sample["advantage"])
+        assert len(sample["tokens"]) == len(sample["log_probs"]) == sample["length"]
+        assert all(log_prob <= 0 for log_prob in sample["log_probs"])
+    for best, worst, second in (samples[3:6], samples[9:12]):
+        assert best["advantage"] >= second["advantage"] >= worst["advantage"]
+
+
+def test_the_run_says_what_it_is(run, model):
+    save, _ = run
+    stored, environment = (json.loads((save / name).read_text()) for name in ("args.json", "environment.json"))
+    assert stored["load_hf"] == model and stored["beta"] == 0.04
+    assert environment["layout"].startswith("2 ranks = TP 1 x PP 1 x DP 2")
+    assert environment["start_iteration"] == 0 and "load_hf" in environment["given"]
 
 
 def test_what_is_printed(run):

@@ -159,6 +159,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
 def test_only_documented_names_are_logged(rank):
     logger = MetricsLogger(make_args(), rank, 1, 0)
     logger.log(1, {"reward/exact_match/mean": 1.0})
+    logger.log(1, {"eval/pass_at_4": 1.0})
     with pytest.raises(KeyError, match="'reward/median' is not documented"):
         logger.log(1, {"reward/median": 1.0})
     with pytest.raises(KeyError, match="time/lunch"), Timers()("lunch"):
@@ -183,9 +184,9 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_completions_are_readable_and_limited(tmp_path):
+def test_completions_are_readable(tmp_path):
     logger = MetricsLogger(make_args(save=str(tmp_path)), 0, 10, 0)
-    samples = [{"prompt": "一加一", "completion": "line\nbreak \u2028 \udc80", "rewards": {"exact": 0.0}}] * 3
+    samples = [{"prompt": "一加一", "completion": "line\nbreak \u2028 \udc80", "rewards": {"exact": 0.0}}] * 2
     logger.log_completions(1, samples)
     logger.close()
     text = (tmp_path / "completions.jsonl").read_text(encoding="utf-8")

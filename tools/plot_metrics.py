@@ -8,10 +8,8 @@ stands for the run; with several runs the last panel compares tokens per second 
 """
 
 import argparse
-import json
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -23,6 +21,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.run_folder import Run, labels, read_run
 
 RUN_COLOURS = ["#2a6fbb", "#d9622b", "#2f9e6e", "#8d5fb8", "#b8860b", "#5b6770"]
 PHASES = {
@@ -51,53 +50,6 @@ STYLE = {
     "legend.fontsize": 10,
     "lines.solid_capstyle": "round",
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's rows of metrics.jsonl under the name that the legend shows."""
-
-    label: str
-    rows: list[dict]
-
-    def series(self, name: str) -> tuple[list[int], list[float]]:
-        """The iterations and values of a metric, where it was logged as a number."""
-        pairs = [(row["iteration"], row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
-        return [x for x, _ in pairs], [y for _, y in pairs]
-
-
-def read_run(path: Path, label: str) -> Run:
-    """Read ``metrics.jsonl``; raises GrpoError naming the file and line when it is absent, empty or broken.
-
-    A last line without its newline is one that a running job is still writing: it is left out.
-    """
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GrpoError(f"{file} cannot be read ({error}): give the --save directory of a run") from error
-    rows = []
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise GrpoError(f"{file}:{number} is not JSON ({error}): not the metrics.jsonl of a run?") from error
-        if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-            raise GrpoError(f"{file}:{number} is no row of metrics (a JSON object with an 'iteration'): {line[:80]}")
-        rows.append(row)
-    if not rows:
-        raise GrpoError(f"{file} is empty: the run has not finished its first update")
-    return Run(label, rows)
-
-
-def labels(paths: list[Path]) -> list[str]:
-    """Name each run by the shortest end of its path that tells all of them apart."""
-    parts = [path.resolve().parts for path in paths]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-depth:]) for p in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return names
 
 
 def smoothed(values: list[float], window: int) -> list[float]:

@@ -1,0 +1,27 @@
+"""How often one of k sampled completions is right, from more samples than k."""
+
+from math import comb
+
+import numpy as np
+import numpy.typing as npt
+
+
+def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k: int) -> float:
+    """The unbiased estimate of pass@k, mean over prompts: 1 - C(n - c, k) / C(n, k) where c of n completions are right.
+
+    ``right`` and ``group_ids`` are ``[completions]``. Chen et al. 2021 (arXiv:2107.03374), equation 1. Raises
+    ValueError when a prompt has fewer than k completions.
+    """
+    estimates = []
+    for group in np.unique(group_ids):
+        of_prompt = right[group_ids == group]
+        n, c = len(of_prompt), int(of_prompt.sum())
+        if n < k:
+            raise ValueError(f"pass@{k} needs {k} completions of each prompt, and group {group} has {n}")
+        estimates.append(1.0 - comb(n - c, k) / comb(n, k))
+    return float(np.mean(estimates))
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """2, 4, 8 ... up to ``limit``: the k that evaluations report."""
+    return [2**i for i in range(1, limit.bit_length()) if 2**i <= limit]

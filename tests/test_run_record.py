@@ -1,0 +1,63 @@
+"""What a run writes of itself, and that no secret is in it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo import run_record
+from megatron_grpo.arguments import parse_args
+
+FLAGS = (
+    "--lr 1e-6 --vllm_server_api_key sk-1 --sglang-server-api-key=sk-2 --vllm-server-base-url http://me:pw@host:1/v1"
+)
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    words = [*FLAGS.split(), "--save", str(tmp_path), "--system-prompt", "two words"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_grpo.py", *words])
+    monkeypatch.setattr(run_record, "layout", lambda args: "2 ranks")  # which asks torch.distributed
+    return parse_args(words)
+
+
+def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
+    run_record.write_run_record(args, 40)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "environment.json"]
+    for path in tmp_path.iterdir():
+        assert not any(secret in path.read_text() for secret in ("sk-1", "sk-2", "me:pw"))
+    stored, environment = (json.loads((tmp_path / name).read_text()) for name in ("args.json", "environment.json"))
+    assert stored["lr"] == 1e-6 and stored["num_generations"] == 8
+    assert stored["vllm_server_base_url"] == ["http://***@host:1/v1"]
+    assert environment["start_iteration"] == 40 and environment["layout"] == "2 ranks"
+    assert environment["given"] == ["lr", "save", "system_prompt", "vllm_server_base_url"]
+    assert environment["command"] == (
+        "pretrain_grpo.py --lr 1e-6 --vllm_server_api_key '***' '--sglang-server-api-key=***' "
+        f"--vllm-server-base-url http://***@host:1/v1 --save {tmp_path} --system-prompt 'two words'"
+    )
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["packages"].keys() >= {"torch", "megatron-core", "transformers"}
+
+
+def test_a_run_that_goes_on_replaces_both(args, tmp_path):
+    run_record.write_run_record(args, 0)
+    run_record.write_run_record(args, 80)
+    assert json.loads((tmp_path / "environment.json").read_text())["start_iteration"] == 80
+
+
+def test_the_commit_says_when_files_differ_from_it(tmp_path):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert run_record.commit(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD")
+    assert run_record.commit(tmp_path) == head
+    (tmp_path / "file").write_text("2")
+    assert run_record.commit(tmp_path) == head + "-dirty"
