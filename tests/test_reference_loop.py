@@ -88,6 +88,8 @@ class Script:
 class Rows:
     """A logger that keeps what it is given."""
 
+    active = False
+
     def __init__(self):
         self.rows = []
 
