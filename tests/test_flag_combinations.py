@@ -33,7 +33,7 @@ def pairs(count: int = 100, seed: int = 1) -> list[str]:
     """Two rules broken at once, by flags of which none is in both."""
     rng, cases = random.Random(seed), []
     while len(cases) < count:
-        first, second = rng.sample(list(RULES), 2)
+        first, second = rng.sample(list(REFUSED | CONFLICTS), 2)
         if not names(first) & names(second):
             cases.append(f"{first} {second}")
     return cases
