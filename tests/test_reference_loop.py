@@ -157,6 +157,7 @@ def trained(tiny_models, case, one_process):
         scorer=script,
         logger=rows,
         timers=Timers(),
+        profiler=Profiler(args, 0, 0),
         early_exit=EarlyExit(None, on_signal=False),
         profiler=Profiler(args, 0, 0),
     )
