@@ -27,6 +27,7 @@ from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_co
 from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.frozen_flags import FROZEN_FLAGS
 from megatron_grpo.profiling import PROFILE
+from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
 
@@ -168,13 +169,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
     ),
     "reuse and sampling": CHOICE,
-    "rewards": (
-        ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
-        ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
-        ("--external-plugins", [str], None, "Python files that register reward functions"),
-        ("--reward-timeout", float, 10.0, "seconds that one reward function may take for one completion"),
-        ("--reward-workers", int, 1, "processes that score, on each rank that scores"),
-    ),
+    "rewards": REWARDS,
     "algorithm": (
         ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
         ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_grpo import checkpointing, training
-from megatron_grpo.arguments import print_args
+from megatron_grpo.arguments import args_to_json, print_args
 from megatron_grpo.batch_arithmetic import batch_arithmetic
 from megatron_grpo.data.prompts import PromptDataset, PromptSampler
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
@@ -22,8 +22,10 @@ from megatron_grpo.initialize import banner, initialize_distributed, print_rank_
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
 from megatron_grpo.profiling import Profiler
+from megatron_grpo.reward_rules import check_sources, reward_routes
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
+from megatron_grpo.rewards.sandbox import isolation_here
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang_server import build_sglang_servers
 from megatron_grpo.rollout.teacher_server import TeacherServer
@@ -47,13 +49,16 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_rank_0(dry_run_report(args, world_size))
         return None
     load_plugins(args.external_plugins or [])
-    get_rewards(args.reward_funcs)
+    get_rewards(args.reward_funcs, vars(args))
+    isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     if teach_args is not None:
         check_teachers_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
+    for data in (dataset, valid):
+        check_sources(reward_routes(args.reward_routing, args.reward_funcs), data.rows if data else [])
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
     if args.min_pass_rate is not None or args.max_pass_rate is not None:
         dataset.keep_pass_rates(args.min_pass_rate or 0.0, 1.0 if args.max_pass_rate is None else args.max_pass_rate)
@@ -76,6 +81,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_args(args)
     for line in batch_arithmetic(args, world_size).lines():
         print_rank_0(line)
+    if isolation:
+        print_rank_0(f"generated code is isolated by {isolation}")
 
     model, optimizer, scheduler, reference = _build_model(args, model_provider, resume, ref_args)
     teacher = None
@@ -97,7 +104,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     engine = build_engine(args, model, tokenizer)
     scorer = None
     if engine.is_lead:
-        scorer = RewardPool(args.reward_funcs, args.external_plugins or [], args.reward_workers, args.reward_timeout)
+        scorer = build_scorer(args)
     valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     if args.save and dist.get_rank() == 0:
@@ -220,6 +227,20 @@ def _build_reference(args, ref_args, model_provider: Callable, model: training.M
     if moved:
         reference.load(moved, model)
     return reference
+
+
+def build_scorer(args) -> RewardPool:
+    """The processes that score, as the flags describe them."""
+    return RewardPool(
+        args.reward_funcs,
+        args.external_plugins or [],
+        args.reward_workers,
+        args.reward_timeout,
+        args.reward_retries,
+        args_to_json(args),
+        reward_routes(args.reward_routing, args.reward_funcs),
+        args.reward_clip,
+    )
 
 
 def build_engine(args, model: training.Model, tokenizer) -> Engine:

@@ -27,6 +27,7 @@ from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_parallelism
 from megatron_grpo.profiling import check_profiling
+from megatron_grpo.reward_rules import check_rewards
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.sampling_rules import check_sampling
@@ -129,7 +130,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_rope(args)
     _check_data(args)
     check_rollout(args, world_size)
-    _check_rewards(args)
+    check_rewards(args)
     _check_algorithm(args)
     check_sampling(args)
     _check_duration(args)
@@ -225,20 +226,6 @@ def _check_data(args: Namespace) -> None:
         raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: it would not be used")
     if args.eval_num_generations < 0:
         raise GrpoError(f"--eval-num-generations ({args.eval_num_generations}) must not be negative")
-
-
-def _check_rewards(args: Namespace) -> None:
-    required(args, "reward_funcs", "name at least one reward function")
-    functions = args.reward_funcs or []
-    if len(set(functions)) < len(functions):
-        raise GrpoError(f"--reward-funcs {' '.join(functions)}: name each once, and weigh it by --reward-weights")
-    if args.reward_weights is None:
-        args.reward_weights = [1.0] * len(functions)
-    if len(args.reward_weights) != len(functions):
-        raise GrpoError(
-            f"--reward-weights has {len(args.reward_weights)} values, --reward-funcs {len(functions)}: give one each"
-        )
-    positive(args, "reward_timeout reward_workers")
 
 
 def _check_algorithm(args: Namespace) -> None:

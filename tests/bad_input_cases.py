@@ -186,6 +186,11 @@ TOKENIZERS: list[Case] = [
 
 REWARDS: list[Case] = [
     ("unknown", flags("--reward-funcs exact_macth"), r'"exact_macth" \(did you mean "exact_match"\?\)'),
+    (
+        "no route",
+        flags("--reward-routing x=exact_match"),
+        r":1: no --reward-routing for \"data_source\" None, only for x",
+    ),
     ("no plugin", flags("--external-plugins gone.py"), r"--external-plugins gone\.py: no such file"),
     ("syntax error", plugin("def f(:\n"), r"plugin\.py: line 2: SyntaxError: .*def f\(:"),
     ("missing import", plugin("import gone\n"), r"plugin\.py: line 2: ModuleNotFoundError: .*'gone'"),

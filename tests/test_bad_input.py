@@ -21,6 +21,7 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()
 
 from megatron_grpo import initialize
+from megatron_grpo.arguments import parse_args
 from megatron_grpo.rewards import registry
 from megatron_grpo.rollout import vllm_colocate
 from megatron_grpo.rollout.engine import Completion
@@ -67,7 +68,7 @@ class StubEngine:
 
 def launch(script, words, world_size=1):
     """Run a script of the repository as rank 0 of ``world_size``; returns its exit code."""
-    registry.get_rewards(list(registry._BUILTIN))  # what a plugin adds to these is taken back
+    registry.get_rewards(list(registry._BUILTIN), vars(parse_args([])))  # what a plugin adds to these is taken back
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *words])
         patch.setattr(sys, "path", list(sys.path))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.arguments import build_parser
-from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
 from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[1]
@@ -17,6 +18,7 @@ DOCUMENTS.remove("docs/arguments.md")  # generated: tests/test_arguments.py has 
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
+OTHERS += "--completions --workers --security-opt".split()
 OTHERS += ["--capture-range"]  # of nsys
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
@@ -58,6 +60,28 @@ def test_the_readmes_reward_scores(tmp_path):
     (reward,) = get_rewards(["short"])
     assert reward(Sample("1+1=", "2 ", {"answer": "2"}, token_ids=[5, 6])) == pytest.approx(0.8)
     assert reward(Sample("1+1=", "3", {"answer": "2"}, token_ids=[5, 6])) == 0.0
+
+
+def test_the_rewards_of_the_document(tmp_path):
+    """Every reward that ships has a row, and the example, of fewer than ten lines, scores as the text says."""
+    text = (REPO / "docs/rewards.md").read_text()
+    for name in _BUILTIN:
+        assert f"| `{name}` |" in text
+    block = re.search(r"```python\n(.*?)```", text, re.S)
+    plugin = tmp_path / "polite.py"
+    plugin.write_text(block.group(1))
+    assert len(block.group(1).splitlines()) < 10
+    pool = RewardPool(["polite"], [plugin], flags={"max_completion_length": 10})
+    row = {"greeting": "good day"}
+    values, _ = pool.score(
+        [
+            Sample("", "Good day to you", row, token_ids=[1] * 5),
+            Sample("", "Good day", row, "length", [1] * 10),
+            Sample("", "Hey", row, token_ids=[1] * 5),
+        ]
+    )
+    pool.close()
+    assert values.ravel().tolist() == [0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("script", sorted(REPO.glob("examples/grpo/*.sh")), ids=lambda path: path.name)

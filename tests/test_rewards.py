@@ -150,10 +150,21 @@ def clean_registry(monkeypatch):
 
 
 def test_unknown_name():
-    with pytest.raises(
-        GrpoError, match=r'"exact_macth" \(did you mean "exact_match"\?\); there are accuracy, exact_match'
-    ):
+    with pytest.raises(GrpoError, match=r'"exact_macth" \(did you mean "exact_match"\?\); there are accuracy, code, '):
         get_rewards(["format", "exact_macth"])
+
+
+def test_flags_fill_keyword_only_parameters(clean_registry):
+    @register_reward("mine")
+    def mine(sample, *, max_completion_length, of_its_own=3):
+        return max_completion_length + of_its_own
+
+    (function,) = get_rewards(["mine"], {"max_completion_length": 5, "seed": 1})
+    assert function(Sample("", "", {})) == 8
+    with pytest.raises(
+        GrpoError, match=r'"mine" has a parameter max_completion_length, .* flag --max-completion-length'
+    ):
+        get_rewards(["mine"], {"seed": 1})
 
 
 def test_names_are_taken_once(clean_registry):
@@ -276,6 +287,34 @@ def test_values(make_pool):
     assert values.dtype == np.float32 and failures == []
     np.testing.assert_array_equal(values, expected)
     assert pool.score([])[0].shape == (0, 3)
+
+
+def sourced(*pairs):
+    return [Sample("", text, {"data_source": source}, source=source) for source, text in pairs]
+
+
+def test_routes(make_pool):
+    pool = make_pool("act", "later", "never", routes={"x": ["later", "act"], "y": ["later"]}, workers=2)
+    values, failures = pool.score(sourced(("x", "value 4"), ("y", "raise"), ("x", "value 5")))
+    np.testing.assert_array_equal(values, [[4, 2, math.nan], [math.nan, 2, math.nan], [5, 2, math.nan]])
+    assert failures == []  # not to be scored is no failure
+
+
+def test_all_that_was_to_be_scored_failed(make_pool):
+    pool = make_pool("act", "never", routes={"x": ["act"], "y": ["never"]})
+    with pytest.raises(GrpoError, match='"never" failed on all 1 samples; the first, y: raised ValueError'):
+        pool.score(sourced(("x", "value 1"), ("y", ""), ("x", "value 1")))
+
+
+def test_clip(make_pool):
+    values, _ = make_pool("act", clip=1.5).score(samples("value 7", "value -1e30", "value 1.25", "none"))
+    np.testing.assert_array_equal(values.ravel(), [1.5, -1.5, 1.25, math.nan])
+
+
+def test_flags_reach_the_workers():
+    pool = RewardPool(["soft_overlong"], flags={"max_completion_length": 8, "soft_cache_length": 4})
+    assert pool.score([Sample("", "", {}, token_ids=[1] * 6)])[0].tolist() == [[-0.5]]
+    pool.close()
 
 
 FAULTS = {

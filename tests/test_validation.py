@@ -13,6 +13,7 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.arguments import args_to_json, parse_args, print_args, server_urls
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.reward_rules import check_sources, reward_routes
 from megatron_grpo.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
 
 MODEL = """
@@ -190,6 +191,17 @@ REFUSED = {
     "--reward-funcs a b --reward-weights 1": "--reward-weights has 1 values, --reward-funcs 2",
     "--reward-funcs a a": "--reward-funcs a a: name each once",
     "--reward-timeout 0": "--reward-timeout (0.0) must be greater than 0",
+    "--reward-retries -1": "--reward-retries (-1) must not be negative",
+    "--reward-clip 0": "--reward-clip (0.0) must be greater than 0",
+    "--repetition-n-grams 2": "--repetition-n-grams has no effect without --reward-funcs repetition: leave it out",
+    "--code-sandbox strict": "--code-sandbox has no effect without --reward-funcs code",
+    "--reward-funcs soft_overlong": "soft_overlong needs --soft-cache-length: where the punishment begins",
+    "--reward-funcs soft_overlong --soft-cache-length 600 --max-completion-length 500": "(600) must be at most",
+    "--reward-funcs code --code-timeout 10": "--code-timeout (10) must be less than --reward-timeout (10)",
+    "--reward-routing gsm8k": "--reward-routing gsm8k: expected SOURCE=NAME,NAME, each source once",
+    "--reward-routing x=exact_match x=exact_match": "expected SOURCE=NAME,NAME, each source once",
+    "--reward-routing x=format": '"format" is not among --reward-funcs exact_match',
+    "--reward-funcs a b --reward-routing x=a y=a": "--reward-routing sends no source to b: leave it out of",
     "--epsilon 1.5": "--epsilon (1.5) must lie between 0 and 1",
     "--epsilon-high 0": "--epsilon-high (0.0) must be greater than 0",
     "--loss-type cispo": "--loss-type cispo bounds the ratio itself by --epsilon-high",
@@ -392,3 +404,15 @@ def test_keys_are_neither_printed_nor_saved(capsys):
     args = validated(f"{SERVER} http://localhost:1 --vllm-server-api-key secret-of-mine")
     print_args(args)
     assert "secret-of-mine" not in capsys.readouterr().out + str(args_to_json(args))
+
+
+def test_rows_without_a_route_are_refused():
+    routes = reward_routes(["math=accuracy,format", "code=code"], ["accuracy", "format", "code"])
+    assert routes == {"math": ["accuracy", "format"], "code": ["code"]}
+    rows = [("a.jsonl:1", {"data_source": "code"}), ("a.jsonl:2", {"data_source": "maths"}), ("a.jsonl:3", {})]
+    check_sources(routes, rows[:1])
+    check_sources({}, rows)
+    with pytest.raises(GrpoError, match=r"a\.jsonl:2: no --reward-routing .* 'maths', only for math, code"):
+        check_sources(routes, rows)
+    with pytest.raises(GrpoError, match=r'a\.jsonl:3: no --reward-routing for "data_source" None'):
+        check_sources(routes, rows[2:])

@@ -86,6 +86,11 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def rows(self) -> list[tuple[str, dict[str, Any]]]:
+        """(where, row) of every prompt."""
+        return self._rows
+
     def __getitem__(self, index: int) -> Prompt:
         source, row = self._rows[index]
         return Prompt(index, self._ids[index].tolist(), row, source, self._sampling[index])

@@ -1,5 +1,6 @@
-"""The reward for a mathematically equal answer, decided by math-verify (sympy)."""
+"""Rewards for a mathematically equal answer, decided by math-verify (sympy)."""
 
+import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -8,41 +9,25 @@ from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.rewards.answer_text import final_answer, last_boxed
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.rewards.short_answer import gold_text
 
 # math-verify's own limits (SIGALRM, hence a process's main thread): an expression that sympy cannot finish is a wrong
 # answer. The pool's limit on the whole call stays above their sum.
 _SECONDS = 3
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_DELIMITED = re.compile(r"\$|\\\(|\\\[")
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+# Thousands set apart by a space, which math-verify would take for a mixed number: 1\,234 for 1 + 234.
+_SPACED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;!: ]|~| )\d{3})+(?!\d)")
 # A word that stands by itself once LaTeX commands and their text are gone: prose, which math-verify is to search.
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{3,}(?=[\s.,:;!?]|$)")
 _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...} with its nested braces, or None."""
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-            if depth == 0:
-                return text[start:end]
-    return None
-
-
-def final_answer(completion: str) -> str | None:
-    r"""What a completion gives as its answer: the last <answer> text (or a \boxed{} in it), else the last \boxed{}."""
-    tagged = _ANSWER.findall(completion)
-    text = tagged[-1] if tagged else completion
-    return last_boxed(text) or (text if tagged else None)
-
-
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
 def read(text: str) -> tuple[Any, ...]:
     """The sympy expression in a text as math-verify reads it, or () when there is none or it takes too long."""
-    text = " ".join(text.split())
+    text = _SPACED.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
     if not _DELIMITED.search(text) and not _WORD.search(_COMMAND.sub(" ", text)):
         text = f"${text.rstrip('.')}$"
     try:
@@ -66,3 +51,27 @@ def accuracy(sample: Sample) -> float:
         )
     answer = final_answer(sample.completion)
     return float(answer is not None and verify(list(gold), list(read(answer)), timeout_seconds=_SECONDS))
+
+
+@register_reward("cosine")
+def cosine(
+    sample: Sample,
+    *,
+    max_completion_length: int,
+    cosine_min_len_value_correct: float,
+    cosine_max_len_value_correct: float,
+    cosine_min_len_value_wrong: float,
+    cosine_max_len_value_wrong: float,
+) -> float:
+    """`accuracy` along half a cosine of the length: short is best where the answer is right, worst where it is wrong.
+
+    v(max) + (v(min) - v(max)) (1 + cos(pi t / T)) / 2 with t the completion's tokens, T --max-completion-length, and
+    v(min), v(max) the values at lengths 0 and T of a right or of a wrong answer (four flags).
+
+    Source: Yeo et al. 2025, Demystifying Long Chain-of-Thought Reasoning in LLMs (arXiv:2502.03373).
+    """
+    right = accuracy(sample) == 1.0
+    shortest = cosine_min_len_value_correct if right else cosine_min_len_value_wrong
+    longest = cosine_max_len_value_correct if right else cosine_max_len_value_wrong
+    share = min(len(sample.token_ids) / max_completion_length, 1.0)
+    return longest + (shortest - longest) * (1.0 + math.cos(math.pi * share)) / 2.0

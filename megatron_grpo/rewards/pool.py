@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
@@ -59,7 +59,10 @@ class RewardPool:
     Processes are started anew (not forked: the trainer has threads) and import only the rewards and the plugins. A call
     that raises, times out, returns anything but a finite number or None, or kills its process is tried ``retries``
     times more; then the reward is NaN, as for None, and a ``Failure`` says why. GrpoError ends the run: when a function
-    raises one (wrong data), and when a function failed on every sample.
+    raises one (wrong data), and when a function failed on every sample that it was to score.
+
+    ``flags`` fill keyword-only parameters of the functions. ``routes`` says which functions score the rows of which
+    "data_source" (without it all score all); the others' reward is NaN. Values are limited to +-``clip``.
     """
 
     def __init__(
@@ -69,11 +72,17 @@ class RewardPool:
         workers: int = 1,
         timeout: float = 10.0,
         retries: int = 1,
+        flags: Mapping[str, Any] | None = None,
+        routes: Mapping[str, Sequence[str]] | None = None,
+        clip: float | None = None,
     ):
         self.names, self.timeout, self.retries = list(names), timeout, retries
+        self._clip = math.inf if clip is None else clip
+        self._everyone = tuple(range(len(self.names)))
+        self._routes = {source: tuple(map(self.names.index, route)) for source, route in (routes or {}).items()}
         self.failures: list[Failure] = []  # of the samples that the last finish() returned
         self._setup = pickle.dumps(
-            (self.names, [Path(p).resolve() for p in plugins], [p or os.getcwd() for p in sys.path])
+            (self.names, [Path(p).resolve() for p in plugins], flags or {}, [p or os.getcwd() for p in sys.path])
         )
         self._failed_starts = 0
         self._polled = 0.0
@@ -93,6 +102,7 @@ class RewardPool:
         self._tries: dict[tuple[int, int], int] = {}
         self._failed: list[list[Failure]] = [[] for _ in self.names]
         self._succeeded = [0] * len(self.names)
+        self._asked = [0] * len(self.names)
 
     def score(self, samples: Sequence[Sample]) -> tuple[np.ndarray, list[Failure]]:
         """Rewards float32 ``[len(samples), len(names)]`` (NaN: None or failed) and the failures among them."""
@@ -105,9 +115,12 @@ class RewardPool:
         assert key not in self._samples, f"two samples with the key {key!r}"
         number = self._samples[key] = len(self._rows)
         self._rows.append((key, sample, [math.nan] * len(self.names)))
-        self._queue.append((number, tuple(range(len(self.names)))))
-        self._open += len(self.names)
-        self._left.append(len(self.names))
+        functions = self._routes[sample.row.get("data_source")] if self._routes else self._everyone
+        self._queue.append((number, functions))
+        self._open += len(functions)
+        self._left.append(len(functions))
+        for function in functions:
+            self._asked[function] += 1
         if time.monotonic() - self._polled > 0.01:
             self.poll()
 
@@ -119,7 +132,7 @@ class RewardPool:
         while self._open:
             self.poll(0.2)
         for function, failed in enumerate(self._failed):
-            if failed and len(failed) == len(self._rows):
+            if failed and len(failed) == self._asked[function]:
                 self._stop(function, f"failed on all {len(failed)} samples")
         values = np.array([row for _, _, row in self._rows], np.float32).reshape(-1, len(self.names))
         order = range(len(values)) if keys is None else [self._samples[key] for key in keys]
@@ -207,7 +220,7 @@ class RewardPool:
         number, function = call
         key, sample, values = self._rows[number]
         if kind == "value":
-            values[function] = math.nan if content[0] is None else content[0]
+            values[function] = math.nan if content[0] is None else max(-self._clip, min(content[0], self._clip))
             self._succeeded[function] += 1
             self._close_call(number)
         elif kind == "fatal":

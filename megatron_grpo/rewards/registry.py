@@ -9,16 +9,19 @@ A reward function takes a ``Sample`` and gives a number, or None for "not mine" 
         return 1.0 if len(sample.token_ids) < 100 else 0.0
 
 Save that in a file and name both: ``--external-plugins my_rewards.py --reward-funcs short``. ``async def`` works too.
+A function that depends on flags has keyword-only parameters of their names (``*, max_completion_length: int``).
 The modules under ``rewards/`` import neither torch nor anything that does: a worker process must start fast.
 """
 
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ class Sample:
     source: str = ""
 
 
-RewardFunction = Callable[[Sample], float | Awaitable[float | None] | None]
+RewardFunction = Callable[..., float | Awaitable[float | None] | None]
 
 # Imported when asked for, so that nobody waits for sympy who does not use it.
 _BUILTIN = {
@@ -45,6 +48,13 @@ _BUILTIN = {
     "gsm8k": "megatron_grpo.rewards.short_answer",
     "accuracy": "megatron_grpo.rewards.math_answer",
     "format": "megatron_grpo.rewards.format",
+    "react_format": "megatron_grpo.rewards.format",
+    "cosine": "megatron_grpo.rewards.math_answer",
+    "repetition": "megatron_grpo.rewards.length",
+    "soft_overlong": "megatron_grpo.rewards.length",
+    "countdown": "megatron_grpo.rewards.countdown",
+    "tool_call": "megatron_grpo.rewards.tool_call",
+    "code": "megatron_grpo.rewards.code_tests",
 }
 _registry: dict[str, RewardFunction] = {}
 _loaded: set[Path] = set()
@@ -93,8 +103,10 @@ def _where(error: BaseException, path: Path) -> str:
     return f"line {number}: {type(error).__name__}: {error}: {text}" if frames else f"{type(error).__name__}: {error}"
 
 
-def get_rewards(names: Sequence[str]) -> list[RewardFunction]:
-    """The functions of these names, in this order; GrpoError for an unknown one, with the ones there are."""
+def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) -> list[RewardFunction]:
+    """The functions of these names, in this order, as functions of a sample alone: ``flags`` (attributes of the parsed
+    arguments) fill their keyword-only parameters. GrpoError for an unknown name, with the ones there are.
+    """
     functions = []
     for name in names:
         if name not in _registry and name in _BUILTIN:
@@ -107,5 +119,20 @@ def get_rewards(names: Sequence[str]) -> list[RewardFunction]:
                 f'--reward-funcs: no reward function "{name}"{hint}; there are {", ".join(known)}. '
                 "One of your own comes from --external-plugins FILE and @register_reward"
             )
-        functions.append(_registry[name])
+        functions.append(_bind(name, _registry[name], flags or {}))
     return functions
+
+
+def _bind(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> RewardFunction:
+    values = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind != parameter.KEYWORD_ONLY:
+            continue
+        if parameter.name in flags:
+            values[parameter.name] = flags[parameter.name]
+        elif parameter.default is parameter.empty:
+            raise GrpoError(
+                f'the reward "{name}" has a parameter {parameter.name}, and there is no flag '
+                f"--{parameter.name.replace('_', '-')}: give it a default"
+            )
+    return partial(function, **values) if values else function

@@ -1,8 +1,8 @@
 """A scoring process of ``pool.RewardPool``: samples come in on stdin as pickles, reports leave on stdout as JSON lines.
 
-First comes (names, plugins, sys.path), answered by ["ready"]; then lists of (sample, numbers of functions), with a
-report for each call as soon as it is done: ["value", x], ["failed", reason, traceback] or ["fatal", message]. The
-process ends when stdin does.
+First comes (names, plugins, flags, sys.path), answered by ["ready"]; then lists of (sample, numbers of functions),
+with a report for each call as soon as it is done: ["value", x], ["failed", reason, traceback] or ["fatal", message].
+The process ends when stdin does.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ def main() -> None:
     if sys.platform == "linux":
         # A function that hangs never comes back to see stdin end: PR_SET_PDEATHSIG ends it when the parent is killed.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    names, plugins, sys.path[:] = pickle.load(tasks)
+    names, plugins, flags, sys.path[:] = pickle.load(tasks)
     try:
         load_plugins(plugins)
-        functions = get_rewards(names)
+        functions = get_rewards(names, flags)
     except GrpoError as error:
         report(["fatal", str(error)])
         return

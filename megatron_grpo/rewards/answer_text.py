@@ -1,0 +1,32 @@
+r"""Where a completion says its answer: in <answer> tags, in \boxed{}, or in a fenced block of code."""
+
+import re
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...} with its nested braces, or None."""
+    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+            if depth == 0:
+                return text[start:end]
+    return None
+
+
+def final_answer(completion: str) -> str | None:
+    r"""What a completion gives as its answer: the last <answer> text (or a \boxed{} in it), else the last \boxed{}."""
+    tagged = _ANSWER.findall(completion)
+    text = tagged[-1] if tagged else completion
+    return last_boxed(text) or (text if tagged else None)
+
+
+def last_code_block(completion: str) -> str | None:
+    """The last complete fenced block that is marked as Python or not marked at all, or None."""
+    blocks = _FENCE.findall(completion)
+    return blocks[-1] if blocks else None

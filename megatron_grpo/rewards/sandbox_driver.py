@@ -1,0 +1,307 @@
+"""The inside of the sandbox: a script of its own, started by ``sandbox`` with an empty environment.
+
+It shuts itself in, reads jobs from stdin, a line of JSON each, runs the program once for each test in a process of its
+own, and writes the results to stdout, a line again. With namespaces it becomes process 1 of a new process tree, which
+is the only one that generated code can see, with no network and a root directory that holds Python, an empty folder in
+memory, and nothing else. Process 1 cannot be killed from inside; when it ends, the kernel ends everything in there.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+
+sys.path.insert(0, os.path.dirname(__file__))  # which -I leaves out; and generated code is to have it left out
+from sandbox_namespaces import (
+    BOX,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    NOBODY,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    become_nobody,
+    drop_capabilities,
+    enter_namespaces,
+    mount,
+    prctl,
+    umount,
+)
+
+del sys.path[0]
+
+MIB = 1 << 20
+ANSWER = 60  # descriptor for what a call returned, below RLIMIT_NOFILE and out of the way of files
+
+
+# ---- one test
+
+
+class Test:
+    """A running program: its process, and what it has written so far."""
+
+    def __init__(self, job: dict, test: dict, folder: str):
+        out, out_child = os.pipe()
+        err, err_child = os.pipe()
+        answer, answer_child = os.pipe()
+        into_child, into = os.pipe()
+        self.limit = job["output_kb"] * 1024
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.dup2(into_child, 0)
+                os.dup2(out_child, 1)
+                os.dup2(err_child, 2)
+                os.dup2(answer_child, ANSWER)
+                os.closerange(3, ANSWER)
+                os.closerange(ANSWER + 1, 1 << 16)
+                confine(job, folder)
+                play(job["program"], test)
+            except SystemExit as error:
+                finish(0 if error.code in (None, 0) else 1)
+            except BaseException as error:
+                with contextlib.suppress(BaseException):
+                    sys.stderr.write(f"\n{type(error).__name__}: {error}"[:300].rstrip(": "))
+                finish(1)
+            finish(0)
+        for descriptor in (out_child, err_child, answer_child, into_child):
+            os.close(descriptor)
+        self.written = {out: b"", err: b"", answer: b""}
+        self.out, self.err, self.answer, self.into = out, err, answer, into
+        self.input = test.get("stdin", "").encode()
+        os.set_blocking(into, False)
+        if not self.input:
+            self._close_input()
+
+    def run(self, seconds: float) -> str | None:
+        """Waits until the process has ended; what was wrong with that, or None."""
+        deadline = time.monotonic() + seconds
+        exit_code = None
+        poll = select.poll()
+        for descriptor in self.written:
+            poll.register(descriptor, select.POLLIN)
+        if self.into is not None:
+            poll.register(self.into, select.POLLOUT)
+        while exit_code is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return f"took longer than {seconds:g} s"
+            for descriptor, _ in poll.poll(min(left, 0.005) * 1000):
+                if descriptor == self.into:
+                    poll.unregister(descriptor)
+                    self._feed() and poll.register(descriptor, select.POLLOUT)
+                elif not self._take(descriptor):
+                    poll.unregister(descriptor)
+            if max(map(len, self.written.values())) > self.limit:
+                return f"printed more than {self.limit // 1024} KiB"
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                exit_code = os.waitstatus_to_exitcode(status)
+        for descriptor in self.written:  # what is still in the pipes, but not what a process left behind adds
+            os.set_blocking(descriptor, False)
+            with contextlib.suppress(BlockingIOError):
+                while self._take(descriptor) and len(self.written[descriptor]) <= self.limit:
+                    pass
+        if exit_code == 0:
+            return None
+        last = self.written[self.err].decode(errors="replace").strip().rpartition("\n")[2]
+        if exit_code < 0:
+            return f"was ended by {signal.Signals(-exit_code).name}"
+        return last[:300] or f"ended with exit status {exit_code}"
+
+    def _feed(self) -> bool:
+        try:
+            self.input = self.input[os.write(self.into, self.input) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            self.input = b""
+        if not self.input:
+            self._close_input()
+        return bool(self.input)
+
+    def _close_input(self) -> None:
+        os.close(self.into)
+        self.into = None
+
+    def _take(self, descriptor: int) -> bool:
+        data = os.read(descriptor, 1 << 16)
+        self.written[descriptor] += data
+        if descriptor == self.err:  # the end is what matters
+            self.written[descriptor] = self.written[descriptor][-4096:]
+        return bool(data)
+
+    def close(self) -> None:
+        """Ends the process and whatever it started, and lets go of the pipes."""
+        end_all(self.pid)
+        for descriptor in [*self.written, *([self.into] if self.into is not None else [])]:
+            os.close(descriptor)
+
+
+def confine(job: dict, folder: str) -> None:
+    """In the child: a session and a folder of its own, no rights, and limits."""
+    os.setsid()
+    os.chdir(folder)
+    if os.geteuid() == 0:
+        become_nobody()
+    else:
+        drop_capabilities()
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    memory, file = job["memory_mb"] * MIB, job["file_mb"] * MIB
+    cpu = int(job["seconds"]) + 1
+    for limit, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_FSIZE, file),
+        (resource.RLIMIT_NPROC, job["processes"] + job["processes_there"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (most, most))
+    os.environ.clear()
+
+
+def play(program: str, test: dict) -> None:
+    """In the child: runs the program, and then calls its function or runs the test behind it."""
+    sys.stdin, sys.stdout, sys.stderr = (open(n, "rw"[n > 0], encoding="utf-8", errors="replace") for n in range(3))  # noqa: SIM115
+    module = types.ModuleType("__main__" if "stdin" in test else "program")
+    names = vars(module)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look their module up
+    exec(compile(program, "program.py", "exec"), names)
+    if "call" in test:
+        if not callable(names.get(test["call"])):
+            raise NameError(f"the program has no function {test['call']}")
+        value = json.dumps(names[test["call"]](*test["args"]))
+    elif "assert" in test:
+        exec(compile(test["assert"], "test.py", "exec"), names)
+        value = "true"
+    else:
+        return
+    with open(ANSWER, "wb", closefd=False) as file:
+        file.write(value.encode())
+
+
+def finish(status: int) -> None:
+    """In the child: ends it without running anything of the driver's."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    os._exit(status)
+
+
+def end_all(pid: int) -> None:
+    """Kills what is left of a test; as process 1 everything, else what descends from this process, until none is."""
+    while True:
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            for target in (-pid, *descendants(os.getpid())):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(target, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that this one started, those that they started, and so on, as far as /proc tells."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            children = [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+    return [*children, *(found for child in children for found in descendants(child))]
+
+
+def processes_of(uid: int) -> int:
+    """How many processes a user has already, which count against his limit."""
+    count = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            count += name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid
+    return count
+
+
+@contextlib.contextmanager
+def throwaway_folder(size_mb: int, base: str):
+    """An empty folder for one test: ``BOX``, in memory, if that is the base, else one on the disk."""
+    if base == BOX:
+        mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_mb}m,nr_inodes=4k,mode=777")
+        yield BOX
+        umount(BOX)
+    else:
+        folder = tempfile.mkdtemp(prefix="sandbox-", dir=base)
+        os.chmod(folder, 0o777)
+        yield folder
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def results_of(job: dict, base: str) -> list[dict]:
+    """What came of each test, in order; ``sandbox.run_tests`` describes it."""
+    deadline = time.monotonic() + job["seconds_in_all"]
+    results = []
+    for description in job["tests"]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            results.append({"fault": f"the tests before took {job['seconds_in_all']:g} s"})
+            continue
+        with throwaway_folder(job["file_mb"], base) as folder:
+            test = Test(job, description, folder)
+            try:
+                fault = test.run(min(job["seconds"], left))
+            finally:
+                test.close()
+        results.append(result(description, test, fault))
+    return results
+
+
+def result(description: dict, test: Test, fault: str | None) -> dict:
+    """One test's result."""
+    if fault:
+        return {"fault": fault}
+    if "stdin" in description:
+        return {"stdout": test.written[test.out].decode(errors="replace")}
+    answer = test.written[test.answer].decode(errors="replace")
+    if not answer:
+        return {"fault": "ended before the test was through"}
+    if "call" in description:
+        try:
+            return {"value": json.loads(answer)}
+        except (ValueError, RecursionError):
+            return {"fault": "returned what is no JSON"}
+    return {"passed": answer == "true"}
+
+
+def main() -> None:
+    """Shuts itself in, and works until there are no more jobs: ``sandbox_driver.py KIND PYTHON FOLDER``."""
+    kind, python, base = sys.argv[1:]
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    there = processes_of(os.geteuid() or NOBODY)
+    jobs, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    if kind == "namespaces":
+        enter_namespaces(python)
+        base = BOX
+    else:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_DUMPABLE, 0)  # a program may have this process's user: it must neither read nor trace it
+    for line in jobs:
+        job = json.loads(line) | {"processes_there": there}
+        reports.write(json.dumps(results_of(job, base)).encode() + b"\n")
+        reports.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Shuts the calling process in: new namespaces, and a root directory that holds Python and nothing else.
+
+With the standard library alone: a part of ``sandbox_driver``. Steps and numbers are those of namespaces(7),
+user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and pivot_root(2).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+
+NOBODY = 65534
+BOX = "/box"
+
+# From <sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/capability.h>.
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_PRIVATE = 1 << 10, 1 << 11, 1 << 12, 1 << 14, 1 << 18
+MS_RELATIME, ST_RELATIME = 1 << 21, 1 << 12
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+CAPABILITY_VERSION_3 = 0x20080522
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> None:
+    """OSError with the kernel's reason when a call into libc failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2)."""
+    check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2)."""
+    arguments = [text.encode() or None for text in (source, target, kind)]
+    check(libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
+
+
+def umount(target: str) -> None:
+    """Detaches a mount, umount2(2)."""
+    check(libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def enter_namespaces(python: str) -> None:
+    """Leaves this process as process 1 of namespaces of its own; the one it was waits, and ends with it."""
+    spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    proc = os.open("/proc", os.O_DIRECTORY)  # which the new root has not
+    if os.geteuid() != 0:
+        enter_user_namespace(proc, spaces)
+        new_root(python)
+    elif nobody_may_mount():
+        # Generated code, too, could make a user namespace and fill memory through mounts, if it were not in one.
+        check(libc.unshare(CLONE_NEWNS), "unshare")
+        new_root(python)  # as root, who reaches Python wherever it lies
+        become_nobody()
+        prctl(PR_SET_DUMPABLE, 1)  # or what /proc has of this process stays root's
+        enter_user_namespace(proc, spaces)
+    else:
+        check(libc.unshare(spaces), "unshare")
+        new_root(python)
+    os.close(proc)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # again: another user's process does not have it
+    inside = os.fork()
+    if inside:
+        _, status = os.waitpid(inside, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 255)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def enter_user_namespace(proc: int, spaces: int) -> None:
+    """Goes into a user namespace with all rights there, and new spaces that belong to it; the user stays the same."""
+    uid, gid = os.geteuid(), os.getegid()
+    check(libc.unshare(CLONE_NEWUSER | spaces), "unshare")
+    write("self/setgroups", "deny", proc)
+    write("self/uid_map", f"{uid} {uid} 1", proc)
+    write("self/gid_map", f"{gid} {gid} 1", proc)
+    with contextlib.suppress(OSError):  # no more of them for generated code
+        write("sys/user/max_user_namespaces", "0", proc)
+
+
+def nobody_may_mount() -> bool:
+    """Whether a user without rights gets them in a user namespace, found by trying; for root."""
+    child = os.fork()
+    if child == 0:
+        try:
+            become_nobody()
+            check(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS), "unshare")
+            mount("none", "/", flags=MS_REC | MS_PRIVATE)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def become_nobody() -> None:
+    """From root to a user without rights."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def new_root(python: str) -> None:
+    """Changes to a root directory in memory with Python's files, read-only, and the writable folder ``BOX``."""
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.mkdir("/tmp/old")
+    check(libc.pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
+    os.chdir("/")
+    for path in dict.fromkeys(["/usr/lib", "/usr/lib64", "/lib", "/lib64", python]):
+        show(path)
+    os.mkdir("/dev")
+    for name in ("null", "zero", "urandom"):
+        write(f"/dev/{name}", "")
+        mount(f"/old/dev/{name}", f"/dev/{name}", flags=MS_BIND)
+    os.mkdir(BOX)
+    umount("/old")
+    os.rmdir("/old")
+    mount("", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def show(path: str) -> None:
+    """Makes a directory of the old root visible at its own place, read-only; a symbolic link stays one."""
+    old = "/old" + path
+    if os.path.lexists(path) or not os.path.lexists(old):
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(old):
+        os.symlink(os.readlink(old), path)
+        return
+    os.mkdir(path)
+    mount(old, path, flags=MS_BIND)
+    # In a user namespace the flags that a mount has must stay.
+    given = os.statvfs(path).f_flag
+    flags = given & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
+    flags |= MS_RELATIME if given & ST_RELATIME else 0
+    mount("", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
+
+
+def write(path: str, text: str, folder: int | None = None) -> None:
+    """Replaces the content of a file, below an open folder."""
+    file = os.open(path, os.O_WRONLY | (os.O_CREAT if folder is None else 0), 0o666, dir_fd=folder)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def drop_capabilities() -> None:
+    """Gives up what a user namespace gave; a user who is not root cannot get it back."""
+    header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    check(libc.capset(header, none), "capset")
