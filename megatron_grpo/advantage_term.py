@@ -40,6 +40,8 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
                 rewards, penalties, batch.loss_mask, batch.cu_seqlens, args.gamma
             )
     if batch.teacher_log_probs is not None:
+        gaps = (batch.old_log_probs - batch.teacher_log_probs)[batch.loss_mask == 1]
+        metrics["teacher/kl"] = float(gaps.mean())
         of_tokens = batch.token_advantages
         if of_tokens is None:
             of_tokens = np.repeat(batch.advantages, batch.lengths)

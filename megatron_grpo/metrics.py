@@ -35,6 +35,7 @@ METRICS = {
     "reward/<function>/max": "largest value of one reward function",
     "reward/kl_penalty": "mean over completions of what --kl-in-reward subtracts: beta times the sum of k1",
     "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
+    "teacher/kl": "KL divergence of the old policy from the teacher: mean over tokens of log p(old) - log p(teacher)",
     "advantage/std": "standard deviation over completions of the same",
     "reward/zero_std_groups": "share of prompts whose completions all have the same reward (no signal)",
     "reward/failures": "calls of reward functions that raised, hung or gave no number",

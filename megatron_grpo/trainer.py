@@ -43,7 +43,6 @@ class Trainer:
     optimizer: object
     scheduler: object
     reference: FrozenModel | SwappedReference | None
-    teacher: FrozenModel | TeacherServer | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -57,6 +56,7 @@ class Trainer:
     profiler: Profiler
     early_exit: EarlyExit
     left_early: str | None = None  # why, when the run ends before its last update
+    teacher: FrozenModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # whose weights the engine holds
     first_iteration: int = 0  # where this process began: above 0 after a resume

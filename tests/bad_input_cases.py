@@ -126,6 +126,16 @@ DATA: list[Case] = [
     ("missing file", flags("--train-data-path gone.jsonl"), r"gone\.jsonl: no such file"),
     ("directory", lambda b: ["--train-data-path", str(b.root)], r"is a directory: name the \.jsonl or \.parquet files"),
     ("other kind of file", data("1", name="p.csv"), r"p\.csv: prompts are read from \.jsonl or \.parquet"),
+    (
+        "a row's own temperature",
+        data('{"prompt": "1"}', '{"prompt": "2", "sampling_params": {"temperature": 0.5}}'),
+        r"bad\.jsonl:2: temperature of sampling_params cannot differ by row",
+    ),
+    (
+        "curriculum without pass rates",
+        lambda b: [*b.data('{"prompt": "1"}'), "--curriculum"],
+        r'bad\.jsonl:1: "pass_rate" is None: --curriculum',
+    ),
     ("empty file", data(), r"no prompts: .*bad\.jsonl has no rows"),
     ("row without prompt", data('{"prompt": "1"}', '{"q": 2}'), r'jsonl:2: no prompt: expected .*"prompt".*, found q'),
     (

@@ -18,7 +18,7 @@ import pretrain_grpo
 from megatron_grpo import checkpointing, setup, training
 from megatron_grpo.frozen_args import reference_args, teacher_args
 from megatron_grpo.frozen_model import FrozenModel, SwappedReference
-from megatron_grpo.initialize import run
+from megatron_grpo.initialize import run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -102,6 +102,19 @@ def references(root: Path) -> None:
             assert same_bits(weights(resumed, again), moved)
             assert same_bits({n: t.clone() for n, t in stream_hf(again, args)}, after)
     say("the moved reference survives a resume")
+
+    hf.save_hf(trainer.model, args, root / "hf")
+    set_random_seed(7)
+    fresh = {name: tensor.clone() for name, tensor in stream_hf(training.build_model(args, model_provider), args)}
+    for own, flag, origin in ((frozen.args, "ref_load_hf", root / "hf"), (args, "ref_load", root / "frozen")):
+        flags = args if own is frozen.args else without_layout(args)
+        flags.ref_load, flags.ref_load_hf = None, None
+        setattr(flags, flag, str(origin))
+        set_random_seed(7)
+        policy, *_, loaded = setup._build_model(flags, model_provider, False, own)
+        assert same_bits(weights(loaded, policy), after) and not loaded.moved
+        assert same_bits({name: tensor.clone() for name, tensor in stream_hf(policy, args)}, fresh)
+    say("a reference of its own origin leaves the policy alone")
 
 
 def without_layout(args):

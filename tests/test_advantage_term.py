@@ -118,7 +118,8 @@ def test_the_teachers_opinion_is_added():
     batch.teacher_log_probs = batch.old_log_probs + np.float32([0, 1, 0, 0, 2, 0, -1, 0, 0, 0])
     args = arguments("--scale-rewards none")
     args.teacher_kl_coef = 0.5
-    estimate_advantages(args, batch, batch.rewards[:, 0])
+    metrics = estimate_advantages(args, batch, batch.rewards[:, 0])
+    assert metrics["teacher/kl"] == pytest.approx(-(1 + 0 + 2 - 1 + 0 + 0) / 6)  # of the tokens in the loss
     np.testing.assert_allclose(batch.token_advantages, [0, 1.5, 0, -2, -1, 0, -1.5, 0, 2, 2], rtol=1e-6)
     np.testing.assert_allclose(batch.advantages, [1.5, -1.5, -1.5, 2], rtol=1e-6)
 

@@ -41,7 +41,7 @@ OF_AN_UPDATE = (
     - OF_A_ROLLOUT
     - OF_AN_EVALUATION
     - {name for name in METRICS if name.startswith(("memory/", "sampling/"))}
-    - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty"}
+    - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
 )
 
 
@@ -257,7 +257,9 @@ def test_a_rank_that_dies_ends_the_run_and_what_was_saved_goes_on(model, data, t
 
 
 def test_a_mixture_of_experts_over_two_ranks(data, tmp_path):
-    """Half of the experts on each rank, and an engine on each with all of them, which follows the updates."""
+    """Half of the experts on each rank, and an engine on each with all of them, which follows the updates. The KL is
+    in the reward, so every rollout has a pass for the old policy, though it makes one update.
+    """
     (tmp_path / "own.py").write_text(PLUGIN)
     words = f"--save {tmp_path}/random --shape qwen3_moe --tokenizer bytes --steps 0 --quiet --hidden-size 64"
     make(build_parser().parse_args([*words.split(), "--max-position-embeddings", "512"]))
@@ -265,12 +267,14 @@ def test_a_mixture_of_experts_over_two_ranks(data, tmp_path):
     save = tmp_path / "save"
     words = f"""--load-hf {model} --train-data-path {data}/train.parquet --external-plugins {tmp_path}/own.py
         --reward-funcs few_digits --expert-model-parallel-size 2 --global-batch-size 32 --max-tokens-per-microbatch 400
-        --save {save}"""
+        --advantage-estimator rloo --kl-in-reward --save {save}"""
     run_torchrun(2, "pretrain_grpo.py", *COMMON, 3, *words.split())
     rows = read_lines(save / "metrics.jsonl")
     assert len(rows) == 3
     for row in rows:
         assert row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 1e-3
+    # beta times what k1 adds up to in a completion: nothing before the first update
+    assert abs(rows[0]["reward/kl_penalty"]) < 1e-6 < abs(rows[2]["reward/kl_penalty"])
 
     before, after = load_file(f"{model}/model.safetensors"), load_file(save / "hf_model" / "model.safetensors")
     assert before.keys() == after.keys() and not any(before[name].equal(after[name]) for name in before)

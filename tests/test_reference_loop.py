@@ -19,6 +19,7 @@ from megatron_grpo import initialize, training
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import Prompt, PromptSampler
 from megatron_grpo.early_exit import EarlyExit
+from megatron_grpo.frozen_model import SwappedReference
 from megatron_grpo.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
@@ -104,52 +105,59 @@ def case(request):
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_models, case):
-    """(rows of metrics, weights by Hugging Face name) of ``pretrain_grpo.train``."""
+def one_process(case):
+    """A process group of one for each case, which is left whatever happens: other tests make their own."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "0"}.items():
             patch.setenv(name, value)
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        directory = tiny_models["qwen3"]
-        args = parse_args([*FLAGS.split(), *CASES[case].split(), "--load-hf", directory])
-        config = hf.read_config(directory)
-        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), directory)
-        validate_args(args, 1)
-        initialize_distributed(args)
-        set_random_seed(args.seed)
-        model = training.build_model(args, model_provider)
-        hf.load_hf(model, args, directory)
-        policy = training.ReferencePolicy(model)
-        with torch.no_grad():
-            for parameter in model[0].parameters():
-                parameter.mul_(1.1)
-        reference = training.ReferencePolicy(model)
-        policy.copy_to(model)
-        model, optimizer, scheduler = training.setup_optimizer(args, model)
-        rows, script = Rows(), Script()
-        trainer = Trainer(
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            reference=reference,
-            state_offloader=Offloader(model, optimizer, False, False, False),
-            weight_offloader=Offloader(model, optimizer, False, False, False),
-            engine=script,
-            tokenizer=SimpleNamespace(decode=str),
-            dataset=[Prompt(p, ids, {}, "made up") for p, ids in enumerate(PROMPT_IDS)],
-            sampler=PromptSampler(PROMPTS, args.seed, shuffle=False),
-            valid_prompts=[],
-            scorer=script,
-            logger=rows,
-            timers=Timers(),
-            early_exit=EarlyExit(None, on_signal=False),
-        )
-        pretrain_grpo.train(args, trainer)
-        weights = {name: tensor.clone() for name, tensor in stream_hf(model, args)}
-        initialize.leave_layout()
-        dist.destroy_process_group()
-    return rows.rows, weights
+        yield
+        if dist.is_initialized():
+            initialize.leave_layout()
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_models, case, one_process):
+    """(rows of metrics, weights by Hugging Face name) of ``pretrain_grpo.train``."""
+    directory = tiny_models["qwen3"]
+    args = parse_args([*FLAGS.split(), *CASES[case].split(), "--load-hf", directory])
+    config = hf.read_config(directory)
+    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), directory)
+    validate_args(args, 1)
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    model = training.build_model(args, model_provider)
+    hf.load_hf(model, args, directory)
+    policy = training.ReferencePolicy(model)
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.mul_(1.1)
+    reference = SwappedReference(args, model)
+    policy.copy_to(model)
+    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    rows, script = Rows(), Script()
+    trainer = Trainer(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        teacher=None,
+        state_offloader=Offloader(model, optimizer, False, False, False),
+        weight_offloader=Offloader(model, optimizer, False, False, False),
+        engine=script,
+        tokenizer=SimpleNamespace(decode=str),
+        dataset=[Prompt(p, ids, {}, "made up") for p, ids in enumerate(PROMPT_IDS)],
+        sampler=PromptSampler(PROMPTS, args.seed, shuffle=False),
+        valid_prompts=[],
+        scorer=script,
+        logger=rows,
+        timers=Timers(),
+        early_exit=EarlyExit(None, on_signal=False),
+    )
+    pretrain_grpo.train(args, trainer)
+    return rows.rows, {name: tensor.clone() for name, tensor in stream_hf(model, args)}
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,22 @@ print(libc.unshare(0x10000000), libc.unshare(0x20000))
 
 
 @namespaces
+def test_namespaces_bound_the_number_of_processes(isolated):
+    program = """
+import os, time
+made = 0
+try:
+    while made < 200:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    print(made)
+"""
+    assert 20 <= int(run(isolated, program)["stdout"]) <= 40
+
+
+@namespaces
 def test_namespaces_bound_all_files_together(isolated):
     program = "for i in range(40): open(str(i), 'wb').write(bytes(1 << 20))"
     assert re.search("No space left", run(isolated, program)["fault"])

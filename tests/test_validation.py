@@ -200,7 +200,7 @@ REFUSED = {
     "--reward-funcs code --code-timeout 10": "--code-timeout (10) must be less than --reward-timeout (10)",
     "--reward-routing gsm8k": "--reward-routing gsm8k: expected SOURCE=NAME,NAME, each source once",
     "--reward-routing x=exact_match x=exact_match": "expected SOURCE=NAME,NAME, each source once",
-    "--reward-routing x=format": '"format" is not among --reward-funcs exact_match',
+    "--reward-routing x=format": "is not among --reward-funcs",
     "--reward-funcs a b --reward-routing x=a y=a": "--reward-routing sends no source to b: leave it out of",
     "--epsilon 1.5": "--epsilon (1.5) must lie between 0 and 1",
     "--epsilon-high 0": "--epsilon-high (0.0) must be greater than 0",

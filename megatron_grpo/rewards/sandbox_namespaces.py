@@ -152,7 +152,10 @@ def write(path: str, text: str, folder: int | None = None) -> None:
         os.close(file)
 
 
-def drop_capabilities() -> None:
-    """Gives up what a user namespace gave; a user who is not root cannot get it back."""
+def drop_rights() -> None:
+    """Gives up what root has, or what a user namespace gave, for good."""
+    if os.geteuid() == 0:
+        become_nobody()
+        return
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     check(libc.capset(header, none), "capset")
