@@ -159,7 +159,6 @@ def trained(tiny_models, case, one_process):
         timers=Timers(),
         profiler=Profiler(args, 0, 0),
         early_exit=EarlyExit(None, on_signal=False),
-        profiler=Profiler(args, 0, 0),
     )
     pretrain_grpo.train(args, trainer)
     return rows.rows, {name: tensor.clone() for name, tensor in stream_hf(model, args)}
