@@ -10,7 +10,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_grpo.advantage_flags import ADVANTAGE_FLAGS
-from megatron_grpo.algorithm.losses import Level
-from megatron_grpo.algorithm.weighting import LOSS_TYPES
 from megatron_grpo.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.errors import speaks_for_host
 from megatron_grpo.frozen_flags import FROZEN_FLAGS
+from megatron_grpo.loss_flags import LOSS_FLAGS
 from megatron_grpo.profiling import PROFILE
 from megatron_grpo.reward_flags import REWARDS
+from megatron_grpo.rollout_flags import ROLLOUT_FLAGS
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
 from megatron_grpo.weights.families import FAMILIES
 
@@ -36,14 +36,6 @@ from megatron_grpo.weights.families import FAMILIES
 # is not given.
 Row = tuple[str, Any, Any, str]
 
-BALANCING = ("static", "dynamic")
-REPLAY = ("disabled", "R2", "R3")
-LEVELS = get_args(Level)
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop")
-DTYPES = ("bfloat16", "float16", "float32")
-ENGINES = ("vllm", "megatron", "sglang")
-VLLM_MODES = ("colocate", "server")
-WEIGHT_SYNC = ("nccl", "m2n", "sparse", "checkpoint", "gloo")
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
 
 FLAGS: dict[str, tuple[Row, ...]] = {
@@ -111,113 +103,10 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
         ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
     ),
-    "rollout": (
-        ("--rollout-engine", ENGINES, "vllm", "what generates; megatron: the training model itself"),
-        ("--vllm-mode", VLLM_MODES, "colocate", "vLLM in the training processes, or servers over HTTP"),
-        ("--vllm-server-base-url", [str], None, "vLLM servers, such as http://host:8000"),
-        ("--vllm-server-api-key", str, None, "key of the vLLM servers [VLLM_API_KEY in the environment]"),
-        ("--vllm-server-timeout", float, 240.0, "seconds without a sign of life after which a server is given up"),
-        ("--sglang-server-base-url", [str], None, "SGLang servers, such as http://host:30000"),
-        ("--sglang-server-api-key", str, None, "key of the SGLang servers [SGLANG_API_KEY in the environment]"),
-        ("--sglang-server-timeout", float, 240.0, "seconds without a sign of life after which a server is given up"),
-        ("--weight-sync-method", WEIGHT_SYNC, None, "how servers get weights [nccl on GPUs, else checkpoint]"),
-        ("--weight-sync-dir", str, None, "directory shared with servers, for checkpoint [/dev/shm on one host]"),
-        ("--vllm-tensor-parallel-size", int, 1, "ranks of one engine replica"),
-        ("--vllm-gpu-memory-utilization", float, 0.3, "share of the GPU's memory for the engine's weights and cache"),
-        ("--vllm-max-model-len", int, None, "longest sequence of the engine [longest prompt + completion]"),
-        ("--vllm-max-num-seqs", int, 256, "completions that a replica generates, or a server is given, at a time"),
-        (
-            "--inference-max-requests",
-            int,
-            256,
-            "completions that a replica of --rollout-engine megatron makes at a time",
-        ),
-        ("--sleep-level", int, 0, "between rollouts: 0 keeps weights and cache, 1 weights on the host, 2 neither"),
-        ("--vllm-dtype", DTYPES, None, "type of the engine's weights and activations [the trainer's]"),
-        ("--vllm-quantization", ("fp8",), None, "the engine quantizes its weights as they come"),
-        (
-            "--vllm-enable-expert-parallel",
-            bool,
-            False,
-            "the ranks of a replica share out experts instead of cutting each",
-        ),
-        ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM, which win over the flags"),
-        ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine"),
-        ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
-        ("--max-completion-length", int, 512, "most tokens of a completion"),
-        ("--temperature", float, 1.0, "sampling temperature; training uses the same"),
-        ("--top-p", float, 1.0, "sample from the most likely tokens with this probability together"),
-        ("--top-k", int, -1, "sample from this many most likely tokens; -1: from all"),
-        ("--min-p", float, 0.0, "sample from tokens at least this likely relative to the likeliest"),
-        (
-            "--repetition-penalty",
-            float,
-            1.0,
-            "factor against tokens that prompt or completion have: logit / it, or x it if negative",
-        ),
-        ("--presence-penalty", float, 0.0, "subtracted from the logits of tokens that the completion has"),
-        ("--frequency-penalty", float, 0.0, "subtracted for each time that the completion has the token"),
-        ("--stop-words", [str], None, "strings that end a completion"),
-        ("--ignore-eos", bool, False, "go on after the end-of-sequence token (for benchmarks)"),
-        (
-            "--rollout-balancing",
-            BALANCING,
-            BALANCING[0],
-            "dynamic: prompts go to replicas as they free up, unrepeatably",
-        ),
-        ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
-        ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
-    ),
+    "rollout": ROLLOUT_FLAGS,
     "reuse and sampling": CHOICE,
     "rewards": REWARDS,
-    "algorithm": (
-        ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
-        ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
-        ("--epsilon", float, None, "clip range of the probability ratio, downwards [0.2; gmpo 0.4]"),
-        ("--epsilon-high", float, None, "clip range upwards; cispo: the bound of the ratio itself [--epsilon]"),
-        ("--delta", float, None, "bound of the ratio where the clip leaves it open (advantage < 0)"),
-        ("--dual-clip", float, None, "the same under PPO's name: the loss is at most -it x advantage"),
-        ("--tau-pos", float, 1.0, "sapo: sharpness of the gate where the advantage is positive"),
-        ("--tau-neg", float, 1.05, "sapo: sharpness of the gate elsewhere"),
-        ("--fipo-decay-rate", float, 32.0, "fipo: tokens after which a later token counts half"),
-        ("--fipo-clip-range", float, 0.2, "fipo: how far a token's weight may leave 1"),
-        ("--fipo-safety-threshold", float, 4.0, "fipo: ratio above which a token to be lowered is not strengthened"),
-        ("--real-tau", float, 0.5, "real: temperature of the scores"),
-        ("--entropy-coef", float, 0.0, "weight of the entropy, which is subtracted from the loss"),
-        ("--top-entropy-quantile", float, 1.0, "learn from this share of an update's tokens, of the highest entropy"),
-        ("--clip-cov-ratio", float, None, "leave out so large a share of tokens, drawn by their covariance"),
-        ("--clip-cov-lb", float, 1.0, "least covariance of advantage and log-probability of such a token"),
-        ("--clip-cov-ub", float, 5.0, "largest covariance of such a token"),
-        ("--kl-cov-ratio", float, None, "penalise the movement of the share of tokens of the largest covariance"),
-        ("--kl-cov-coef", float, 1.0, "factor of that penalty, |log p(new) - log p(old)|"),
-        ("--overlong-filter", bool, False, "leave completions cut at --max-completion-length out of the loss"),
-        (
-            "--off-policy-sequence-mask-delta",
-            float,
-            None,
-            "leave out completions to be lowered whose mean log p(engine) - log p(new) is above it",
-        ),
-        (
-            "--m2po-threshold",
-            float,
-            None,
-            "leave out tokens until the mean (log p(old) - log p(engine))^2 is below it",
-        ),
-        (
-            "--router-replay-mode",
-            REPLAY,
-            REPLAY[0],
-            "reuse the experts that the old policy (R2) or the engine (R3) chose",
-        ),
-        (
-            "--rollout-importance-sampling-mode",
-            CORRECTIONS,
-            None,
-            "weigh the policy term by p(trainer) / p(engine), bounded in this way [no weights]",
-        ),
-        ("--rollout-importance-sampling-threshold", float, None, "the weights' upper bound [2; for icepop 5]"),
-        ("--rollout-importance-sampling-lower-bound", float, None, "icepop masks tokens below it [0.5]"),
-    ),
+    "algorithm": LOSS_FLAGS,
     "advantages and KL": ADVANTAGE_FLAGS,
     "reference and teacher": FROZEN_FLAGS,
     "learning rate": (

@@ -9,6 +9,7 @@ HEADINGS = {
     "eval": "Evaluation",
     "": "Learning",
     "clip": "Learning",
+    "teacher": "Learning",
     "ratio": "Learning",
     "moe": "Learning",
     "completion": "Completions",
@@ -49,6 +50,7 @@ REMEDIES = {
     "no reference.",
     "entropy": "Falling to 0 early: the policy stops to explore; raise --epsilon-high or --entropy-coef, lower --lr, "
     "try --clip-cov-ratio. Rising steadily: the policy dissolves; lower --lr and check the rewards.",
+    "teacher/kl": "Not falling: raise --teacher-kl-coef, or the teacher's vocabulary or chat template is another's.",
     "clip/low": "Above some 0.2: updates of one rollout go too far; lower --lr, --num-iterations or "
     "--steps-per-generation.",
     "clip/high": "As clip/low; if unlikely tokens never gain, raise --epsilon-high.",

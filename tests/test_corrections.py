@@ -9,8 +9,9 @@ import torch
 
 import pretrain_grpo
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
-from megatron_grpo.arguments import CORRECTIONS, parse_args
+from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.loss_flags import CORRECTIONS
 
 NAN = math.nan
 

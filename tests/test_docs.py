@@ -20,6 +20,7 @@ OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
 OTHERS += ["--capture-range"]  # of nsys
+OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone".split()

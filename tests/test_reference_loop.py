@@ -24,6 +24,7 @@ from megatron_grpo.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.offload import Offloader
+from megatron_grpo.profiling import Profiler
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.trainer import Trainer
 from megatron_grpo.validation import merge_architecture, validate_args
@@ -86,6 +87,8 @@ class Script:
 
 class Rows:
     """A logger that keeps what it is given."""
+
+    active = False
 
     def __init__(self):
         self.rows = []
@@ -154,6 +157,7 @@ def trained(tiny_models, case, one_process):
         scorer=script,
         logger=rows,
         timers=Timers(),
+        profiler=Profiler(args, 0, 0),
         early_exit=EarlyExit(None, on_signal=False),
     )
     pretrain_grpo.train(args, trainer)

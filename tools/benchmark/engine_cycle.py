@@ -39,7 +39,7 @@ def build(args) -> Trainer:
     """Model, optimizer with its moments, and engine of a run."""
     parts = made_up.trainer(args)
     engine = build_engine(args, parts.model, SimpleNamespace(eos_id=2))
-    nothing = dict.fromkeys(("tokenizer", "dataset", "scorer", "logger", "reference"))
+    nothing = dict.fromkeys(("tokenizer", "dataset", "scorer", "logger", "profiler", "reference", "teacher"))
     return Trainer(
         args=args,
         model=parts.model,
