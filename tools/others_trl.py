@@ -233,9 +233,9 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield rloo_loss(
         "RLOO's loss, one update a rollout",
         f"{plain} reinforce",
-        "Theirs is the mean over completions of A times the log-probability of the whole, as in the paper; ours is over "
-        "tokens: smaller by the update's mean length. It is a factor of the learning rate, but not a constant one; with "
-        "dr_grpo it is (next line).",
+        "Theirs is the mean over completions of A times the log-probability of the whole, as in the paper; ours is "
+        "over tokens: smaller by the update's mean length. It is a factor of the learning rate, but not a constant "
+        "one; with dr_grpo it is (next line).",
     )
     yield rloo_loss("the same", f"{plain} dr_grpo --max-completion-length 1")
     missing = data.rewards.clone()
