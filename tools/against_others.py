@@ -5,8 +5,9 @@
     python tools/against_others.py --trl /tmp/trl --verl /tmp/verl
 
 Neither is a dependency, and no line of theirs is here: they are imported from the directories given, which may be
-clones, with empty stand-ins for what they import and the functions called do not use. TRL's methods are called on a
-trainer that was never set up and holds only what they read. Prints a Markdown table: the largest difference of the loss
+clones (of versions that go with the transformers installed), with empty stand-ins for what they import and the
+functions called do not use. TRL's methods are called on a trainer that was never set up and holds only what they read.
+Prints a Markdown table: the largest difference of the loss
 and of its gradient with respect to the log-probabilities (or of the advantages, or of the factors), relative to the
 largest number that is compared. Exit code 1 when what should be the same differs, or the other way round: then the
 words here are out of date.
