@@ -1,0 +1,272 @@
+"""What `against_others.py` compares: made-up tensors, our side of it, and the way to import theirs."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import transformers.trainer  # noqa: F401  before the stand-ins are: it looks for packages itself
+from torch import Tensor
+
+from megatron_grpo.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
+from megatron_grpo.algorithm.kl import kl_term
+from megatron_grpo.algorithm.weighting import token_weights
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.loss_rules import check_loss
+from megatron_grpo.policy_term import drop_overlong, policy_term, update_statistics
+
+GROUP = 4  # completions of a prompt, side by side: TRL takes them so
+END = 1  # the token that ends a completion
+# What theirs import and the functions called do not use.
+STAND_INS = {"pandas", "datasets", "omegaconf", "tensordict", "ray", "orjson", "codetiming", "torchdata", "hydra"}
+
+
+class Data(NamedTuple):
+    """24 completions of 6 prompts: [n, s] padded on the right, in float64, or [n]. Tokens come as float32 would."""
+
+    tokens: Tensor  # how long each completion is: 1 up to its length, also on tokens that are not in the loss
+    mask: Tensor  # 1 on tokens in the loss
+    log_probs: Tensor
+    old: Tensor
+    ref: Tensor
+    rollout: Tensor
+    entropies: Tensor
+    advantages: Tensor  # [n]
+    rewards: Tensor  # [n, 2]
+    cut: Tensor  # [n], completions that reached the length limit
+
+    def rows(self, chosen: slice) -> "Data":
+        return Data(*(field[chosen] for field in self))
+
+
+def made_up(seed: int = 7, n: int = 24, width: int = 16) -> Data:
+    """Ragged completions with tokens of a tool in between; ratios to either side of all bounds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).double()
+
+    lengths = torch.randint(3, width + 1, (n,), generator=generator)
+    lengths[0] = width
+    tokens = (torch.arange(width) < lengths[:, None]).double()
+    mask = tokens * (torch.rand(n, width, generator=generator) > 0.2)
+    mask[:, 0] = 1
+    log_probs = -normal(n, width).abs() - 0.05
+    old = log_probs - 0.3 * normal(n, width) - 0.1 * normal(n, 1)
+    old[1::6, 1] = log_probs[1::6, 1] - 1.6  # a ratio of 5
+    rewards = torch.stack([(normal(n) > 0).double(), normal(n)], 1)
+    rewards[4:8, 0] = 1.0  # a group of equal rewards
+    rollout = old - 0.4 * normal(n, width) - 0.5 * normal(n, 1)
+    fields = tokens, mask, log_probs, old, log_probs + 0.5 * normal(n, width), rollout
+    cut = torch.zeros(n).bool()
+    cut[[2, 9]] = True
+    data = Data(*fields, normal(n, width).abs(), normal(n), rewards, cut)
+    return Data(*(field.float().double() if field.is_floating_point() else field for field in data))
+
+
+class Case(NamedTuple):
+    """One line of the table."""
+
+    thing: str
+    flags: str
+    function: str
+    data: Data
+    ours: Callable[[Data, str], Any]
+    theirs: Callable[[Data], Any]
+    difference: str = ""  # what differs and who is right; empty when nothing should
+
+
+# ---- ours
+
+
+def our_batch(data: Data) -> RolloutBatch:
+    """The rollout as the trainer holds it: one token of prompt, then the completion."""
+    lengths = [int(row.sum()) for row in data.tokens]
+    batch = RolloutBatch.from_completions(
+        prompts=[[0]] * len(lengths),
+        completions=[[2] * (length - 1) + [END] for length in lengths],
+        log_probs=[None] * len(lengths),
+        weight_version=0,
+        group_ids=[i // GROUP for i in range(len(lengths))],
+        row_ids=[0] * len(lengths),
+        sample_ids=list(range(len(lengths))),
+        finish_reasons=[FinishReason.LENGTH if cut else FinishReason.STOP for cut in data.cut],
+    )
+    there = batch.loss_mask == 1
+    for name, values in (("old", data.old), ("ref", data.ref), ("rollout", data.rollout)):
+        flat = np.full(len(there), np.nan, np.float32)
+        flat[there] = values[data.tokens == 1].numpy()
+        setattr(batch, f"{name}_log_probs", flat)
+    batch.loss_mask[there] = data.mask[data.tokens == 1].numpy()
+    batch.rewards = data.rewards.float().numpy()
+    batch.advantages = data.advantages.float().numpy()
+    return batch
+
+
+def our_args(flags: str):
+    args = parse_args([*flags.split(), "--num-generations", str(GROUP)])
+    args.updates_per_rollout = 2
+    args.rollout_importance_sampling_threshold = args.rollout_importance_sampling_threshold or 2.0
+    check_loss(args)
+    return args
+
+
+def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
+    """The loss of an update on all of the data, as `pretrain_grpo` makes it, and its gradient, [n, s]."""
+    args = our_args(flags)
+    batch = our_batch(data)
+    if args.overlong_filter:
+        drop_overlong(batch)
+    mode = args.rollout_importance_sampling_mode
+    if mode:
+        batch = replace(batch, corrections=_corrections(args, batch))
+    everyone = np.arange(batch.num_completions)
+    weights = token_weights(args.loss_type, batch.loss_lengths, args.micro_batch_size, args.max_completion_length)
+    flat = np.zeros((2, len(batch.tokens)))
+    flat[:, np.concatenate([np.arange(a + 1, b) for a, b in _bounds(batch)])] = torch.stack(
+        [data.log_probs[data.tokens == 1], data.entropies[data.tokens == 1]]
+    )
+    batch = update_statistics(args, batch, everyone, 0, lambda *_: flat)
+    tokens = batch.loss_positions(everyone)
+    owner = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
+    tensors = {"advantages": batch.advantages_of(tokens, owner), "completion": owner}
+    for name in ("corrections", "policy_mask", "kl_cov", "rollout_log_probs", "ref_log_probs", "old_log_probs"):
+        if getattr(batch, name) is not None:
+            tensors[name] = getattr(batch, name)[tokens]
+    tensors = {k: torch.from_numpy(v if v.dtype == np.int64 else v.astype(np.float64)) for k, v in tensors.items()}
+    log_probs = torch.from_numpy(flat[0][tokens]).requires_grad_()
+    old = tensors["old_log_probs"]
+    loss = policy_term(args, log_probs, old, tensors).loss
+    if args.beta > 0:
+        loss = loss + args.beta * kl_term(args.kl_estimator, log_probs, tensors["ref_log_probs"], old)
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * torch.from_numpy(flat[1][tokens])
+    loss = (torch.from_numpy(weights)[owner] * loss).sum()
+    loss.backward()
+    gradient = torch.zeros_like(data.mask)
+    places = batch.loss_mask[batch.loss_mask >= 0] == 1
+    inside = np.concatenate([places[a + 1 : b] for a, b in _bounds(batch)])
+    gradient[tuple(index[inside] for index in (data.tokens == 1).nonzero(as_tuple=True))] = log_probs.grad
+    return loss.detach(), gradient
+
+
+def our_corrections(data: Data, flags: str) -> Tensor:
+    """The factors of --rollout-importance-sampling-mode on tokens in the loss, [n, s]; 0 elsewhere."""
+    batch = our_batch(data)
+    flat = _corrections(our_args(flags), batch)
+    factors = torch.zeros_like(data.mask)
+    factors[data.tokens == 1] = torch.from_numpy(np.concatenate([flat[a + 1 : b] for a, b in _bounds(batch)])).double()
+    return factors * data.mask
+
+
+def our_mismatch(data: Data, *names: str) -> Tensor:
+    """Metrics of the rollout's mismatch."""
+    there = data.mask == 1
+    metrics = mismatch_metrics(
+        dict(zip(MISMATCH, map(float, mismatch(data.old[there], data.rollout[there])), strict=True))
+    )
+    return torch.tensor([metrics[name] for name in names]).double()
+
+
+def our_advantages(data: Data, flags: str) -> Tensor:
+    """Advantages of tokens in the loss, [n, s]; 0 elsewhere."""
+    args = our_args(flags)
+    args.reward_weights = [1.0] * data.rewards.shape[1]
+    if args.scale_rewards is None:
+        args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
+    batch = our_batch(data)
+    estimate_advantages(args, batch, summed(data).float().numpy())
+    if batch.token_advantages is None:
+        return torch.from_numpy(batch.advantages).double()[:, None] * data.mask
+    flat = np.concatenate([batch.token_advantages[a + 1 : b] for a, b in _bounds(batch)])
+    result = torch.zeros_like(data.mask)
+    result[data.tokens == 1] = torch.from_numpy(flat).double()
+    return result
+
+
+def summed(data: Data) -> Tensor:
+    """R, [n]: NaN where nothing scored."""
+    return data.rewards.nansum(1).float().double().masked_fill(data.rewards.isnan().all(1), torch.nan)
+
+
+def _corrections(args, batch: RolloutBatch):
+    bounds = args.rollout_importance_sampling_threshold, args.rollout_importance_sampling_lower_bound
+    return importance_weights(
+        args.rollout_importance_sampling_mode,
+        batch.old_log_probs,
+        batch.rollout_log_probs,
+        batch.loss_mask,
+        batch.cu_seqlens,
+        *bounds,
+    ).weights
+
+
+def _bounds(batch: RolloutBatch):
+    return zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+
+
+# ---- how theirs is imported
+
+
+class _Absent(type):
+    """A class of a package that is not there: it has any attribute, and does nothing."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _absent(name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else type.__call__(cls)  # a decorator leaves as is
+
+
+def _absent(name: str) -> Any:
+    return _Absent(name, (), {})
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for STAND_INS, last in line: what is installed is used."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        known = fullname.partition(".")[0] in STAND_INS
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if known else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__dict__.update(__path__=[], __version__="99", __getattr__=lambda name: _stand_in(name))
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _stand_in(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _absent(name)
+
+
+def load(directory: Path, *names: str) -> list[Any]:
+    """Their modules, from this directory and no other."""
+    if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
+        sys.meta_path.append(StandIns())
+    sys.path.insert(0, str(directory))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        modules = [importlib.import_module(name) for name in names]
+    for module in modules:
+        if not Path(module.__file__).resolve().is_relative_to(directory.resolve()):
+            raise SystemExit(f"{module.__name__} is {module.__file__}, not in {directory}")
+    return modules

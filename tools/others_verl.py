@@ -1,0 +1,350 @@
+"""Our losses, advantages, KL and corrections beside those of verl's core_algos and rollout_corr_helper."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from others import GROUP, Case, Data, load, our_advantages, our_corrections, our_loss, our_mismatch, summed
+from torch import Tensor
+
+
+class Verl:
+    """verl's core_algos and rollout_corr_helper."""
+
+    def __init__(self, directory: Path) -> None:
+        names = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper", "verl.workers.config", "verl"
+        self.core, self.corrections, self.config, package = load(directory, *names)
+        self.version = f"verl {package.__version__}"
+
+    def loss(self, data: Data, name: str, mode: str, weights: Tensor | None = None, **settings: Any) -> Any:
+        """A policy loss of its registry and the gradient; ``settings`` are fields of its configuration."""
+        log_probs = data.log_probs.clone().requires_grad_()
+        of_loss = {k: settings.pop(k) for k in list(settings) if k.startswith(("clip_cov", "kl_cov", "ppo_kl"))}
+        config = self.config.ActorConfig(
+            strategy="fsdp", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True,
+            policy_loss=self.config.PolicyLossConfig(**of_loss), **settings,
+        )  # fmt: skip
+        advantages = data.advantages[:, None].expand_as(data.mask) * data.mask
+        loss, _ = self.core.get_policy_loss_fn(name)(
+            old_log_prob=data.old, log_prob=log_probs, advantages=advantages, response_mask=data.mask,
+            loss_agg_mode=mode, config=config, rollout_is_weights=weights,
+        )  # fmt: skip
+        loss.backward()
+        return loss.detach(), log_probs.grad
+
+    def kl(self, data: Data, kind: str) -> tuple[Tensor, Tensor]:
+        """Its KL term, averaged over all tokens."""
+        log_probs = data.log_probs.clone().requires_grad_()
+        loss = self.core.agg_loss(self.core.kl_penalty(log_probs, data.ref, kind), data.mask, "token-mean")
+        loss.backward()
+        return loss.detach(), log_probs.grad
+
+    def advantages(self, data: Data, estimator: str, beta: float = 0.0, **settings: Any) -> Tensor:
+        """Advantages of an estimator of its registry, [n, s]; R at the last token, the KL penalty at all."""
+        last = (data.mask * torch.arange(1, data.mask.shape[1] + 1)).argmax(1)
+        rewards = -beta * (data.old - data.ref) * data.mask
+        rewards[torch.arange(len(last)), last] += summed(data)
+        groups = np.arange(len(last)) // GROUP
+        config = SimpleNamespace(gamma=settings.pop("gamma", 1.0), get=lambda key, default=None: default)
+        if "norm_adv_by_std_in_grpo" in settings and estimator == "grpo_passk":
+            config.get = lambda key, default=None: settings["norm_adv_by_std_in_grpo"]
+        function = self.core.get_adv_estimator_fn(estimator)
+        return function(rewards, response_mask=data.mask, index=groups, config=config, **settings)[0]
+
+
+def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
+    """Beside core_algos and rollout_corr_helper."""
+
+    def loss(
+        thing: str, flags: str, name: str, mode: str, difference: str = "", said: str = "", **settings: Any
+    ) -> Case:
+        data_ = settings.pop("data", data)
+        shown = "".join(f", {k}={v}" for k, v in settings.items() if k not in ("global_batch_info", "weights"))
+        function = f"`{name}`, {mode}{shown}{said}"
+
+        def theirs(d: Data) -> Any:
+            return verl.loss(d, name, mode, **settings)
+
+        return Case(thing, flags, function, data_, our_loss, theirs, difference)
+
+    plain = "--beta 0 --loss-type"
+    by_completion, by_token = "seq-mean-token-mean", "token-mean"
+    yield loss("GRPO, dual clip", f"{plain} grpo --dual-clip 3", "vanilla", by_completion)
+    yield loss(
+        "GRPO",
+        f"{plain} grpo",
+        "vanilla",
+        by_completion,
+        "They always bound the loss of A < 0 at clip_ratio_c = 3. Neither GRPO's nor DAPO's formula has this bound: "
+        "ours, which has it where it is asked for (the line above).",
+    )
+    higher = {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+    yield loss("DAPO, dual clip", f"{plain} dapo --epsilon-high 0.28 --dual-clip 3", "vanilla", by_token, **higher)
+    dr_grpo = f"{plain} dr_grpo --max-completion-length 512 --dual-clip 3"
+    norm = {"loss_scale_factor": 512, "global_batch_size": len(data.mask)}
+    said = ", loss_scale_factor=512"
+    yield loss("Dr. GRPO", dr_grpo, "vanilla", "seq-mean-token-sum-norm", said=said, global_batch_info=norm)
+    yield loss(
+        "Dr. GRPO, no scale factor",
+        dr_grpo,
+        "vanilla",
+        "seq-mean-token-sum-norm",
+        "Without loss_scale_factor they divide by the width of the batch at hand, which changes from batch to batch; "
+        "Dr. GRPO's is a constant: ours.",
+    )
+    empty = data.mask.clone()
+    empty[2] = empty[9] = 0
+    nothing = data._replace(mask=empty)
+    filtered = f"{plain} grpo --dual-clip 3"
+    yield loss(
+        "completions without a token in the loss",
+        filtered,
+        "vanilla",
+        by_completion,
+        "Without global_batch_size they leave empty completions out of N, so the others count more in a micro-batch "
+        "that has one. GRPO's formula divides by G, all that were sampled: ours, and theirs when told (next line).",
+        data=nothing,
+    )
+    told = {"global_batch_size": len(data.mask)}
+    said = ", global_batch_size=N"
+    yield loss("the same", filtered, "vanilla", by_completion, said=said, data=nothing, global_batch_info=told)
+    narrow = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.06}
+    gspo = "--epsilon 0.05 --epsilon-high 0.06"
+    yield loss("GSPO", f"{plain} gspo {gspo}", "gspo", by_completion, **narrow)
+    token = f"{plain} grpo --importance-sampling-level sequence_token {gspo}"
+    yield loss("GSPO-token", token, "gspo", by_completion, **narrow)
+    yield loss("SAPO", f"{plain} sapo", "sapo", by_completion)
+    cispo = f"{plain} cispo --epsilon-high 2"
+    yield loss("CISPO", cispo, "cispo", by_token, clip_ratio_low=1.0, clip_ratio_high=1.0)
+    yield loss(
+        "CISPO, their clip_ratio_low",
+        cispo,
+        "cispo",
+        by_token,
+        "Their default also bounds the ratio from below, at 0.8. MiniMax-M1's formula has such a bound, and its text "
+        "leaves it open in all experiments: ours is what was run. Their upper bound is 1 + clip_ratio_high, as in the "
+        "formula; ours, as TRL's, is --epsilon-high itself.",
+        clip_ratio_high=1.0,
+    )
+    gmpo = f"{plain} gmpo --epsilon 0.2 --epsilon-high 0.3"
+    yield loss("GMPO", gmpo, "geo_mean", by_token, clip_ratio_low=0.2, clip_ratio_high=0.3)
+    factors = our_corrections(data, "--rollout-importance-sampling-mode token_truncate")
+    yield loss("REINFORCE", f"{plain} reinforce", "gpg", by_token)
+    corrected = "--rollout-importance-sampling-mode token_truncate"
+    said = ", rollout_is_weights"
+    yield loss("REINFORCE, corrected", f"{plain} reinforce {corrected}", "gpg", by_token, said=said, weights=factors)
+    yield loss(
+        "GMPO, corrected",
+        f"{gmpo} {corrected}",
+        "geo_mean",
+        by_token,
+        "A completion's one loss is weighed by the geometric mean of its tokens' factors, with us by their mean. The "
+        "papers of the two methods say nothing of the other.",
+        said=said,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.3,
+        weights=factors,
+    )
+    clip_cov = f"{plain} dapo --clip-cov-ratio 0.9 --clip-cov-lb 0.1 --clip-cov-ub 5"
+    cov = {"clip_cov_ratio": 0.9, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
+    yield loss(
+        "Clip-Cov (all between the bounds)",
+        clip_cov,
+        "clip_cov",
+        by_token,
+        "They draw only from tokens that the ratio's clip has left a gradient (the gradients agree here, where all are "
+        "drawn). The paper's eq. 11 draws from all between the bounds: ours. Theirs is the authors' code.",
+        **cov,
+    )
+    kl_cov = "--kl-cov-ratio 0.1 --kl-cov-coef 1"
+    kl = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}
+    open_ = f"{plain} dapo --epsilon 0.99999 --epsilon-high 1e6 {kl_cov}"
+    yield loss("KL-Cov, without a clip", open_, "kl_cov", by_token, **kl)
+    yield loss(
+        "KL-Cov",
+        f"{plain} dapo {kl_cov}",
+        "kl_cov",
+        by_token,
+        "The paper's loss (eq. 14) is rho A without a clip: theirs. With us the penalty is added to the loss type "
+        "chosen, so the paper's method needs its clip opened, as in the line above.",
+        **kl,
+    )
+
+    def of_kl(thing: str, kind: str, estimator: str, difference: str = "", data: Data = data) -> Case:
+        def ours(d: Data, flags: str) -> tuple[Tensor, Tensor]:
+            with_kl, without = our_loss(d, flags), our_loss(d, flags.replace("--beta 1", "--beta 0"))
+            return with_kl[0] - without[0], with_kl[1] - without[1]
+
+        flags = f"--loss-type dapo --beta 1 --kl-estimator {estimator}"
+        return Case(thing, flags, f"`kl_penalty`, {kind}", data, ours, lambda d: verl.kl(d, kind), difference)
+
+    yield of_kl("KL, k1", "k1", "k1")
+    yield of_kl("KL, k2", "k2", "k2")
+    yield of_kl("KL, k3", "k3", "k3")
+    yield of_kl(
+        "KL, k3+",
+        "k3+",
+        "k2",
+        "Its value is k3's, its gradient that of our k2, which is the right one on samples of the policy itself.",
+    )
+    far = data.ref.clone()
+    far[:, 0] = data.log_probs[:, 0] + 3
+    yield of_kl(
+        "KL, k3 of tokens 3 nats below the reference",
+        "k3",
+        "k3",
+        "They clamp k3 at 10, beyond which it has no gradient: of tokens more than 2.6 nats below the reference, those "
+        "that k3 should pull back most. Schulman's and GRPO's k3 has no bound: ours, whose exponent alone has one, 20.",
+        data._replace(ref=far),
+    )
+
+    def factors_of(mode: str, flags: str, said: str, theirs: Callable[[Data], Tensor], difference: str = "") -> Case:
+        flags = f"--rollout-importance-sampling-mode {mode} {flags}".strip()
+        return Case(f"engine correction, {mode}", flags, said, data, our_corrections, theirs, difference)
+
+    def weights(d: Data, threshold: Any, level: str = "token") -> Tensor:
+        ratios = verl.corrections.compute_rollout_correction_weights(d.old - d.rollout, d.mask, level, threshold)
+        return ratios[0] * d.mask
+
+    def kept(d: Data, options: str, threshold: str) -> Tensor:
+        return verl.corrections.compute_rollout_rejection_mask(d.old - d.rollout, d.mask, options, threshold)[0]
+
+    name = "`compute_rollout_correction_weights`"
+    reject = f"{name}, token, times `compute_rollout_rejection_mask`"
+    yield factors_of("token_truncate", "", f"{name}, token, 2.0", lambda d: weights(d, 2.0))
+    bounds = "--rollout-importance-sampling-threshold 2 --rollout-importance-sampling-lower-bound 0.5"
+    yield factors_of("icepop", bounds, f"{name}, token, 0.5_2.0", lambda d: weights(d, "0.5_2.0"))
+    yield factors_of(
+        "token_mask",
+        "",
+        f'{reject}, token_k1, "0.5_1e9"',
+        lambda d: weights(d, 1e9) * kept(d, "token_k1", "0.5_1e9"),
+    )
+    yield factors_of(
+        "token_mask",
+        "",
+        f'{reject}, token_k1, "1e-9_2"',
+        lambda d: weights(d, 1e9) * kept(d, "token_k1", "1e-9_2"),
+        "Their k1 is log p(engine) - log p(trainer), so these bounds are of the inverse of the ratio that the weights "
+        "are made of: an upper bound of 2 there cuts ratios below 0.5. The papers bound trainer over engine: ours; "
+        "theirs takes the inverse bounds (the line above).",
+    )
+    yield factors_of(
+        "sequence_mask",
+        "",
+        f'{reject}, seq_mean_k1, "0.5_1e9"',
+        lambda d: weights(d, 1e9) * kept(d, "seq_mean_k1", "0.5_1e9"),
+    )
+    yield factors_of(
+        "sequence_truncate",
+        "",
+        f"{name}, sequence, 2.0",
+        lambda d: weights(d, 2.0, "sequence"),
+        "The product against the geometric mean, as with TRL: theirs by the theory, ours for its variance.",
+    )
+
+    def measured(name: str, theirs: str, difference: str = "") -> Case:
+        def of_theirs(d: Data) -> Tensor:
+            metrics = verl.corrections.compute_offpolicy_metrics(d.old, d.rollout, d.mask)
+            return torch.tensor([metrics[theirs]]).double()
+
+        function = f"`compute_offpolicy_metrics`, {theirs}"
+        return Case("engine mismatch", name, function, data, lambda d, _: our_mismatch(d, name), of_theirs, difference)
+
+    yield measured("mismatch/kl", "k3_kl")
+    yield measured(
+        "mismatch/perplexity_ratio",
+        "ppl_ratio",
+        "They average the ratios of completions, we take that of all tokens together. A metric: no formula decides.",
+    )
+
+    def advantages(
+        thing: str,
+        flags: str,
+        name: str,
+        difference: str = "",
+        data: Data = data,
+        scale: Callable[[Tensor], Tensor] = lambda values: values,
+        **settings: Any,
+    ) -> Case:
+        def ours(d: Data, flags: str) -> Tensor:
+            return scale(our_advantages(d, flags))
+
+        def theirs(d: Data) -> Tensor:
+            return scale(verl.advantages(d, name, **settings))
+
+        shown = "".join(f", {k}={v}" for k, v in settings.items())
+        return Case(thing, flags, f"`{name}`{shown}", data, ours, theirs, difference)
+
+    yield advantages("advantage, std of group", "--scale-rewards group", "grpo", epsilon=1e-4)
+    yield advantages(
+        "advantage, std of group, their epsilon",
+        "--scale-rewards group",
+        "grpo",
+        "1e-6 is added to the std, with us (and TRL) 1e-4. The formula has none.",
+    )
+    plain_grpo = "--scale-rewards none"
+    yield advantages("advantage, not scaled", plain_grpo, "grpo", norm_adv_by_std_in_grpo=False)
+    yield advantages("RLOO", "--advantage-estimator rloo", "rloo")
+    alone = data.rows(slice(0, 1))
+    yield advantages(
+        "a group of one",
+        plain_grpo,
+        "grpo",
+        "A = R, with us 0. By the formula R minus the mean of the group is 0: ours. Theirs is REINFORCE without a "
+        "baseline, for which we have other estimators.",
+        data=alone,
+        norm_adv_by_std_in_grpo=False,
+    )
+    plus = "--advantage-estimator reinforce_plus_plus --kl-in-reward --beta 0.1 --gamma 0.9"
+    yield advantages(
+        "REINFORCE++, KL and discount",
+        plus,
+        "reinforce_plus_plus",
+        "1e-8 is added to the variance, with us 1e-4 to the std; the formula has neither. Nothing else (next line).",
+        beta=0.1,
+        gamma=0.9,
+    )
+    yield advantages(
+        "the same, both divided by their std",
+        plus,
+        "reinforce_plus_plus",
+        scale=lambda values: values / values[data.mask == 1].std(),
+        beta=0.1,
+        gamma=0.9,
+    )
+    yield advantages(
+        "REINFORCE++ with baseline",
+        "--advantage-estimator reinforce_plus_plus_baseline",
+        "reinforce_plus_plus_baseline",
+        "They whiten over tokens, so a long completion counts more in mean and std, and the mean is taken off again; "
+        "we divide by the std over completions, whose mean is 0 already. The paper normalises over the global batch; "
+        "of tokens or of completions is a matter of reading.",
+    )
+    yield advantages(
+        "GDPO of one reward",
+        "--scale-rewards gdpo",
+        "gdpo",
+        "They whiten over tokens. The mean and std of the paper's last step are over the prompts and completions of "
+        "the batch: ours, and TRL's.",
+        data=data._replace(rewards=data.rewards[:, 1:]),
+    )
+    best = f"--advantage-estimator pass_at_k --pass-at-k {GROUP} --scale-rewards none"
+    yield advantages(
+        "pass@k, k = G",
+        best,
+        "grpo_passk",
+        "Ours is G times theirs (next line), which has k = G only. The loss averages over completions, so that the "
+        "gradient is that of E[max of k] with the G: ours. It is a factor of the learning rate.",
+        norm_adv_by_std_in_grpo=False,
+    )
+    yield advantages(
+        "the same, both divided by their largest",
+        best,
+        "grpo_passk",
+        scale=lambda values: values / values.abs().max(),
+        norm_adv_by_std_in_grpo=False,
+    )
