@@ -24,9 +24,9 @@ declare -A RECIPES=(
     [fipo]="--loss-type fipo --epsilon 0.2 --epsilon-high 0.28 --fipo-decay-rate 32 --fipo-clip-range 0.2 --beta 0"
     [real]="--loss-type real --real-tau 0.5 --beta 0"
     [clip_cov]="--loss-type dapo --epsilon 1 --beta 0 --clip-cov-ratio 2e-4 --clip-cov-lb 1 --clip-cov-ub 5"
-    [kl_cov]="--loss-type dapo --epsilon 0.2 --beta 0 --kl-cov-ratio 2e-4 --kl-cov-coef 1"
+    [kl_cov]="--loss-type dapo --epsilon 0.99999 --epsilon-high 1e6 --beta 0 --kl-cov-ratio 2e-4 --kl-cov-coef 1"
     [m2po]="--loss-type dapo --epsilon 0.2 --beta 0 --m2po-threshold 0.04"
-    [rloo]="--advantage-estimator rloo --loss-type reinforce --kl-in-reward --beta 0.03"
+    [rloo]="--advantage-estimator rloo --loss-type dr_grpo --epsilon 0.2 --kl-in-reward --beta 0.03"
     [reinforce_plus_plus]="--advantage-estimator reinforce_plus_plus --loss-type dapo --epsilon 0.2
         --kl-in-reward --beta 1e-3"
     [reinforce_plus_plus_baseline]="--advantage-estimator reinforce_plus_plus_baseline --loss-type dapo --epsilon 0.2
