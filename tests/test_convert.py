@@ -1,5 +1,6 @@
 """tools/checkpoint/convert.py: there and back again bit by bit, every spelling of a checkpoint, and what it refuses."""
 
+import copyreg
 import errno
 import importlib.util
 import json
@@ -30,6 +31,9 @@ from megatron_grpo.arguments import parse_args, transformer_config_from_args
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.weights import conversion, hf, torch_dist
+
+# As Python writes members of an enumeration; 3.11.2 writes a getattr, which safe loading refuses.
+copyreg.pickle(ModelType, lambda member: (ModelType, (member.value,)))
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "checkpoint" / "convert.py"
 
