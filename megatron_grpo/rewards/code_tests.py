@@ -1,11 +1,10 @@
 """The reward for code that passes its tests, which are run in a sandbox."""
 
-import json
 from typing import Any
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards.answer_text import last_code_block
-from megatron_grpo.rewards.registry import Sample, register_reward
+from megatron_grpo.rewards.registry import Sample, json_column, register_reward
 from megatron_grpo.rewards.sandbox import Limits, sandbox
 
 _SHARE = 0.8  # of --reward-timeout, for the tests: the rest is for the sandbox itself
@@ -39,12 +38,7 @@ def passes(test: dict[str, Any], result: dict[str, Any]) -> bool:
 
 
 def _tests(column: Any) -> list[dict[str, Any]]:
-    tests = column
-    if isinstance(column, str):
-        try:
-            tests = json.loads(column)
-        except ValueError:
-            tests = None
+    tests = json_column(column)
     if isinstance(tests, list) and tests:
         tests = [{"assert": test} if isinstance(test, str) else test for test in tests]
         if all(map(_is_test, tests)):

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.rewards.registry import Sample, register_reward
+from megatron_grpo.rewards.registry import Sample, json_column, register_reward
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -32,12 +32,7 @@ def tool_call(sample: Sample) -> float:
 
 
 def _expected(column: Any) -> list[tuple[str, str]]:
-    calls = column
-    if isinstance(column, str):
-        try:
-            calls = json.loads(column)
-        except ValueError:
-            calls = None
+    calls = json_column(column)
     if isinstance(calls, list):
         read = [_read(json.dumps(call)) for call in calls]
         if all(read):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.engine import Completion, Request, Sampling
 
 PROBE_TIMEOUT = 10.0  # seconds for an answer that costs a server nothing
 _RUN = uuid.uuid4().hex[:12]
@@ -133,6 +133,23 @@ class Server(Client, ABC):
                 f"it ended a completion at token {ids[-1]}, not at the end of sequence ({eos_id}): start it without "
                 "the model's generation_config.json"
             )
+
+
+def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
+    """What vLLM's and SGLang's servers are told alike of how to sample; the names of the rest differ."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": list(sampling.stop),
+        # The tokenizer's end of sequence and no other, whatever the server's generation_config.json says.
+        "ignore_eos": True,
+        "stop_token_ids": [] if sampling.ignore_eos else [eos_id],
+    }
 
 
 def weight_tag(version: int) -> str:

@@ -59,7 +59,11 @@ class ServerEngine:
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         with led_by_rank_0():
-            self._transfer.send(weights, version, self._pool)
+            if self._pool:
+                self._transfer.send(weights, version, self._pool)
+            else:  # the ranks gather the weights together
+                for _ in weights:
+                    pass
         self.has_weights, self._version = True, version
 
     def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:

@@ -117,6 +117,10 @@ class ServerPool:
         """Those that are not given up."""
         return [server for server in self.servers if server.lost is None]
 
+    def members(self) -> list[tuple[str, str]]:
+        """(URL, process) of those that are not given up: who can be in a group for weights."""
+        return [(server.url, server.process) for server in self.serving()]
+
     def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]]) -> None:
         """Have ``give`` bring weights to every server that answers, all at the same time; they are ``version``."""
 

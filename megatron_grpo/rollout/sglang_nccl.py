@@ -16,6 +16,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.rollout.server import Server, weight_tag
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.rollout.weight_transfer import Weights
+from megatron_grpo.rollout.weight_transfer_nccl import free_port
 
 GROUP = "megatron_grpo_weights"
 BUCKET_BYTES = 2**30
@@ -29,12 +30,8 @@ class SglangNcclTransfer:
         self._group: dist.ProcessGroup | None = None
         self._members: list[tuple[str, str]] = []
 
-    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
-        if servers is None:
-            for _ in weights:
-                pass
-            return
-        if self._members != _members(servers):
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        if self._members != servers.members():
             self._join(servers)
         bucket: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
@@ -49,7 +46,7 @@ class SglangNcclTransfer:
             await server.call("POST", "/flush_cache", timeout=servers.timeout)
 
         servers.give_weights(version, finish)
-        self._members = _members(servers)
+        self._members = servers.members()
 
     def _join(self, servers: ServerPool) -> None:
         """Make a process group of this rank and those servers that answer now."""
@@ -57,10 +54,7 @@ class SglangNcclTransfer:
         for server in servers.serving():
             offsets[server.url] = world_size
             world_size += server.tensor_parallel_size
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        address = socket.gethostbyname(socket.gethostname())
+        address, port = socket.gethostbyname(socket.gethostname()), free_port()
         timeout = datetime.timedelta(seconds=servers.timeout)
         body = {
             "master_address": address,
@@ -107,10 +101,6 @@ class SglangNcclTransfer:
 
     def close(self) -> None:
         """Nothing: the group goes with the process."""
-
-
-def _members(servers: ServerPool) -> list[tuple[str, str]]:
-    return [(server.url, server.process) for server in servers.serving()]
 
 
 def _together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, weight_tag
+from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, sampling_parameters, weight_tag
 from megatron_grpo.rollout.server_engine import ServerEngine
 from megatron_grpo.rollout.weight_transfer import CheckpointTransfer, WeightTransfer
 
@@ -64,20 +64,7 @@ class SglangServer(Server):
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
         version = self.version
         assert version is not None
-        one = {
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "stop": list(sampling.stop),
-            # The tokenizer's end of sequence and no other, whatever the server's generation_config.json says.
-            "ignore_eos": True,
-            "stop_token_ids": [] if sampling.ignore_eos else [self._eos_id],
-        }
+        one = {"max_new_tokens": sampling.max_tokens, **sampling_parameters(sampling, self._eos_id)}
         body = {
             "input_ids": [prompt] * len(requests),
             # Not "n": its samples would share the seed, and with it be the same.

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.arguments import params_dtype
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, weight_tag
+from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, sampling_parameters, weight_tag
 from megatron_grpo.rollout.server_engine import ServerEngine
 from megatron_grpo.rollout.weight_transfer import build_transfer
 from megatron_grpo.rollout_rules import probability_changes
@@ -140,17 +140,7 @@ class VllmServer(Server):
             "n": len(requests),
             "seed": seed,  # of the first; the server counts on from it
             "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "stop": list(sampling.stop),
-            # The tokenizer's end of sequence and no other, whatever the server's generation_config.json says.
-            "ignore_eos": True,
-            "stop_token_ids": [] if sampling.ignore_eos else [self._eos_id],
+            **sampling_parameters(sampling, self._eos_id),
             "logprobs": 0 if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,

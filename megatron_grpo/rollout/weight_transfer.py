@@ -23,11 +23,10 @@ FILE_BYTES = 2**30
 class WeightTransfer(Protocol):
     """Brings weights to the servers of a run."""
 
-    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
 
-        Collective: every rank iterates ``weights`` to the end. Rank 0 has the ``servers``, the others None; its errors
-        are passed on by the caller.
+        For rank 0, while the other ranks iterate theirs to the end; errors are passed on by the caller.
         """
 
     def close(self) -> None:
@@ -46,11 +45,7 @@ class CheckpointTransfer:
         self._shared = Path(shared)
         self._directory = self._shared / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}"
 
-    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
-        if servers is None:
-            for _ in weights:
-                pass
-            return
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         try:
             self._write(weights)
 

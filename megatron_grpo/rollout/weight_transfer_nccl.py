@@ -42,11 +42,7 @@ class NcclTransfer:
         self._group: Any = None  # vLLM's PyNcclCommunicator
         self._members: list[tuple[str, str]] = []  # (URL, process) of the servers in the group
 
-    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
-        if servers is None:
-            for _ in weights:
-                pass
-            return
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         self._described = self._described or describe(self._args)
         self._connect(servers)
         update = {
@@ -75,7 +71,7 @@ class NcclTransfer:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        if [(server.url, server.process) for server in servers.serving()] == self._members:
+        if servers.members() == self._members:
             return
         self._members = []  # until all are in it
         sizes: dict[str, int] = {}
@@ -84,11 +80,11 @@ class NcclTransfer:
             sizes[server.url] = (await server.call("GET", "/get_world_size", timeout=servers.timeout))["world_size"]
 
         servers.each(ask_size)
-        members = [(server.url, server.process) for server in servers.serving()]
+        members = servers.members()
         offsets, world = {}, 1
         for url, _ in members:
             offsets[url], world = world, world + sizes[url]
-        address, port = _address_for([url for url, _ in members]), _free_port()
+        address, port = _address_for([url for url, _ in members]), free_port()
         packing = PACKED if self.packs and _packing_at_start() else {}
 
         async def join(server: Server) -> None:
@@ -124,11 +120,7 @@ class SparseTransfer(NcclTransfer):
         self._sent: dict[str, torch.Tensor] = {}
         self.sent_elements = self.all_elements = 0  # of the newest sync
 
-    def send(self, weights: Weights, version: int, servers: ServerPool | None) -> None:
-        if servers is None:
-            for _ in weights:
-                pass
-            return
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         self._described = self._described or describe(self._args)
         known = self._members
         self._connect(servers)
@@ -259,7 +251,8 @@ def _address_for(urls: list[str]) -> str:
         return probe.getsockname()[0]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
