@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.http_client import Fault
+from megatron_grpo.rewards.judge import NoScore
 from megatron_grpo.rewards.models import RewardModel, build_model
 from megatron_grpo.rewards.registry import Sample, load_plugins
 from megatron_grpo.rewards.worker import Report, begin, failure, value_report
@@ -54,6 +55,8 @@ async def _outcome(model: RewardModel, sample: Sample) -> list[Any]:
         return value_report(await model.score(sample))
     except Fault as fault:
         return ["timeout" if fault.passing else "failed", str(fault)[:600], ""]
+    except NoScore as error:
+        return ["failed", str(error), ""]
     except Exception as error:
         return failure(error)
 
