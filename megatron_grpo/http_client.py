@@ -9,11 +9,11 @@ PROBE_TIMEOUT = 10.0  # seconds for an answer that costs a server nothing
 
 
 class Fault(Exception):
-    """A server did not do what it was asked; ``passing`` when it may the next time."""
+    """A server did not do what it was asked; ``passing`` when it may the next time, ``status`` what it answered by."""
 
-    def __init__(self, message: str, passing: bool = False):
+    def __init__(self, message: str, passing: bool = False, status: int | None = None):
         super().__init__(message)
-        self.passing = passing
+        self.passing, self.status = passing, status
 
 
 class Silence(Fault):
@@ -52,7 +52,7 @@ class Client:
         if status >= 400:
             # A request that is wrong stays wrong; 408 and 429 are a server that has too much to do.
             passing = status >= 500 or status in (408, 429)
-            raise Fault(f"{path} answered {status}: {' '.join(text.split())[:300]}", passing)
+            raise Fault(f"{path} answered {status}: {' '.join(text.split())[:300]}", passing, status)
         try:
             return json.loads(text) if kind == "application/json" else text
         except ValueError as error:

@@ -100,7 +100,7 @@ def _by_name(dest: str, words: list[str] | None) -> dict[str, str]:
 def _check_address(name: str, place: str) -> None:
     url = urlsplit(place)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise GrpoError(f"--reward-model {name}: {place} is no server's address: give http://HOST:PORT, or a directory")
+        raise GrpoError(f"--reward-model {name}: that is no server's address: give http://HOST:PORT, or a directory")
     if url.username or url.password or url.query:
         raise GrpoError(
             f"--reward-model {name}: an address must not hold a key, which would be printed and saved: put it into the "

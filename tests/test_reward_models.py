@@ -66,6 +66,8 @@ class JudgeHandler(ModelHandler):
     def asked(self, path: str, body: dict):
         if path != "/v1/chat/completions":
             return 404, {"detail": "Not Found"}
+        if "refused" in self.server.config and "max_tokens" in body:
+            return 400, {"error": {"message": "'max_tokens' is not supported with this model"}}
         text = body["messages"][-1]["content"]
         self.server.texts.append(text)
         said = self.server.config.get("says", "I thought of 7.\nScore: {}").format(text.count("y"))
@@ -99,7 +101,7 @@ def pool():
         args = parse_args(f"--reward-model-timeout 5 {flags}".split())
         check_reward_models(args)
         plugins = args.external_plugins or []
-        options |= {"flags": args_to_json(args), "models": reward_models(args), "retries": 0}
+        options = {"flags": args_to_json(args), "models": reward_models(args), "retries": 0} | options
         pools.append(RewardPool(args.reward_funcs, plugins, **options))
         return pools[-1]
 
@@ -159,7 +161,7 @@ class Blunt:
     def request(self, sample):
         if sample.completion == "yyyy":
             raise ValueError("not four")
-        return {"messages": [{"role": "user", "content": sample.completion}], "max_tokens": 3}
+        return {"messages": [{"role": "user", "content": sample.completion}], "n": 1}
 
     def score(self, sample, answer):
         number = int(answer[-1])
@@ -169,7 +171,7 @@ class Blunt:
 
 def test_a_plugin_asks_and_reads(double, pool, tmp_path):
     (tmp_path / "own.py").write_text(PLUGIN)
-    two = double("judge")
+    two = double("judge", refused=True)  # it takes what a plugin sends, not what a template would
     flags = f"--reward-funcs say --reward-model say={two.url} --reward-model-plugin say=blunt"
     values, failures = pool(f"{flags} --external-plugins {tmp_path}/own.py").score(samples(6, "y"))
     assert values.ravel() == pytest.approx([0, 0.1, 0.2, np.nan, np.nan, 0.5], nan_ok=True)  # None is no failure
@@ -216,6 +218,17 @@ def test_a_server_that_stays_away_costs_its_samples_and_then_no_time(double, poo
     assert called(one, "/classify") < 2 + 1 + 40 + 20  # one attempt each, but for the first
     with pytest.raises(GrpoError, match=r'reward "cls" gave no value and timed out on 4 samples; the first, data:0'):
         rewards.score(samples(10))
+
+
+def test_the_process_that_asks_may_die(double, pool):
+    one = double("classifier", seconds=0.05)
+    rewards = pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 4", retries=1)
+    for key, sample in enumerate(samples(30)):
+        rewards.submit(key, sample)
+    rewards.wait([0])
+    rewards._workers[0].process.kill()
+    assert rewards.finish().ravel().tolist() == [n - 0.5 for n in range(30)]
+    assert not rewards.failures
 
 
 def test_a_key_is_read_from_the_environment_for_its_model_alone(double, pool, template, monkeypatch, capfd):

@@ -170,6 +170,8 @@ class ServedJudge(ServedModel):
         try:
             _text(await self.call("POST", "/v1/chat/completions", body, self._patience))
         except Fault as fault:
+            if self.spec.plugin and fault.status != 404:
+                return  # what a plugin asks may be another matter
             raise Fault(
                 f"{fault}. Is it a generative model with a chat template? A classifier has no --reward-model-template "
                 "and no --reward-model-plugin"
