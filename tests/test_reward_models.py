@@ -261,7 +261,7 @@ def test_a_server_of_the_wrong_kind_is_refused(double, pool, template):
     with pytest.raises(GrpoError, match=r"it tells 2 classes apart: serve a classifier with one score"):
         pool(f"--reward-funcs cls --reward-model cls={three.url}")
     three.stop()
-    with pytest.raises(GrpoError, match=r"cls=http.*it was asked for 0.5 s"):
+    with pytest.raises(GrpoError, match=r"cls=http.*it was asked for 0.5 s: start it, or correct"):
         pool(f"--reward-funcs cls --reward-model cls={three.url} --reward-model-timeout 0.5")
 
 

@@ -81,7 +81,8 @@ class ServedModel(RewardModel, Client):
             self._model = self._model or names[0]
             await self.check_kind()
         except Fault as fault:
-            raise GrpoError(f"--reward-model {self.spec.name}={self.url}: {fault}") from fault
+            cure = ": start it, or correct the address" if fault.passing else ""
+            raise GrpoError(f"--reward-model {self.spec.name}={self.url}: {fault}{cure}") from fault
 
     @abstractmethod
     async def check_kind(self) -> None:
@@ -224,9 +225,11 @@ class LocalClassifier(RewardModel):
 
     async def score(self, sample: Sample) -> float:
         shown = self.shown(sample)
-        is_text = isinstance(shown, str)
-        text = shown if is_text else self._tokenizer.apply_chat_template(shown, tokenize=False)
-        ids = self._tokenizer(text, add_special_tokens=is_text)["input_ids"]  # a template writes them itself
+        if isinstance(shown, str):
+            ids = self._tokenizer(shown)["input_ids"]
+        else:
+            text = self._tokenizer.apply_chat_template(shown, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
         if self._longest and len(ids) > self._longest:
             raise Fault(f"{len(ids)} tokens are more than the {self._longest} that it reads")
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
