@@ -27,6 +27,7 @@ from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_parallelism
 from megatron_grpo.profiling import check_profiling
+from megatron_grpo.reward_model_rules import check_reward_models
 from megatron_grpo.reward_rules import check_rewards
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
@@ -131,6 +132,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     _check_data(args)
     check_rollout(args, world_size)
     check_rewards(args)
+    check_reward_models(args)
     _check_algorithm(args)
     check_sampling(args)
     _check_duration(args)

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.rollout.server import Fault, Server
+from megatron_grpo.http_client import Fault
+from megatron_grpo.rollout.server import Server
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.weights.stream import Described, describe
 
