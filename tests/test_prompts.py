@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.data.prompts import PromptDataset, PromptSampler, parse_prompt
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.row_prompt import parse_prompt
+from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.errors import GrpoError
 
 
@@ -25,10 +28,7 @@ class Characters:
 
 
 def flags(**changes):
-    return argparse.Namespace(
-        **{"prompt_key": "prompt", "system_prompt": None, "max_prompt_length": None, "truncation_strategy": "raise"}
-        | changes
-    )
+    return argparse.Namespace(**vars(parse_args([])) | {"max_prompt_length": None} | changes)
 
 
 def dataset(path, *rows, **changes):
@@ -95,7 +95,7 @@ def test_truncation(tmp_path, capsys):
         GrpoError, match=r"a\.jsonl:1: the prompt has 6 tokens, more than --max-prompt-length 4; .*left"
     ):
         dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4)
-    with pytest.raises(GrpoError, match="no prompts left: all 3"):
+    with pytest.raises(GrpoError, match=r"no prompts left: left out 3 of 3 .*longer than --max-prompt-length 2"):
         dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=2, truncation_strategy="delete")
 
 
@@ -115,7 +115,7 @@ def test_truncation(tmp_path, capsys):
         ({"prompt": {"role": "user"}}, "found an object"),
         ({"prompt": " "}, '"prompt" is empty'),
         ({"prompt": []}, "empty list"),
-        ({"prompt": "\ud800"}, "not valid Unicode"),
+        ({"prompt": "\ud800"}, "surrogates not allowed"),
         ({"prompt": ["a"]}, r'message 1 of "prompt" must be an object with "role" and "content", found a string'),
         ({"messages": [user("a"), {"content": "b"}]}, 'message 2 of "messages" has no "role"'),
         ({"messages": [{"role": "user"}]}, 'has no "content"'),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_grpo.data.prompts import read_rows
+from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.errors import GrpoError
 from tools.data.common import print_summary, write_rows
 
