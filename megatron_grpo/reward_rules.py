@@ -79,7 +79,6 @@ def reward_routes(routing: list[str] | None, functions: list[str]) -> dict[str, 
 
 def check_source(routes: dict[str, list[str]], row: dict[str, Any]) -> None:
     """Refuse a row whose "data_source" has no route."""
-    if routes and row.get("data_source") not in routes:
-        raise GrpoError(
-            f'no --reward-routing for "data_source" {row.get("data_source")!r}, only for {", ".join(routes)}'
-        )
+    source = row.get("data_source")
+    if routes and not (isinstance(source, str) and source in routes):
+        raise GrpoError(f'no --reward-routing for "data_source" {source!r:.200}, only for {", ".join(routes)}')

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,12 @@ class PromptDataset:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], tokenizer: "Tokenizer", args: argparse.Namespace, training: bool = True
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: "Tokenizer",
+        args: argparse.Namespace,
+        training: bool = True,
+        streamed: bool = False,
     ):
         self._args, self._tokenizer = args, tokenizer
         words, self._weights = read_blend([str(path) for path in paths])
@@ -81,7 +86,7 @@ class PromptDataset:
         self._bounds = self._files.row_bounds  # of each file's numbers
         self.pass_rates: np.ndarray | None = None
         size = int(self._files.blocks.bytes.sum())
-        self.streamed = size > CHECKED_BYTES and not curriculum
+        self.streamed = streamed or (size > CHECKED_BYTES and not curriculum)
         if self.streamed:
             # Whether a row sets stop words or a constraint is not known yet.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
@@ -100,7 +105,7 @@ class PromptDataset:
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         for number in tqdm(range(total), "checking prompts", disable=not speaks() or total < _PROGRESS_FROM):
             try:
-                prompt = self._read(number, number)
+                prompt = self.read(number)
             except LeftOut as left:
                 self._note(left)
                 continue
@@ -121,9 +126,9 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt | None:
         if self._numbers is not None:
-            return self._read(int(self._numbers[index]), index)
+            return replace(self.read(int(self._numbers[index])), id=index)
         try:
-            return self._read(index, index)
+            return self.read(index)
         except LeftOut as left:
             self._note(left)
             if left.reason == "bad" and self._args.bad_rows == "raise":
@@ -159,17 +164,23 @@ class PromptDataset:
 
     def summary(self) -> list[str]:
         """What was left out or cut, and why: a line for each reason."""
-        limit = self._args.max_prompt_length
-        total = f"of {len(self._files):,} prompts"
+        limit, total = self._args.max_prompt_length, f"of {len(self._files):,} prompts"
         lines = {
-            "bad": "left out {} " + f"{total} that cannot be used: {'; '.join(self._bad)}",
-            "long": "left out {} " + f"{total} that are longer than --max-prompt-length {limit} (raise it, or choose "
-            "--truncation-strategy left to keep their last tokens)",
-            "rate": "left out {} " + f"{total} whose pass_rate is below --min-pass-rate ({self._low:g}) or above "
-            f"--max-pass-rate ({self._high:g})",
-            "cut": "cut {} " + f"{total} on the left to --max-prompt-length {limit}",
+            "bad": ("left out", f"{total} that cannot be used: {'; '.join(self._bad)}"),
+            "long": (
+                "left out",
+                f"{total} that are longer than --max-prompt-length {limit} (raise it, or choose --truncation-strategy "
+                "left to keep their last tokens)",
+            ),
+            "rate": (
+                "left out",
+                f"{total} whose pass_rate is below --min-pass-rate ({self._low:g}) or above --max-pass-rate "
+                f"({self._high:g})",
+            ),
+            "cut": ("cut", f"{total} on the left to --max-prompt-length {limit}"),
         }
-        return [line.format(f"{self._counts[name]:,}") for name, line in lines.items() if self._counts[name]]
+        counts = self._counts
+        return [f"{did} {counts[name]:,} {what}" for name, (did, what) in lines.items() if counts[name]]
 
     def _note(self, left: LeftOut) -> None:
         self._counts[left.reason] += 1
@@ -181,8 +192,8 @@ class PromptDataset:
         rows = "\n".join(self._bad) + (f"\nand {more:,} more" if more else "")
         return GrpoError(f"{rows} (--bad-rows skip leaves such rows out)")
 
-    def _read(self, number: int, index: int) -> Prompt:
-        """The prompt of a row, as number ``index``; LeftOut if there is none."""
+    def read(self, number: int) -> Prompt:
+        """The prompt of a row, whether or not rows before it have one; LeftOut if there is none."""
         file, block, position, where = self._files.find(number)
         try:
             row = file.row(block, position)
@@ -199,7 +210,7 @@ class PromptDataset:
             ids = ids[-limit:]
         if not self._low <= rate <= self._high:
             raise LeftOut("rate", where)
-        return Prompt(index, ids, row, where, fields)
+        return Prompt(number, ids, row, where, fields)
 
     def _tokens(self, row: dict[str, Any]) -> list[int]:
         prompt = parse_prompt(row, self._args.prompt_key, self._args.system_prompt)
