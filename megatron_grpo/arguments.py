@@ -36,7 +36,7 @@ from megatron_grpo.weights.families import FAMILIES
 # is not given.
 Row = tuple[str, Any, Any, str]
 
-TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
+TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
 FLAGS: dict[str, tuple[Row, ...]] = {
     "batch and duration": (
@@ -108,6 +108,9 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
         ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
         ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
+        ("--tiktoken-pattern", ("v1", "v2"), "v2", "how a TikTokenizer splits text into words, by Megatron-LM's names"),
+        ("--tiktoken-num-special-tokens", int, 1000, "ids of a TikTokenizer that come before its vocabulary"),
+        ("--tiktoken-special-tokens", [str], None, "names of the first of them [Megatron-LM's seven]"),
     ),
     "rollout": ROLLOUT_FLAGS,
     "reuse and sampling": CHOICE,

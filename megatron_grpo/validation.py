@@ -227,6 +227,10 @@ def _check_data(args: Namespace) -> None:
         raise GrpoError("--valid-data-path has weights: every held-out prompt counts the same; leave them out")
     if args.tokenizer_model is None:
         args.tokenizer_model = args.load_hf
+    for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
+        if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
+            raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
+    positive(args, "tiktoken_num_special_tokens")
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
     positive(args, "eval_interval eval_max_prompts")
     for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):
