@@ -2,11 +2,11 @@
 
     python tools/data/code_problems.py --input train.jsonl --output apps.parquet --bad-rows skip --max-tests 10
 
-Takes two forms, as JSON lines or Parquet: "question" with "input_output", JSON text of {"inputs": [..], "outputs": [..],
-"fn_name": ..} (APPS, TACO; without fn_name programs read and print), and "text" or "prompt" with "test_list", asserts in
-Python (MBPP, with "test_setup_code" or "test_imports"). Rows of the output: "prompt" (chat messages), "tests" (JSON text
-as --reward-funcs code reads it), "data_source". A row that brings solutions ("solutions", JSON text of a list, or
-"code") is run in the sandbox, and one of the first --tries solutions has to pass all tests.
+Takes two forms, as JSON lines or Parquet: "question" with "input_output", JSON text of {"inputs": [..], "outputs":
+[..], "fn_name": ..} (APPS, TACO; without fn_name programs read and print), and "text" or "prompt" with "test_list",
+asserts in Python (MBPP, with "test_setup_code" or "test_imports"). Rows of the output: "prompt" (chat messages),
+"tests" (JSON text as --reward-funcs code reads it), "data_source". Where a row brings solutions ("solutions", JSON text
+of a list, or "code"), one of the first --tries has to pass all tests, in the sandbox.
 """
 
 import argparse

@@ -71,9 +71,7 @@ def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any
         if not files:
             raise GrpoError(f"{path}: holds no .json files")
         yield from ((str(file), partial(_object, file)) for file in files)
-    elif (
-        path.suffix == ".json" and path.is_file() and path.read_bytes()[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-    ):
+    elif path.suffix == ".json" and path.is_file() and _begins(path) == b"[":
         try:
             entries = _json(path)
         except GrpoError as error:
@@ -84,6 +82,16 @@ def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any
         for number in range(len(rows)):
             file, block, index, where = rows.find(number)
             yield where, partial(file.row, block, index)
+
+
+def _begins(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+
+
+def _begins(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
 
 
 def _json(path: Path) -> Any:

@@ -4,8 +4,8 @@
     python tools/data/countdown.py --generate 10000 --numbers 3 4 --seed 1 --output countdown.jsonl
 
 Converts rows {"target": 98, "nums": [44, 19, 35]} (the form of Jiayi-Pan/Countdown-Tasks-3to4), or makes new ones, all
-of which can be solved. Rows of the output: "prompt" (chat messages), "nums", "target", "data_source". Train on them with
---reward-funcs countdown, which has to take a solution that is searched for each row; one without any is bad.
+of which can be solved. Rows of the output: "prompt" (chat messages), "nums", "target", "data_source". Train on them
+with --reward-funcs countdown, which has to take a solution that is searched for each row; one without any is bad.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python tools/data/math_problems.py --input MATH/train --output math_train.parquet
     python tools/data/math_problems.py --input test.jsonl --output math500.jsonl
 
-The input is the original folder (one .json a problem), or JSON lines or Parquet of such rows; MATH-500's column "answer"
-is taken where it is there, else the last \\boxed{} of the solution. Rows of the output: "prompt" (chat messages with
---instruction behind), "answer", "level", "type", "data_source". Train on them with --reward-funcs accuracy, which has
-to take each row's own answer for right; rows whose answer is no mathematics can be left out (--bad-rows skip).
+The input is the original folder (one .json a problem), or JSON lines or Parquet of such rows; MATH-500's column
+"answer" is taken where it is there, else the last \\boxed{} of the solution. Rows of the output: "prompt" (chat
+messages with --instruction behind), "answer", "level", "type", "data_source". Train on them with --reward-funcs
+accuracy, which has to take each row's own answer for right; rows whose answer is no mathematics can be left out
+(--bad-rows skip).
 """
 
 import argparse
