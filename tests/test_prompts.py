@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import PromptDataset
-from megatron_grpo.data.row_prompt import parse_prompt
+from megatron_grpo.data.row_prompt import parse_prompt, parse_tools
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.errors import GrpoError
 
@@ -24,7 +24,8 @@ class Characters:
         return [ord(c) for c in text]
 
     def apply_chat_template(self, messages, tools=None):
-        return self.encode("".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
+        known = "".join(f"[{tool['name']}]" for tool in tools or [])
+        return self.encode(known + "".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
 
 
 def flags(**changes):
@@ -66,6 +67,22 @@ def test_prompt_key(tmp_path):
 def test_system_prompt(tmp_path):
     data = dataset(tmp_path / "a.jsonl", {"prompt": "hi"}, {"prompt": [user("you")]}, system_prompt="be brief")
     assert [text(prompt) for prompt in data] == ["system:be brief|user:hi|>", "system:be brief|user:you|>"]
+
+
+def test_tools_are_given_to_the_chat_template(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": None}}]}
+    rows = [
+        {"prompt": [user("hi")], "tools": [{"name": "f", "strict": None}, {"name": "g"}]},
+        {"prompt": [user("hi")], "tools": json.dumps([{"name": "f"}])},
+        {"prompt": [user("hi"), call, {"role": "tool", "content": "3"}], "tools": []},
+        {"prompt": [user("hi")], "tools": None},
+    ]
+    data = dataset(tmp_path / "a.jsonl", *rows)
+    expected = ["[f][g]user:hi|>", "[f]user:hi|>", "user:hi|assistant:|tool:3|>", "user:hi|>"]
+    assert [text(prompt) for prompt in data] == expected
+    assert parse_tools(rows[0], [user("hi")]) == [{"name": "f"}, {"name": "g"}]  # Parquet's nulls are no keys
+    # As JSON text they are what they are.
+    assert parse_tools({"tools": '[{"name": "f", "default": null}]'}, [user("hi")]) == [{"name": "f", "default": None}]
 
 
 def test_several_files_and_parquet(tmp_path):

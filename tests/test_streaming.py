@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from bad_input_bench import GOOD
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_bad_input import TRAIN, launch, model  # noqa: F401 (a fixture)
 from test_prompts import Characters
 
 from megatron_grpo.arguments import parse_args
@@ -293,3 +295,27 @@ def test_a_damaged_row_group_is_named(tmp_path):
     data = dataset(path, flags="--max-prompt-length 9000")
     with pytest.raises(GrpoError, match=r"a\.parquet: row group 1 is damaged"):
         draw(data, data.sampler(), 40)
+
+
+def test_a_streamed_run_that_was_stopped_goes_on_with_the_same_prompts(tmp_path, model):  # noqa: F811
+    """pretrain_grpo.py itself, with weights, bad rows and long ones, and a stub for the engine."""
+    bad, long = {"prompt": 3, "answer": "x"}, {"prompt": "123456789+", "answer": "x"}
+    lines = [bad if n % 7 == 3 else long if n % 7 == 5 else {"prompt": f"{n}+1=", "answer": "1"} for n in range(60)]
+    words = ["0.7", jsonl(tmp_path / "a.jsonl", lines), "0.3", parquet(tmp_path / "b.parquet", rows(40))]
+    flags = f"{GOOD} --load-hf {model} --bad-rows skip --truncation-strategy delete --micro-batch-size 16".split()
+    flags += ["--num-completions-to-log", "16", "--train-data-path", *map(str, words)]
+
+    def train(save, *more):
+        assert launch(TRAIN, [*flags, "--save", str(save), *more]) == 0
+        read = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+        logged = [json.loads(line) for line in (save / "completions.jsonl").read_text().splitlines()]
+        counts = [(row["consumed/prompts"], row["consumed/left_out"]) for row in read if "consumed/prompts" in row]
+        return counts, [(line["iteration"], line["row"]) for line in logged]
+
+    whole = train(tmp_path / "whole", "--train-iters", "6")
+    train(tmp_path / "parts", "--train-iters", "6", "--exit-interval", "3")
+    assert train(tmp_path / "parts", "--train-iters", "6", "--load", str(tmp_path / "parts")) == whole
+    counts, logged = whole
+    assert [used for used, _ in counts] == [4, 8, 12, 16, 20, 24] and counts[-1][1] > 0
+    assert len({row for _, row in logged}) == 24
+    assert sum(row >= 60 for row in {row for _, row in logged}) == 7  # 0.3 * 24, to within one
