@@ -270,9 +270,10 @@ def test_small_weighted_files(tmp_path):
     assert not data.streamed
     taken = answers(draw(data, data.sampler(), 12))
     assert sorted(taken[:12])[:8] == [0, 0, 1, 1, 2, 2, 3, 3] and sum(answer >= 10 for answer in taken) == 4
-    with pytest.raises(GrpoError, match=r"b\.jsonl has a weight in --train-data-path, and no prompts"):
-        (tmp_path / "b.jsonl").write_text("")
-        dataset("2", tmp_path / "a.jsonl", "1", tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").write_text("")
+    for other in (tmp_path / "a.jsonl", jsonl(tmp_path / "c.jsonl", rows(50))):
+        with pytest.raises(GrpoError, match=r"b\.jsonl has a weight in --train-data-path, and no prompts"):
+            dataset("2", other, "1", tmp_path / "b.jsonl")
 
 
 def test_blends_in_words():

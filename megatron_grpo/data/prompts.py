@@ -91,17 +91,17 @@ class PromptDataset:
             # Whether a row sets stop words or a constraint is not known yet.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
             say(f"{', '.join(words)}: {len(self._files):,} rows, checked when their turn comes")
-            return
-        self._files.held_bytes = size
-        self._check_all()
-        self._bounds = np.searchsorted(self._numbers, self._bounds)
-        if not curriculum:
-            self.pass_rates = None
+        else:
+            self._files.held_bytes = size
+            rates = self._check_all()
+            self.pass_rates = rates if curriculum else None
+            self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
             raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path, and no prompts: leave it out")
 
-    def _check_all(self) -> None:
+    def _check_all(self) -> np.ndarray:
+        """Find the rows that can be used; returns their pass rates (1 where none is asked for)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         for number in tqdm(range(total), "checking prompts", disable=not speaks() or total < _PROGRESS_FROM):
             try:
@@ -117,9 +117,10 @@ class PromptDataset:
             raise self._bad_rows()
         if not numbers:
             raise GrpoError(f"no prompts left: {'; '.join(self.summary())}")
-        self._numbers, self.pass_rates = np.array(numbers), np.array(rates)
+        self._numbers = np.array(numbers)
         for line in self.summary():
             say(line)
+        return np.array(rates)
 
     def __len__(self) -> int:
         return len(self._files) if self._numbers is None else len(self._numbers)
