@@ -82,6 +82,7 @@ REMEDIES = {
     "memory bounded.",
     "tokens/total": "A count: an axis to compare runs of different batches along.",
     "consumed/prompts": "A count: over the number of rows it is the number of epochs.",
+    "consumed/left_out": "Many: filters take most of the data away, and reading it takes time. Filter the files once.",
     "memory/": "Near the device's size: --offload-optimizer, --offload-model, --sleep-level 2, a smaller "
     "--vllm-gpu-memory-utilization or --max-tokens-per-microbatch; --dry-run estimates them.",
     "time/rollout": "Most of the step: more --vllm-max-num-seqs, a larger --vllm-gpu-memory-utilization, "

@@ -69,6 +69,7 @@ METRICS = {
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/total": "the same, since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
+    "consumed/left_out": "rows whose turn came and that were left out (streamed data only), since the start of the run",
     "memory/train": "GiB in use on the device, by all processes, at the end of the updates",
     "memory/sync": "the same when the engine has taken over the weights",
     "memory/rollout": "the same when generation begins",
@@ -85,7 +86,7 @@ METRICS = {
     "perf/tokens_per_second": "tokens/update over time/step",
 }
 _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs"}
-_POSITIONS = {"lr", "tokens/total", "consumed/prompts"}
+_POSITIONS = {"lr", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "reward/failures"}
 
 

@@ -15,8 +15,9 @@ from megatron_grpo import checkpointing, training
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.completion_log import chosen, completion_row
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
+from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.row_sampling import structured_json
+from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.errors import EngineLost, GrpoError
 from megatron_grpo.frozen_model import FrozenModel, SwappedReference
@@ -48,7 +49,7 @@ class Trainer:
     engine: Engine
     tokenizer: object
     dataset: PromptDataset
-    sampler: PromptSampler
+    sampler: PromptSampler | BlendedSampler
     valid_prompts: list[Prompt]
     scorer: RewardPool | None
     logger: MetricsLogger
@@ -76,7 +77,7 @@ class Trainer:
         """
         self.rollouts += 1
         count = prompts_to_draw(self._num_groups, self.args.over_sampling_ratio, self._resample_times)
-        return [self.dataset[i] for i in self.sampler.next(count)]
+        return draw(self.dataset, self.sampler, count)
 
     def selection(self) -> Selection | None:
         """How the groups of this rollout are chosen among those of `next_prompts`; None when it takes them all."""
@@ -220,7 +221,7 @@ class Trainer:
     def _probe_engine(self) -> RolloutBatch:
         """Answers of every replica to the first prompts of the data, for --check-weight-sync."""
         with self.timers("sync"):
-            prompts = [self.dataset[i] for i in range(min(len(self.dataset), weight_check.PROMPTS_PER_REPLICA))]
+            prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _offload(self, offloader: Offloader) -> None:
@@ -279,6 +280,7 @@ class Trainer:
             metrics = metrics | {
                 "tokens/total": self.tokens,
                 "consumed/prompts": self.sampler.consumed,
+                "consumed/left_out": self.sampler.left_out,
             }
         self.logger.log(self.iteration, metrics | self.timers.collect())
         self.profiler.after(self.iteration)

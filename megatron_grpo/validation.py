@@ -19,6 +19,7 @@ from megatron_grpo.arguments import (
     transformer_config_from_args,
 )
 from megatron_grpo.batch_arithmetic import batch_arithmetic
+from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.frozen_rules import check_frozen
@@ -218,8 +219,20 @@ def check_budgets(args: Namespace) -> None:
 
 def _check_data(args: Namespace) -> None:
     required(args, "train_data_path", "name the files of training prompts")
+    weights = read_blend(args.train_data_path or [])[1]
+    if weights and args.num_epochs is not None:
+        raise GrpoError(
+            "--num-epochs and weights in --train-data-path cannot both be given: each file is gone through at "
+            "a speed of its own; give --train-iters"
+        )
+    if read_blend(args.valid_data_path or [])[1]:
+        raise GrpoError("--valid-data-path has weights: every held-out prompt counts the same; leave them out")
     if args.tokenizer_model is None:
         args.tokenizer_model = args.load_hf
+    for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
+        if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
+            raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
+    positive(args, "tiktoken_num_special_tokens")
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
     positive(args, "eval_interval eval_max_prompts")
     for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):

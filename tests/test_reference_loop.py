@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo import initialize, training
 from megatron_grpo.arguments import parse_args
-from megatron_grpo.data.prompts import Prompt, PromptSampler
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.frozen_model import SwappedReference
 from megatron_grpo.initialize import initialize_distributed, set_random_seed
