@@ -1,7 +1,69 @@
-"""What a reader of metrics needs beside ``metrics.METRICS``: under which heading each stands, and its remedy.
+"""The one place that documents metrics: what each means, under which heading it stands, and its remedy.
 
 A remedy says what to do when the metric goes wrong; one whose key ends with a slash is that of a family (``memory/``).
 """
+
+import re
+from collections.abc import Iterable
+
+METRICS = {
+    "reward/mean": "mean over completions of the weighted sum of the reward functions",
+    "reward/std": "mean over prompts of the standard deviation of that sum over a prompt's completions",
+    "reward/<function>/mean": "mean over completions of one reward function, unweighted",
+    "reward/<function>/std": "standard deviation over all completions of one reward function, unweighted",
+    "reward/<function>/min": "smallest value of one reward function",
+    "reward/<function>/max": "largest value of one reward function",
+    "reward/kl_penalty": "mean over completions of what --kl-in-reward subtracts: beta times the sum of k1",
+    "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
+    "teacher/kl": "KL divergence of the old policy from the teacher: mean over tokens of log p(old) - log p(teacher)",
+    "advantage/std": "standard deviation over completions of the same",
+    "reward/zero_std_groups": "share of prompts whose completions all have the same reward (no signal)",
+    "reward/failures": "calls of reward functions that raised, hung or gave no number",
+    "sampling/resampled_groups": "groups without signal that --dynamic-sample replaced in this rollout",
+    "sampling/rounds": "most replacements one after the other for one of its groups",
+    "sampling/aborted_groups": "groups that were begun and not needed (--over-sampling-ratio); their prompts come next",
+    "completion/length_mean": "mean length of a completion, tokens",
+    "completion/length_max": "length of the longest completion, tokens",
+    "completion/truncated": "share of completions cut off at --max-completion-length",
+    "loss": "the loss that was differentiated, KL term included",
+    "kl": "mean k3 estimate of KL(policy || reference) over completion tokens, whatever --kl-estimator",
+    "entropy": "mean entropy of the policy's next-token distribution over completion tokens, nats",
+    "clip/low": "share of completion tokens whose ratio is clipped below (advantage < 0)",
+    "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0; --loss-type cispo: any)",
+    "clip/masked": "share of completion tokens whose policy term is left out (entropy, clip-cov, m2po, off-policy)",
+    "ratio/max": "largest probability ratio new/old of a completion token",
+    "grad_norm": "L2 norm of the gradient over all parameters, before clipping",
+    "moe/balance_loss": "the routers' load-balancing loss before its coefficient, mean over layers: 1 when all is even",
+    "lr": "learning rate of this update",
+    "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| of the sampled tokens, nats",
+    "mismatch/max_abs": "largest |log p(trainer) - log p(engine)| of a sampled token, nats",
+    "mismatch/kl": "mean k3 estimate of KL(engine || trainer) over the sampled tokens, nats a token",
+    "mismatch/perplexity_ratio": "perplexity of the sampled tokens under the trainer over that under the engine",
+    "mismatch/effective_sample_size": "(sum r)^2 / (n sum r^2) over tokens, r = p(trainer) / p(engine): at most 1",
+    "mismatch/clipped": "share of completion tokens that --rollout-importance-sampling-mode truncates or masks",
+    "eval/greedy_reward": "mean reward of greedy completions of the held-out prompts",
+    "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
+    "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
+    "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
+    "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 2, 4, 8 ...",
+    "tokens/update": "prompt and completion tokens that this update trained on",
+    "tokens/total": "the same, since the start of the run",
+    "consumed/prompts": "training prompts used since the start of the run",
+    "memory/train": "GiB in use on the device, by all processes, at the end of the updates",
+    "memory/sync": "the same when the engine has taken over the weights",
+    "memory/rollout": "the same when generation begins",
+    "memory/asleep": "the same when the engine has given back what --sleep-level says",
+    "time/rollout": "seconds for generating completions",
+    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-model and the like)",
+    "time/scoring": "seconds for the reward functions",
+    "time/logprobs": "seconds for forward-only passes: old policy and reference",
+    "time/update": "seconds for forward, backward and optimizer",
+    "time/sync": "seconds for sending the weights to the engine",
+    "time/save": "seconds for saving a checkpoint (a save is counted in the row that follows it)",
+    "time/eval": "seconds for evaluation",
+    "time/step": "seconds of wall clock since the row before",
+    "perf/tokens_per_second": "tokens/update over time/step",
+}
 
 HEADINGS = {
     "reward": "Rewards",
@@ -97,6 +159,21 @@ REMEDIES = {
     "time/step": "More than its phases together: the host is busy with something else.",
     "perf/tokens_per_second": "Falling in a run: completions grow longer, or the host swaps; compare the time/* rows.",
 }
+
+
+def documented(name: str) -> str | None:
+    """The name under which METRICS has a metric: ``reward/<function>/mean`` for ``reward/f1/mean``; None for none."""
+    if name in METRICS:
+        return name
+    patterns = ((known, re.sub("<.*?>", "[^/]+", known)) for known in METRICS if "<" in known)
+    return next((known for known, pattern in patterns if re.fullmatch(pattern, name)), None)
+
+
+def check_names(metrics: Iterable[str]) -> None:
+    """Raise KeyError when a name is not in METRICS: whatever a run reports is explained there."""
+    for name in metrics:
+        if documented(name) is None:
+            raise KeyError(f"metric {name!r} is not documented in megatron_grpo.metric_guide.METRICS")
 
 
 def remedy(name: str) -> str:

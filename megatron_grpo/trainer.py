@@ -254,7 +254,7 @@ class Trainer:
     # ---- what is seen
 
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
-        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of ``metrics.METRICS``."""
+        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of METRICS."""
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),

@@ -127,7 +127,7 @@ class UpdateReport:
     balance_loss: float | None = None  # of a mixture of experts' routers
 
     def metrics(self) -> dict[str, float]:
-        """The report under the names of ``metrics.METRICS``: sums over tokens become means."""
+        """The report under the names of ``metric_guide.METRICS``: sums over tokens become means."""
         tokens = max(self.sums["tokens"], 1)  # --overlong-filter can leave an update without any
         row = {
             "loss": self.sums["loss"],

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sharp_model import make_sharp_model
 
 from megatron_grpo import checkpoint_directory
-from megatron_grpo.metrics import METRICS, check_names
+from megatron_grpo.metric_guide import METRICS, check_names
 from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]

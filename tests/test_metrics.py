@@ -12,22 +12,18 @@ import struct
 import subprocess
 import sys
 import termios
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo import metrics
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.metrics import METRICS, MetricsLogger, Timers, aggregate, console_lines, truncate_after
+from megatron_grpo.metric_guide import METRICS
+from megatron_grpo.metrics import MetricsLogger, Timers, aggregate, console_lines, truncate_after
 
 
 def make_args(**overrides):
-    values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "wandb_exp_name": None}
-    return argparse.Namespace(
-        **values | {"num_completions_to_log": 2, "lr": 1e-6, "reward_funcs": ["exact"]} | overrides
-    )
+    values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
+    return argparse.Namespace(**values | {"log_completions": False} | overrides)
 
 
 def rows(path):
@@ -240,56 +236,6 @@ def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
     with timers("rollout"):
         pass
     assert timers.collect() == {"time/eval": 3.0, "time/rollout": 0.5, "time/step": 6.0}
-
-
-def test_tensorboard_events_can_be_read_back(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    args = make_args(tensorboard_dir=str(tmp_path))
-    train(args, 0, 3).close()
-    time.sleep(1.1)  # event files are ordered by the second in their name
-    train(args, 2, 4).close()  # resumed from update 2: the first run's update 3 must go
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    scalars = events.Scalars("reward/mean")
-    assert [event.step for event in scalars] == [1, 2, 3, 4]
-    assert scalars[0].value == pytest.approx(1 / 3)
-
-
-def test_wandb_is_asked_for_at_start_up(monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    for rank in (0, 1):  # all ranks alike, so that none waits for the others
-        with pytest.raises(GrpoError, match=r"--wandb-project demo needs the package wandb.*pip install wandb"):
-            MetricsLogger(make_args(wandb_project="demo"), rank, 1, 0)
-
-
-def test_wandb_receives_the_rows(tmp_path, monkeypatch):
-    # A stand-in module: the package is no requirement of the project, so its interface is all that can be held here.
-    (tmp_path / "wandb.py").write_text(
-        textwrap.dedent(
-            """
-            calls = []
-            class Run:
-                def log(self, row, step): calls.append((step, row))
-                def finish(self): calls.append("finish")
-            def init(**options):
-                calls.append(options)
-                return Run()
-            """
-        )
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    logger = MetricsLogger(make_args(wandb_project="demo", wandb_exp_name="run 1"), 0, 1, 0)
-    logger.log(1, {"loss": 0.5})
-    logger.close()
-    import wandb
-
-    options, (step, row), end = wandb.calls
-    assert (options["project"], options["name"]) == ("demo", "run 1")
-    assert options["config"]["reward_funcs"] == ["exact"]
-    assert (step, row, end) == (1, {"loss": 0.5}, "finish")
-    monkeypatch.delitem(sys.modules, "wandb")
 
 
 ROOT = Path(__file__).resolve().parents[1]
