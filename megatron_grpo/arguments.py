@@ -139,6 +139,9 @@ FLAGS: dict[str, tuple[Row, ...]] = {
     ),
     "logging": (
         ("--log-interval", int, 1, "updates between two lines"),
+        ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
+        ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
+        ("--device-peak-tflops", float, None, "dense TFLOP/s of a device, for perf/mfu [known ones, in 16 bits]"),
         ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
         *TRACKER_FLAGS,
     ),

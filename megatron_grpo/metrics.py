@@ -2,8 +2,7 @@
 
 Rank 0 writes; on the other ranks a logger checks the names it is given and does nothing else. With ``--log-interval N``
 a row, in every one of these places, stands for the last N updates: means, except for maxima and minima (the extreme),
-positions such as ``lr`` (the last value), seconds and counts (the sum) and tokens per second (all tokens over all
-seconds).
+positions such as ``lr`` (the last value), seconds and counts (the sum) and rates (all tokens over all seconds).
 """
 
 import contextlib
@@ -23,11 +22,13 @@ from tqdm import tqdm
 
 from megatron_grpo.metric_guide import check_names
 from megatron_grpo.profiling import PHASE
+from megatron_grpo.throughput import peak_tflops, rates
 from megatron_grpo.trackers import build_trackers, completion_table
 
-_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs"}
-_POSITIONS = {"lr", "tokens/total", "consumed/prompts"}
-_SUMS = {"tokens/update", "reward/failures"}
+_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak"}
+_MINIMA = {"completion/length_min", "ratio/min"}
+_POSITIONS = {"lr", "params_norm", "tokens/total", "consumed/prompts"}
+_SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}
 
 
 class Timers:
@@ -87,6 +88,7 @@ class MetricsLogger:
         self.iteration = start_iteration
         self.files: dict[str, TextIO] = {}
         self.trackers: list = []
+        self.peak_tflops = peak_tflops(args)
         self.bar = None
         if not self.active:
             return
@@ -161,6 +163,7 @@ class MetricsLogger:
         if not self.interval:
             return
         row = aggregate(self.interval)
+        row |= rates(row, self.args.world_size, self.peak_tflops, self.args.include_performance_metrics)
         self.interval = []
         if "metrics.jsonl" in self.files:
             self._append("metrics.jsonl", {"iteration": self.iteration} | row)
@@ -187,14 +190,12 @@ def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
             row[name] = values[-1]
         elif name in _MAXIMA or re.fullmatch(r"reward/[^/]+/max", name):
             row[name] = max(values)
-        elif re.fullmatch(r"reward/[^/]+/min", name):
+        elif name in _MINIMA or re.fullmatch(r"reward/[^/]+/min", name):
             row[name] = min(values)
         elif name in _SUMS or name.startswith("time/"):
             row[name] = sum(values)
         else:
             row[name] = fmean(values)
-    if row.get("time/step") and "tokens/update" in row:
-        row["perf/tokens_per_second"] = row["tokens/update"] / row["time/step"]
     return row
 
 
@@ -256,6 +257,8 @@ def console_lines(iteration: int, total: int, row: dict[str, float]) -> list[str
         parts.append(" ".join(f"{phase} {cell(row.get(f'time/{phase}'), '6.2f')}" for phase in _SECONDS) + " s")
         rate = row.get("perf/tokens_per_second")
         parts.append(f"{'-' if rate is None else format(rate, ',.0f'):>7} tokens/s")
+        if "perf/mfu" in row:
+            parts.append(f"MFU {row['perf/mfu']:.3f}")
         lines.append(" | ".join([label, *parts]))
     evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
     if evaluation:

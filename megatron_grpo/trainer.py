@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
 from megatron_grpo.rollout.selection import Selection, prompts_to_draw
 from megatron_grpo.rollout.teacher_server import TeacherServer
+from megatron_grpo.throughput import ModelFlops
 from megatron_grpo.weights import hf
 
 
@@ -62,6 +64,7 @@ class Trainer:
     first_iteration: int = 0  # where this process began: above 0 after a resume
     rollouts: int = 0
     tokens: int = 0
+    generated: int = 0  # tokens of completions that no row has told of
     reward_failures: int = 0  # in the newest rollout
     memory: dict[str, float] = field(default_factory=dict)  # of the stages of the newest rollout
     sampling_metrics: dict[str, float] = field(default_factory=dict)  # of the newest rollout
@@ -253,8 +256,14 @@ class Trainer:
 
     # ---- what is seen
 
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """What the model's passes take."""
+        return ModelFlops(self.args)
+
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
         """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of METRICS."""
+        self.generated += int(batch.completion_lengths.sum())
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
@@ -262,6 +271,7 @@ class Trainer:
             "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
             "completion/length_mean": float(batch.completion_lengths.mean()),
+            "completion/length_min": int(batch.completion_lengths.min()),
             "completion/length_max": int(batch.completion_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
@@ -279,7 +289,15 @@ class Trainer:
             metrics = metrics | {
                 "tokens/total": self.tokens,
                 "consumed/prompts": self.sampler.consumed,
+                "tokens/rollout": self.generated,
             }
+            self.generated = 0
+        if self.args.log_params_norm:
+            with training.parameters_complete(self.args, self.model):
+                metrics = metrics | {"params_norm": training.params_norm(self.model)}
+        if torch.cuda.is_available():
+            metrics = metrics | {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
+            torch.cuda.reset_peak_memory_stats()
         self.logger.log(self.iteration, metrics | self.timers.collect())
         self.profiler.after(self.iteration)
 

@@ -328,6 +328,7 @@ def _check_checkpoints(args: Namespace) -> None:
 def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
+    positive(args, "device_peak_tflops")
     check_trackers(args)
     check_profiling(args)
 

@@ -41,7 +41,8 @@ OF_AN_UPDATE = (
     - OF_A_ROLLOUT
     - OF_AN_EVALUATION
     - {name for name in METRICS if name.startswith(("memory/", "sampling/"))}
-    - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
+    - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}
+    - {"params_norm", "time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
 )
 
 

@@ -23,7 +23,8 @@ from megatron_grpo.metrics import MetricsLogger, Timers, aggregate, console_line
 
 def make_args(**overrides):
     values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
-    return argparse.Namespace(**values | {"log_completions": False} | overrides)
+    values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False}
+    return argparse.Namespace(**values | {"world_size": 1} | overrides)
 
 
 def rows(path):
@@ -119,8 +120,13 @@ def test_log_interval_merges_updates():
         "tokens/update": 40,
         "time/step": 5.0,
         "time/save": 2.0,
-        "perf/tokens_per_second": 8.0,
     }
+
+
+def test_ratios_and_lengths_keep_their_extremes():
+    names = ("ratio/min", "ratio/max", "completion/length_min", "completion/length_max", "params_norm")
+    updates = [dict(zip(names, values, strict=True)) for values in ((0.5, 1.5, 3, 9, 2.0), (0.25, 4.0, 2, 8, 3.0))]
+    assert aggregate(updates) == dict(zip(names, (0.25, 4.0, 2, 9, 3.0), strict=True))
 
 
 def test_log_interval_writes_every_nth_update_and_the_last(tmp_path):
@@ -212,6 +218,7 @@ def test_console_line_has_a_fixed_width():
     )
     (sparse,) = console_lines(8, 200, {"loss": 1.0})
     assert len(sparse) == len(line)
+    assert console_lines(7, 200, full | {"perf/mfu": 0.41234}) == [line + " | MFU 0.412"]
 
 
 def test_timers_add_up_and_start_anew(monkeypatch):

@@ -39,7 +39,9 @@ COLUMNS += ["reward/form"]
 
 
 def parsed(*flags):
-    return parse_args([str(flag) for flag in flags])
+    args = parse_args([str(flag) for flag in flags])
+    args.world_size = 1
+    return args
 
 
 def train(args, start, stop, total=10):
