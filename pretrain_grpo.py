@@ -181,7 +181,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             first = batch.rewards[:, 0]  # NaN where it did not score
             metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
             whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts whose answers all are scored
-            for k in powers_of_two(num_generations) if whole.any() else ():
+            for k in powers_of_two(num_generations) if kind == "sampled" and whole.any() else ():
                 metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
     return metrics
 

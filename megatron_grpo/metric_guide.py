@@ -48,7 +48,7 @@ METRICS = {
     "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
     "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
     "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
-    "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 2, 4, 8 ...",
+    "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 1, 2, 4 ...",
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/rollout": "tokens of the completions that were generated for these updates",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation",
