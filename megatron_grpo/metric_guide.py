@@ -50,7 +50,7 @@ METRICS = {
     "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
     "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 1, 2, 4 ...",
     "tokens/update": "prompt and completion tokens that this update trained on",
-    "tokens/rollout": "tokens of the completions that were generated for these updates",
+    "tokens/rollout": "tokens of the rollout's completions, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation",
     "tokens/total": "tokens/update, since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",

@@ -64,7 +64,6 @@ class Trainer:
     first_iteration: int = 0  # where this process began: above 0 after a resume
     rollouts: int = 0
     tokens: int = 0
-    generated: int = 0  # tokens of completions that no row has told of
     reward_failures: int = 0  # in the newest rollout
     memory: dict[str, float] = field(default_factory=dict)  # of the stages of the newest rollout
     sampling_metrics: dict[str, float] = field(default_factory=dict)  # of the newest rollout
@@ -263,13 +262,13 @@ class Trainer:
 
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
         """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of METRICS."""
-        self.generated += int(batch.completion_lengths.sum())
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
             "reward/std": groups.mean_std,
             "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
+            "tokens/rollout": int(batch.completion_lengths.sum()),
             "completion/length_mean": float(batch.completion_lengths.mean()),
             "completion/length_min": int(batch.completion_lengths.min()),
             "completion/length_max": int(batch.completion_lengths.max()),
@@ -289,16 +288,17 @@ class Trainer:
             metrics = metrics | {
                 "tokens/total": self.tokens,
                 "consumed/prompts": self.sampler.consumed,
-                "tokens/rollout": self.generated,
             }
-            self.generated = 0
         if self.args.log_params_norm:
             with training.parameters_complete(self.args, self.model):
                 metrics = metrics | {"params_norm": training.params_norm(self.model)}
         if torch.cuda.is_available():
             metrics = metrics | {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
             torch.cuda.reset_peak_memory_stats()
-        self.logger.log(self.iteration, metrics | self.timers.collect())
+        seconds = self.timers.collect()
+        if "time/rollout" not in seconds:  # of a rollout's updates the first tells of its tokens and seconds
+            metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
 
     def log_completions(self, batch: RolloutBatch) -> None:

@@ -33,7 +33,7 @@ ROWS = [
 COMMON = """--transformer-impl local --vllm-enforce-eager --vllm-max-num-seqs 32 --num-generations 4 --lr 2e-4
     --max-prompt-length 160 --max-completion-length 16 --train-iters""".split()
 # What every update reports, what the first one of a rollout does as well, and what an evaluation does.
-OF_A_ROLLOUT = {"time/rollout", "time/scoring", "time/logprobs"}
+OF_A_ROLLOUT = {"tokens/rollout", "time/rollout", "time/scoring", "time/logprobs"}
 OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/") and "<" not in name}
 OF_AN_EVALUATION |= {"time/eval", "eval/pass_at_1", "eval/pass_at_2"}
 OF_AN_UPDATE = (
