@@ -154,6 +154,8 @@ def _check_destinations(args) -> None:
         "--save": args.save,
         "--save-hf": export and export.parent,
         "--tensorboard-dir": args.tensorboard_dir,
+        "--wandb-save-dir": args.wandb_save_dir,
+        "--swanlab-save-dir": args.swanlab_save_dir,
     }
     for flag, directory in places.items():
         if not directory:
