@@ -29,6 +29,7 @@ from megatron_grpo.profiling import PROFILE
 from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.rollout_flags import ROLLOUT_FLAGS
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
+from megatron_grpo.tracker_flags import TRACKER_FLAGS
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
@@ -36,7 +37,7 @@ from megatron_grpo.weights.families import FAMILIES
 # is not given.
 Row = tuple[str, Any, Any, str]
 
-TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
+TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
 FLAGS: dict[str, tuple[Row, ...]] = {
     "batch and duration": (
@@ -88,7 +89,12 @@ FLAGS: dict[str, tuple[Row, ...]] = {
         ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
     ),
     "data": (
-        ("--train-data-path", [str], None, "JSON-lines or Parquet files of training prompts"),
+        (
+            "--train-data-path",
+            [str],
+            None,
+            "JSON-lines or Parquet files of training prompts, each after a weight or none",
+        ),
         ("--valid-data-path", [str], None, "JSON-lines or Parquet files of held-out prompts"),
         ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
         ("--system-prompt", str, None, "system message put before every prompt"),
@@ -99,9 +105,13 @@ FLAGS: dict[str, tuple[Row, ...]] = {
             "raise",
             "longer prompts: refuse, cut on the left, or leave out",
         ),
+        ("--bad-rows", ("raise", "skip"), "raise", "rows that cannot be used: name them and end, or leave them out"),
         ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
         ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
         ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
+        ("--tiktoken-pattern", ("v1", "v2"), "v2", "how a TikTokenizer splits text into words, by Megatron-LM's names"),
+        ("--tiktoken-num-special-tokens", int, 1000, "ids of a TikTokenizer that come before its vocabulary"),
+        ("--tiktoken-special-tokens", [str], None, "names of the first of them [Megatron-LM's seven]"),
     ),
     "rollout": ROLLOUT_FLAGS,
     "reuse and sampling": CHOICE,
@@ -138,10 +148,11 @@ FLAGS: dict[str, tuple[Row, ...]] = {
     ),
     "logging": (
         ("--log-interval", int, 1, "updates between two lines"),
-        ("--tensorboard-dir", str, None, "directory for TensorBoard"),
-        ("--wandb-project", str, None, "Weights & Biases project"),
-        ("--wandb-exp-name", str, None, "Weights & Biases run name"),
+        ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
+        ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
+        ("--device-peak-tflops", float, None, "dense TFLOP/s of a device, for perf/mfu [known ones, in 16 bits]"),
         ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
+        *TRACKER_FLAGS,
     ),
     "profiling": PROFILE,
     "running": (

@@ -1,7 +1,6 @@
 """Rules of the flags of rewards."""
 
 from argparse import Namespace
-from collections.abc import Iterable
 from typing import Any
 
 from megatron_grpo.errors import GrpoError
@@ -78,11 +77,8 @@ def reward_routes(routing: list[str] | None, functions: list[str]) -> dict[str, 
     return routes
 
 
-def check_sources(routes: dict[str, list[str]], rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Refuse rows, as (where, row), whose "data_source" has no route."""
-    for where, row in rows if routes else ():
-        if row.get("data_source") not in routes:
-            raise GrpoError(
-                f'{where}: no --reward-routing for "data_source" {row.get("data_source")!r}, only for '
-                f"{', '.join(routes)}"
-            )
+def check_source(routes: dict[str, list[str]], row: dict[str, Any]) -> None:
+    """Refuse a row whose "data_source" has no route."""
+    source = row.get("data_source")
+    if routes and not (isinstance(source, str) and source in routes):
+        raise GrpoError(f'no --reward-routing for "data_source" {source!r:.200}, only for {", ".join(routes)}')

@@ -123,7 +123,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
     if args.check_weight_sync and args.rollout_engine == "megatron":
         raise GrpoError("--check-weight-sync needs an engine with weights of its own: leave it out")
-    if args.stop_words and args.tokenizer_type == "SentencePieceTokenizer":
+    if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
 
 

@@ -57,7 +57,7 @@ def constraint_refused(args: Namespace) -> str | None:
     """Why completions cannot be constrained in this run, with the cure; None if they can."""
     if args.rollout_engine != "vllm":
         return f"needs --rollout-engine vllm: {args.rollout_engine} is not asked for constrained completions here"
-    if args.tokenizer_type == "SentencePieceTokenizer":
+    if args.tokenizer_type != "HuggingFaceTokenizer":
         return "needs a HuggingFaceTokenizer: vLLM builds the constraint from its vocabulary"
     user = uses_engine_log_probs(args)
     if user:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_grpo import checkpointing, training
 from megatron_grpo.arguments import args_to_json, print_args
 from megatron_grpo.batch_arithmetic import batch_arithmetic
-from megatron_grpo.data.prompts import PromptDataset, PromptSampler
+from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.dry_run import dry_run_report
 from megatron_grpo.early_exit import EarlyExit
@@ -23,7 +23,7 @@ from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
 from megatron_grpo.profiling import Profiler
 from megatron_grpo.reward_model_rules import reward_models
-from megatron_grpo.reward_rules import check_sources, reward_routes
+from megatron_grpo.reward_rules import reward_routes
 from megatron_grpo.rewards.models import check_models
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
@@ -60,13 +60,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     if teach_args is not None:
         check_teachers_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
-    valid = PromptDataset(args.valid_data_path, tokenizer, args) if args.valid_data_path else []
-    for data in (dataset, valid):
-        check_sources(reward_routes(args.reward_routing, args.reward_funcs), data.rows if data else [])
+    valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
-    if args.min_pass_rate is not None or args.max_pass_rate is not None:
-        dataset.keep_pass_rates(args.min_pass_rate or 0.0, 1.0 if args.max_pass_rate is None else args.max_pass_rate)
-    pass_rates = dataset.pass_rates() if args.curriculum else None
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
         args.train_iters = rollouts * args.updates_per_rollout
@@ -101,7 +96,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
-    sampler = PromptSampler(len(dataset), args.seed, not args.no_shuffle, pass_rates)
+    sampler = dataset.sampler()
     if position:
         sampler.load_state_dict(position["sampler"])
 
@@ -109,7 +104,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     scorer = None
     if engine.is_lead:
         scorer = build_scorer(args)
-    valid_prompts = [valid[i] for i in range(min(len(valid), args.eval_max_prompts or len(valid)))]
+    valid_prompts = valid.first(args.eval_max_prompts) if valid else []
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     if args.save and dist.get_rank() == 0:
         write_run_record(args, iteration)
@@ -159,6 +154,8 @@ def _check_destinations(args) -> None:
         "--save": args.save,
         "--save-hf": export and export.parent,
         "--tensorboard-dir": args.tensorboard_dir,
+        "--wandb-save-dir": args.wandb_save_dir,
+        "--swanlab-save-dir": args.swanlab_save_dir,
     }
     for flag, directory in places.items():
         if not directory:

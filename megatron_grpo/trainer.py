@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from megatron_grpo import checkpointing, training
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.completion_log import chosen, completion_row
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.data.prompts import Prompt, PromptDataset, PromptSampler
+from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.row_sampling import structured_json
+from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.early_exit import EarlyExit
 from megatron_grpo.errors import EngineLost, GrpoError
 from megatron_grpo.frozen_model import FrozenModel, SwappedReference
@@ -31,6 +33,7 @@ from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
 from megatron_grpo.rollout.selection import Selection, prompts_to_draw
 from megatron_grpo.rollout.teacher_server import TeacherServer
+from megatron_grpo.throughput import ModelFlops
 from megatron_grpo.weights import hf
 
 
@@ -48,7 +51,7 @@ class Trainer:
     engine: Engine
     tokenizer: object
     dataset: PromptDataset
-    sampler: PromptSampler
+    sampler: PromptSampler | BlendedSampler
     valid_prompts: list[Prompt]
     scorer: RewardPool | None
     logger: MetricsLogger
@@ -76,7 +79,7 @@ class Trainer:
         """
         self.rollouts += 1
         count = prompts_to_draw(self._num_groups, self.args.over_sampling_ratio, self._resample_times)
-        return [self.dataset[i] for i in self.sampler.next(count)]
+        return draw(self.dataset, self.sampler, count)
 
     def selection(self) -> Selection | None:
         """How the groups of this rollout are chosen among those of `next_prompts`; None when it takes them all."""
@@ -220,7 +223,7 @@ class Trainer:
     def _probe_engine(self) -> RolloutBatch:
         """Answers of every replica to the first prompts of the data, for --check-weight-sync."""
         with self.timers("sync"):
-            prompts = [self.dataset[i] for i in range(min(len(self.dataset), weight_check.PROMPTS_PER_REPLICA))]
+            prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _offload(self, offloader: Offloader) -> None:
@@ -253,15 +256,22 @@ class Trainer:
 
     # ---- what is seen
 
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """What the model's passes take."""
+        return ModelFlops(self.args)
+
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
-        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of ``metrics.METRICS``."""
+        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of METRICS."""
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
             "reward/std": groups.mean_std,
             "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
+            "tokens/rollout": int(batch.completion_lengths.sum()),
             "completion/length_mean": float(batch.completion_lengths.mean()),
+            "completion/length_min": int(batch.completion_lengths.min()),
             "completion/length_max": int(batch.completion_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
@@ -279,8 +289,18 @@ class Trainer:
             metrics = metrics | {
                 "tokens/total": self.tokens,
                 "consumed/prompts": self.sampler.consumed,
+                "consumed/left_out": self.sampler.left_out,
             }
-        self.logger.log(self.iteration, metrics | self.timers.collect())
+        if self.args.log_params_norm:
+            with training.parameters_complete(self.args, self.model):
+                metrics = metrics | {"params_norm": training.params_norm(self.model)}
+        if torch.cuda.is_available():
+            metrics = metrics | {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
+            torch.cuda.reset_peak_memory_stats()
+        seconds = self.timers.collect()
+        if "time/rollout" not in seconds:  # of a rollout's updates the first tells of its tokens and seconds
+            metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
 
     def log_completions(self, batch: RolloutBatch) -> None:

@@ -19,11 +19,11 @@ from megatron_grpo.arguments import (
     transformer_config_from_args,
 )
 from megatron_grpo.batch_arithmetic import batch_arithmetic
+from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.frozen_rules import check_frozen
 from megatron_grpo.loss_rules import check_loss
-from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_parallelism
 from megatron_grpo.profiling import check_profiling
@@ -32,6 +32,7 @@ from megatron_grpo.reward_rules import check_rewards
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.sampling_rules import check_sampling
+from megatron_grpo.trackers import check_trackers
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
@@ -218,8 +219,20 @@ def check_budgets(args: Namespace) -> None:
 
 def _check_data(args: Namespace) -> None:
     required(args, "train_data_path", "name the files of training prompts")
+    weights = read_blend(args.train_data_path or [])[1]
+    if weights and args.num_epochs is not None:
+        raise GrpoError(
+            "--num-epochs and weights in --train-data-path cannot both be given: each file is gone through at "
+            "a speed of its own; give --train-iters"
+        )
+    if read_blend(args.valid_data_path or [])[1]:
+        raise GrpoError("--valid-data-path has weights: every held-out prompt counts the same; leave them out")
     if args.tokenizer_model is None:
         args.tokenizer_model = args.load_hf
+    for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
+        if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
+            raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
+    positive(args, "tiktoken_num_special_tokens")
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
     positive(args, "eval_interval eval_max_prompts")
     for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):
@@ -309,8 +322,11 @@ def check_warmup(args: Namespace) -> None:
 
 def _check_checkpoints(args: Namespace) -> None:
     positive(args, "max_checkpoints_to_keep")
-    for dest in ("save_interval", "max_checkpoints_to_keep", "num_completions_to_log"):
-        needs(args, dest, "save", "there is no directory to write to")
+    nowhere = "there is no directory to write to"
+    for dest in ("save_interval", "max_checkpoints_to_keep"):
+        needs(args, dest, "save", nowhere)
+    if not args.log_completions:
+        needs(args, "num_completions_to_log", "save", nowhere)
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
         needs(args, dest, "load", "it says what to take from there")
     one_place = "the first weights come from one place"
@@ -327,10 +343,9 @@ def _check_checkpoints(args: Namespace) -> None:
 def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
-    needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
+    positive(args, "device_peak_tflops")
+    check_trackers(args)
     check_profiling(args)
-    if not args.dry_run:
-        check_wandb(args)
 
 
 def _check_libraries(args: Namespace) -> None:

@@ -143,7 +143,11 @@ DATA: list[Case] = [
         data('{"prompt": "1"}', "", '{"prompt": 2}'),
         r'bad\.jsonl:3: "prompt" must be a string or a list of messages, found a number',
     ),
-    ("invalid JSON", data("{}", '{"prompt": "1'), r"bad\.jsonl:2: not valid JSON \(.*\); expected one object per line"),
+    (
+        "invalid JSON",
+        data('{"prompt": "1"}', '{"prompt": "1'),
+        r"bad\.jsonl:2: not valid JSON \(.*\); expected one object per line",
+    ),
     ("endless JSON", data("[" * 100_000), r"bad\.jsonl:1: not valid JSON"),
     ("not an object", data('["1"]'), r"bad\.jsonl:1: expected a JSON object, found a list"),
     (
@@ -164,7 +168,7 @@ DATA: list[Case] = [
     (
         "all prompts too long",
         lambda b: [*b.data('{"prompt": "123456789"}'), "--truncation-strategy", "delete"],
-        r"no prompts left: all 1 are longer than --max-prompt-length 8; raise it, or choose --truncation-strategy left",
+        r"no prompts left: left out 1 of 1 prompts that are longer than --max-prompt-length 8 \(raise it, or choose",
     ),
     (
         "less than one rollout",

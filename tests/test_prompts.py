@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.data.prompts import PromptDataset, PromptSampler, parse_prompt
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.row_prompt import parse_prompt, parse_tools
+from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.errors import GrpoError
 
 
@@ -21,14 +24,12 @@ class Characters:
         return [ord(c) for c in text]
 
     def apply_chat_template(self, messages, tools=None):
-        return self.encode("".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
+        known = "".join(f"[{tool['name']}]" for tool in tools or [])
+        return self.encode(known + "".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
 
 
 def flags(**changes):
-    return argparse.Namespace(
-        **{"prompt_key": "prompt", "system_prompt": None, "max_prompt_length": None, "truncation_strategy": "raise"}
-        | changes
-    )
+    return argparse.Namespace(**vars(parse_args([])) | {"max_prompt_length": None} | changes)
 
 
 def dataset(path, *rows, **changes):
@@ -68,6 +69,22 @@ def test_system_prompt(tmp_path):
     assert [text(prompt) for prompt in data] == ["system:be brief|user:hi|>", "system:be brief|user:you|>"]
 
 
+def test_tools_are_given_to_the_chat_template(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": None}}]}
+    rows = [
+        {"prompt": [user("hi")], "tools": [{"name": "f", "strict": None}, {"name": "g"}]},
+        {"prompt": [user("hi")], "tools": json.dumps([{"name": "f"}])},
+        {"prompt": [user("hi"), call, {"role": "tool", "content": "3"}], "tools": []},
+        {"prompt": [user("hi")], "tools": None},
+    ]
+    data = dataset(tmp_path / "a.jsonl", *rows)
+    expected = ["[f][g]user:hi|>", "[f]user:hi|>", "user:hi|assistant:|tool:3|>", "user:hi|>"]
+    assert [text(prompt) for prompt in data] == expected
+    assert parse_tools(rows[0], [user("hi")]) == [{"name": "f"}, {"name": "g"}]  # Parquet's nulls are no keys
+    # As JSON text they are what they are.
+    assert parse_tools({"tools": '[{"name": "f", "default": null}]'}, [user("hi")]) == [{"name": "f", "default": None}]
+
+
 def test_several_files_and_parquet(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     messages = [[user("c")], [user("d"), {"role": "tool", "content": "e", "name": "f"}]]
@@ -95,7 +112,7 @@ def test_truncation(tmp_path, capsys):
         GrpoError, match=r"a\.jsonl:1: the prompt has 6 tokens, more than --max-prompt-length 4; .*left"
     ):
         dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=4)
-    with pytest.raises(GrpoError, match="no prompts left: all 3"):
+    with pytest.raises(GrpoError, match=r"no prompts left: left out 3 of 3 .*longer than --max-prompt-length 2"):
         dataset(tmp_path / "a.jsonl", *rows, max_prompt_length=2, truncation_strategy="delete")
 
 
@@ -115,7 +132,7 @@ def test_truncation(tmp_path, capsys):
         ({"prompt": {"role": "user"}}, "found an object"),
         ({"prompt": " "}, '"prompt" is empty'),
         ({"prompt": []}, "empty list"),
-        ({"prompt": "\ud800"}, "not valid Unicode"),
+        ({"prompt": "\ud800"}, "surrogates not allowed"),
         ({"prompt": ["a"]}, r'message 1 of "prompt" must be an object with "role" and "content", found a string'),
         ({"messages": [user("a"), {"content": "b"}]}, 'message 2 of "messages" has no "role"'),
         ({"messages": [{"role": "user"}]}, 'has no "content"'),

@@ -14,8 +14,9 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()
 
 from megatron_grpo.arguments import parse_args
-from megatron_grpo.data.prompts import PromptDataset, PromptSampler
+from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_sampling import structured_json
+from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rollout.engine import Sampling
 from megatron_grpo.trainer import Trainer
@@ -95,19 +96,20 @@ def rated(*rates):
 
 
 def test_prompts_outside_the_pass_rates_are_left_out(tmp_path, capsys):
-    data = dataset(tmp_path, *rated(0, 0.25, 1, 0.5))
-    data.keep_pass_rates(0.25, 0.5)
+    data = dataset(tmp_path, *rated(0, 0.25, 1, 0.5), flags="--min-pass-rate 0.25 --max-pass-rate 0.5 --curriculum")
     assert [(prompt.id, prompt.row["pass_rate"]) for prompt in data] == [(0, 0.25), (1, 0.5)]
-    assert data.pass_rates().tolist() == [0.25, 0.5] and data[1].ids == [ord(c) for c in "0.5"]
-    assert "kept 2 of 4 prompts with a pass_rate from 0.25 to 0.5" in capsys.readouterr().out
-    with pytest.raises(GrpoError, match=r"no prompts left: the pass_rate of all 2 is below --min-pass-rate \(0.6\)"):
-        data.keep_pass_rates(0.6, 1.0)
+    assert data.pass_rates.tolist() == [0.25, 0.5] and data[1].ids == [ord(c) for c in "0.5"]
+    assert "left out 2 of 4 prompts whose pass_rate is below --min-pass-rate (0.25)" in capsys.readouterr().out
+    with pytest.raises(
+        GrpoError, match=r"no prompts left: left out 2 of 2 .*pass_rate is below --min-pass-rate \(0.6\)"
+    ):
+        dataset(tmp_path, *rated(0.25, 0.5), flags="--min-pass-rate 0.6")
 
 
 @pytest.mark.parametrize("rate", [None, "0.5", True, 1.5, -0.1, float("nan")])
 def test_a_row_without_a_pass_rate_is_named(tmp_path, rate):
     with pytest.raises(GrpoError, match=r'rows\.jsonl:2: "pass_rate" is .*: --curriculum'):
-        dataset(tmp_path, *rated(0.5, rate)).pass_rates()
+        dataset(tmp_path, *rated(0.5, rate), flags="--curriculum")
 
 
 rates = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=20)

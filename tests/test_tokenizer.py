@@ -1,11 +1,16 @@
-"""Tokenizers built by hand: ten words for Hugging Face, a few sentences for SentencePiece."""
+"""Tokenizers built by hand: ten words for Hugging Face, sentences for SentencePiece, three merges for tiktoken."""
 
 import argparse
+import base64
 import json
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()
 
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.errors import GrpoError
@@ -102,6 +107,85 @@ def test_refusals_sentencepiece(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"not a model")
     with pytest.raises(GrpoError, match="not a SentencePiece model"):
         build_tokenizer(args(tmp_path / "bad.model", "SentencePieceTokenizer"))
+
+
+def vocabulary(path, *merges):
+    """Megatron-LM's JSON form: the 256 bytes, then these."""
+    tokens = [bytes([byte]) for byte in range(256)] + list(merges)
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
+        for rank, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries))
+    return entries
+
+
+def tik(path, **changes):
+    words = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10, "tiktoken_special_tokens": None}
+    return argparse.Namespace(
+        **{"tokenizer_type": "TikTokenizer", "tokenizer_model": str(path), "vocab_size": None} | words | changes
+    )
+
+
+def test_tiktoken(tmp_path):
+    """Ids by hand: 10 special tokens, then the bytes, then the merges."""
+    vocabulary(tmp_path / "v.json", b"12", b" 1", "é".encode())
+    tokenizer = build_tokenizer(tik(tmp_path / "v.json"))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (269, 2, 4)  # <unk> <s> </s> <mask> <pad> ..
+    # A digit is a word by itself, so neither "12" nor " 1" is ever merged.
+    assert tokenizer.encode("a 12é") == [10 + 97, 10 + 32, 10 + 49, 10 + 50, 268]
+    ids = tokenizer.encode("1é</s>")
+    assert ids == [10 + 49, 268, 2]
+    assert tokenizer.decode(ids) == "1é" and tokenizer.decode(ids, skip_special_tokens=False) == "1é</s>"
+    euro = [10 + byte for byte in "€".encode()]
+    assert tokenizer.encode("€") == euro and tokenizer.decode(euro) == "€"  # of three tokens, put together
+    assert tokenizer.decode(tokenizer.encode("x €, 12\n\n🙂?")) == "x €, 12\n\n🙂?"
+    # v2 splits a word before a capital, v1 does not.
+    vocabulary(tmp_path / "w.json", b"oW")
+    assert build_tokenizer(tik(tmp_path / "w.json", tiktoken_pattern="v1")).encode("oW") == [266]
+    assert build_tokenizer(tik(tmp_path / "w.json")).encode("oW") == [10 + ord("o"), 10 + ord("W")]
+    cut = build_tokenizer(tik(tmp_path / "v.json", vocab_size=268))
+    assert cut.vocab_size == 268 and cut.encode("é") == [10 + 0xC3, 10 + 0xA9]
+    custom = ["<eod>", "<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
+    renamed = build_tokenizer(tik(tmp_path / "v.json", tiktoken_special_tokens=custom))
+    assert (renamed.eos_id, renamed.pad_id) == (3, 5) and renamed.encode("<eod>") == [0]
+    with pytest.raises(GrpoError, match="tiktoken vocabulary has none; give the prompts as plain strings"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "one"}])
+
+
+def test_refusals_tiktoken(tmp_path):
+    path = tmp_path / "v.json"
+    with pytest.raises(GrpoError, match=r"\.tiktoken file or a directory .* --tokenizer-type HuggingFaceTokenizer"):
+        build_tokenizer(tik(tmp_path / "v.tiktoken"))
+    path.write_text("[")
+    with pytest.raises(GrpoError, match="cannot be read as JSON"):
+        build_tokenizer(tik(path))
+    for spoil in (
+        lambda entries: entries[3].update(rank=4),
+        lambda entries: entries[3].update(token_bytes="!"),
+        lambda entries: entries[3].update(token_bytes=None),
+        lambda entries: entries[3].pop("token_str"),
+        lambda entries: entries.__setitem__(3, 5),
+        lambda entries: entries[3].update(token_bytes="AA=="),
+    ):
+        entries = vocabulary(path)
+        spoil(entries)
+        path.write_text(json.dumps(entries))
+        with pytest.raises(GrpoError, match=r"v\.json: entry 3 is .*; expected a list of"):
+            build_tokenizer(tik(path))
+    path.write_text(json.dumps(vocabulary(path)[:200]))
+    with pytest.raises(GrpoError, match="has 200 tokens"):
+        build_tokenizer(tik(path))
+    vocabulary(path, b"aa", b"aa")
+    with pytest.raises(GrpoError, match="entry 257"):
+        build_tokenizer(tik(path))
+    vocabulary(path)
+    with pytest.raises(GrpoError, match=r"--tiktoken-num-special-tokens \(6\) must be at least 7"):
+        build_tokenizer(tik(path, tiktoken_num_special_tokens=6))
+    with pytest.raises(GrpoError, match="each once, with <unk>"):
+        build_tokenizer(tik(path, tiktoken_special_tokens=["<unk>"]))
+    with pytest.raises(GrpoError, match=r"--vocab-size \(200\) leaves no room"):
+        build_tokenizer(tik(path, vocab_size=200))
 
 
 def test_check_vocabulary(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.data.prompts import read_rows
+from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.errors import GrpoError
 from tools.data.arithmetic import SPLITS, make_splits
 

@@ -13,7 +13,7 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.arguments import args_to_json, parse_args, print_args, server_urls
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.reward_rules import check_sources, reward_routes
+from megatron_grpo.reward_rules import check_source, reward_routes
 from megatron_grpo.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
 
 MODEL = """
@@ -409,10 +409,9 @@ def test_keys_are_neither_printed_nor_saved(capsys):
 def test_rows_without_a_route_are_refused():
     routes = reward_routes(["math=accuracy,format", "code=code"], ["accuracy", "format", "code"])
     assert routes == {"math": ["accuracy", "format"], "code": ["code"]}
-    rows = [("a.jsonl:1", {"data_source": "code"}), ("a.jsonl:2", {"data_source": "maths"}), ("a.jsonl:3", {})]
-    check_sources(routes, rows[:1])
-    check_sources({}, rows)
-    with pytest.raises(GrpoError, match=r"a\.jsonl:2: no --reward-routing .* 'maths', only for math, code"):
-        check_sources(routes, rows)
-    with pytest.raises(GrpoError, match=r'a\.jsonl:3: no --reward-routing for "data_source" None'):
-        check_sources(routes, rows[2:])
+    check_source(routes, {"data_source": "code"})
+    check_source({}, {})
+    with pytest.raises(GrpoError, match=r"no --reward-routing .* 'maths', only for math, code"):
+        check_source(routes, {"data_source": "maths"})
+    with pytest.raises(GrpoError, match=r'no --reward-routing for "data_source" None'):
+        check_source(routes, {})

@@ -29,7 +29,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from megatron_grpo.data.prompts import parse_prompt, read_rows
+from megatron_grpo.data.row_files import read_rows
+from megatron_grpo.data.row_prompt import parse_prompt
 from megatron_grpo.errors import GrpoError
 
 # vLLM's CPU kernel turns the wrong rows of latent attention's three-dimensional queries; torch's own does not.

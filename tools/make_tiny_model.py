@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from megatron_grpo.data.prompts import read_rows
+from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"

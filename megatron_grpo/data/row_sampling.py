@@ -61,7 +61,7 @@ def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
             words = [value] if isinstance(value, str) else value
             if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
                 raise GrpoError(f"stop of {COLUMN} is {value!r}: give a string, or a list of strings")
-            if args.tokenizer_type == "SentencePieceTokenizer":
+            if args.tokenizer_type != "HuggingFaceTokenizer":
                 raise GrpoError(f"stop of {COLUMN} needs a HuggingFaceTokenizer: the engine looks for it in the text")
             fields["stop"] = tuple(words)
         elif name == "structured_outputs":

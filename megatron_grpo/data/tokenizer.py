@@ -1,6 +1,9 @@
-"""Tokenizers: a Hugging Face directory or a SentencePiece model file, always from local disk."""
+"""Tokenizers: a Hugging Face directory, a SentencePiece model or a tiktoken vocabulary, always from local disk."""
 
 import argparse
+import base64
+import binascii
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +87,8 @@ class HuggingFaceTokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except TemplateError as error:
+        # A template is a program: on what it does not expect it fails as programs do.
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
 
 
@@ -125,15 +129,106 @@ class SentencePieceTokenizer:
         )
 
 
+class TikTokenizer:
+    """A byte-pair vocabulary in Megatron-LM's JSON form, with its ids: special tokens, then their number + rank.
+
+    megatron-core's own reader makes the encoding, with its patterns v1 and v2. As there, no BOS is put before a text,
+    and special tokens in a text count as such. ``vocab_size`` (None: no limit) cuts the vocabulary off behind. There is
+    no chat template.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        pattern: str = "v2",
+        num_special_tokens: int = 1000,
+        special_tokens: list[str] | None = None,
+        vocab_size: int | None = None,
+    ):
+        from megatron.core.tokenizers.text.libraries import tiktoken_tokenizer as core  # only those who use it need it
+
+        special = list(special_tokens or core.SPECIAL_TOKENS)
+        missing = [token for token in core.SPECIAL_TOKENS if token not in special]
+        if missing or len(set(special)) < len(special):
+            raise GrpoError(
+                f"--tiktoken-special-tokens {' '.join(special)}: each once, with {' '.join(core.SPECIAL_TOKENS)} "
+                "among them"
+            )
+        if len(special) > num_special_tokens:
+            raise GrpoError(
+                f"--tiktoken-num-special-tokens ({num_special_tokens}) must be at least {len(special)}, the number of "
+                "--tiktoken-special-tokens"
+            )
+        count = _check_tiktoken(Path(path))
+        if vocab_size is not None:
+            count = min(count, vocab_size - num_special_tokens)
+        if count < 256:
+            raise GrpoError(
+                f"--vocab-size ({vocab_size}) leaves no room for the 256 bytes behind --tiktoken-num-special-tokens "
+                f"({num_special_tokens}): correct one of them"
+            )
+        self.vocab_size = num_special_tokens + count
+        reader = core.TikTokenTokenizer(str(path), special, num_special_tokens, None, pattern, self.vocab_size)
+        self._encoding, self._specials = reader.tokenizer, num_special_tokens
+        self.eos_id: int = reader.eos_id
+        self.pad_id: int = reader.pad_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self._encoding.decode([i for i in ids if i >= self._specials or not skip_special_tokens])
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+        raise GrpoError(
+            "chat messages need a chat template and a tiktoken vocabulary has none; give the prompts as plain strings "
+            "(and no --system-prompt), or use --tokenizer-type HuggingFaceTokenizer"
+        )
+
+
+def _check_tiktoken(path: Path) -> int:
+    """The number of tokens in a vocabulary of Megatron-LM's JSON form; GrpoError that says what is wrong with it."""
+    form = 'a list of {"rank": 0, "token_bytes": BASE64, "token_str": ..}, rank by rank, the 256 bytes first'
+    if not path.is_file() or path.suffix != ".json":
+        raise GrpoError(
+            f"--tokenizer-model {path}: TikTokenizer reads Megatron-LM's vocabulary file, .json with {form}; a "
+            ".tiktoken file or a directory with a tokenizer.json is for --tokenizer-type HuggingFaceTokenizer"
+        )
+    try:
+        tokens = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise GrpoError(f"--tokenizer-model {path}: cannot be read as JSON: {error}") from error
+    seen: set[bytes] = set()
+    for rank, token in enumerate(tokens if isinstance(tokens, list) else [tokens]):
+        try:
+            text = base64.b64decode(token["token_bytes"], validate=True)
+            good = token.keys() == {"rank", "token_bytes", "token_str"} and token["rank"] == rank and text not in seen
+        except (TypeError, KeyError, ValueError, AttributeError, binascii.Error):
+            good = False
+        if not good or (rank < 256 and text != bytes([rank])):
+            raise GrpoError(f"--tokenizer-model {path}: entry {rank} is {json.dumps(token):.200}; expected {form}")
+        seen.add(text)
+    if len(seen) < 256:
+        raise GrpoError(f"--tokenizer-model {path}: has {len(seen)} tokens; expected {form}")
+    return len(seen)
+
+
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """The tokenizer of --tokenizer-type at --tokenizer-model."""
-    kinds: dict[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] = {
-        "HuggingFaceTokenizer": HuggingFaceTokenizer,
-        "SentencePieceTokenizer": SentencePieceTokenizer,
-    }
-    if args.tokenizer_type not in kinds:
-        raise GrpoError(f"--tokenizer-type {args.tokenizer_type} is not supported; choose from {', '.join(kinds)}")
-    return kinds[args.tokenizer_type](args.tokenizer_model)
+    match args.tokenizer_type:
+        case "HuggingFaceTokenizer":
+            return HuggingFaceTokenizer(args.tokenizer_model)
+        case "SentencePieceTokenizer":
+            return SentencePieceTokenizer(args.tokenizer_model)
+        case "TikTokenizer":
+            return TikTokenizer(
+                args.tokenizer_model,
+                args.tiktoken_pattern,
+                args.tiktoken_num_special_tokens,
+                args.tiktoken_special_tokens,
+                args.vocab_size,
+            )
+    raise GrpoError(f"--tokenizer-type {args.tokenizer_type} is not supported")
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

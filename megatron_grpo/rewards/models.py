@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.data.prompts import parse_prompt
+from megatron_grpo.data.row_prompt import parse_prompt
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.http_client import Client, Fault
 from megatron_grpo.reward_model_rules import RewardModelSpec

@@ -1,16 +1,128 @@
-"""What the data tools share: writing rows to a file of prompts, and saying what was written."""
+"""What the data tools share: reading original files, converting and checking their rows, writing them, a summary."""
 
+import argparse
 import json
 import os
+import statistics
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_grpo.data.row_files import BLOCK_BYTES, RowFiles
 from megatron_grpo.errors import GrpoError
+
+Convert = Callable[[dict[str, Any], argparse.Namespace], dict[str, Any]]
+BOXED = "Put the final answer in \\boxed{}."
+_NAMED = 20  # bad rows
+
+
+def convert_files(doc: str, convert: Convert, parser: argparse.ArgumentParser, argv: list[str] | None = None) -> int:
+    """The command line of a tool: rows of --input through ``convert`` into every --output; returns the exit code.
+
+    ``convert(row, args)`` raises GrpoError saying what it expected; a tool adds flags of its own to ``parser`` first.
+    """
+    parser.description, parser.formatter_class = doc, argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--input", type=Path, required=True, action="append", help="an original file, or a folder of .json files"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, action="append", help=".jsonl or .parquet; may be given several times"
+    )
+    parser.add_argument("--bad-rows", choices=("raise", "skip"), default="raise", help="end, or leave them out (raise)")
+    args = parser.parse_args(argv)
+    rows, bad = [], []
+    try:
+        originals = [item for path in args.input for item in read_originals(path)]
+        for where, read in tqdm(originals, "converting", disable=len(originals) < 2000 or not sys.stderr.isatty()):
+            try:
+                rows.append(convert(read(), args))
+            except GrpoError as error:
+                bad.append(f"{where}: {error}")
+        for line in bad[:_NAMED]:
+            print(line, file=sys.stderr)
+        if len(bad) > _NAMED:
+            print(f"and {len(bad) - _NAMED:,} more", file=sys.stderr)
+        if bad and args.bad_rows == "raise":
+            return 1
+        for path in args.output:
+            write_rows(rows, path)
+            print_summary(rows, path)
+        if bad:
+            print(f"left out {len(bad):,} of {len(originals):,} rows")
+    except GrpoError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(where, what reads it) of the rows of JSON lines or Parquet, of a .json file that is one list, or of a folder of
+    .json files with an object each. Reading a row raises GrpoError when it is none.
+    """
+    if path.is_dir():
+        files = sorted(path.rglob("*.json"))
+        if not files:
+            raise GrpoError(f"{path}: holds no .json files")
+        yield from ((str(file), partial(_object, file)) for file in files)
+    elif path.suffix == ".json" and path.is_file() and _begins(path) == b"[":
+        try:
+            entries = _json(path)
+        except GrpoError as error:
+            raise GrpoError(f"{path}: {error}") from error
+        yield from ((f"{path}, entry {number}", partial(_as_object, row)) for number, row in enumerate(entries, 1))
+    else:
+        rows = RowFiles([path], BLOCK_BYTES)
+        for number in range(len(rows)):
+            file, block, index, where = rows.find(number)
+            yield where, partial(file.row, block, index)
+
+
+def _begins(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+
+
+def _begins(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise GrpoError(f"not valid JSON ({error})") from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return _as_object(_json(path))
+
+
+def _as_object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise GrpoError(f"expected an object, found {json.dumps(row)[:60]}")
+    return row
+
+
+def text(row: dict[str, Any], *keys: str) -> str:
+    """The first of these columns that is there; GrpoError unless it is a text that is not empty."""
+    key = next((key for key in keys if row.get(key) is not None), keys[0])
+    if not isinstance(row.get(key), str) or not row[key].strip():
+        found = json.dumps(row.get(key), default=str)[:100]
+        raise GrpoError(f'expected a text in "{key}", found {found}')
+    return row[key].strip()
+
+
+def chat(question: str, instruction: str) -> list[dict[str, str]]:
+    """A question as chat messages, with what the answer has to look like behind it."""
+    return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
@@ -21,18 +133,18 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
         raise GrpoError(f"{path}: there are no rows to write")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             if path.suffix == ".jsonl":
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                partial.write_text(text, encoding="utf-8")
+                unfinished.write_text(text, encoding="utf-8")
             else:
                 columns = dict.fromkeys(name for row in rows for name in row)  # from_pylist looks at the first row only
                 table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
-                pyarrow.parquet.write_table(table, partial)
-            partial.replace(path)
+                pyarrow.parquet.write_table(table, unfinished)
+            unfinished.replace(path)
         finally:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
     except pyarrow.ArrowException as error:
         raise GrpoError(f"{path}: a Parquet column needs one type in all rows: {error}") from error
     except OSError as error:
@@ -40,6 +152,11 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], path: Path) -> None:
-    """Prints how many rows a file got, and the first one."""
-    print(f"{path}: {len(rows)} rows with {', '.join(rows[0])}; the first:")
-    print("  " + json.dumps(rows[0], ensure_ascii=False))
+    """Prints how many rows a file got, how long the prompts are, and the first row."""
+    prompts = [row["prompt"] for row in rows]
+    lengths = [len(p) if isinstance(p, str) else sum(len(message["content"]) for message in p) for p in prompts]
+    low, middle, high = min(lengths), statistics.median(lengths), max(lengths)
+    print(
+        f"{path}: {len(rows)} rows with {', '.join(rows[0])}; prompts of {low} to {high} characters, median {middle:g}"
+    )
+    print("the first: " + json.dumps(rows[0], ensure_ascii=False))

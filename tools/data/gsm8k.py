@@ -8,64 +8,37 @@ Train on them with --reward-funcs gsm8k (last number of the completion) or accur
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_grpo.data.prompts import read_rows
 from megatron_grpo.errors import GrpoError
-from tools.data.common import print_summary, write_rows
+from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rewards.short_answer import gsm8k
+from tools.data.common import chat, convert_files, text
 
 _FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
 
 
-def convert_row(row: dict[str, Any], prompt_style: str) -> dict[str, Any]:
+def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A GSM8K row as a prompt row; GrpoError when question, answer or the final "#### number" is missing."""
-    for key in ("question", "answer"):
-        if not isinstance(row.get(key), str) or not row[key].strip():
-            raise GrpoError(f'expected a text in "{key}", found {json.dumps(row.get(key))}')
-    final = _FINAL.search(row["answer"])
+    question, solution = text(row, "question"), text(row, "answer")
+    final = _FINAL.search(solution)
     if final is None:
-        raise GrpoError(f'"answer" must end with "#### NUMBER", found {row["answer"][-60:]!r}')
-    question = row["question"].strip()
-    chat = [{"role": "user", "content": question}]
-    prompt = chat if prompt_style == "chat" else f"Question: {question}\nAnswer:"
-    return {"prompt": prompt, "answer": final[1].replace(",", ""), "data_source": "gsm8k"}
-
-
-def convert(path: Path, prompt_style: str) -> list[dict[str, Any]]:
-    """All rows of a file; an error names its line."""
-    rows = []
-    for where, row in read_rows(path):
-        try:
-            rows.append(convert_row(row, prompt_style))
-        except GrpoError as error:
-            raise GrpoError(f"{where}: {error}") from error
-    return rows
+        raise GrpoError(f'"answer" must end with "#### NUMBER", found {solution[-60:]!r}')
+    prompt = chat(question, "") if args.prompt_style == "chat" else f"Question: {question}\nAnswer:"
+    result = {"prompt": prompt, "answer": final[1].replace(",", ""), "data_source": "gsm8k"}
+    if gsm8k(Sample("", solution, result)) != 1:
+        raise GrpoError(f"the reward gsm8k does not take the row's own solution for right: {solution[-60:]!r}")
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input", type=Path, required=True, help="train.jsonl or test.jsonl as GSM8K's authors publish it"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, action="append", help=".jsonl or .parquet; may be given several times"
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--prompt-style", choices=("chat", "plain"), default="chat", help="plain: for a base model")
-    args = parser.parse_args(argv)
-    try:
-        rows = convert(args.input, args.prompt_style)
-        for path in args.output:
-            write_rows(rows, path)
-            print_summary(rows, path)
-    except GrpoError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return convert_files(__doc__, convert, parser, argv)
 
 
 if __name__ == "__main__":

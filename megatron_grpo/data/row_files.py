@@ -1,0 +1,271 @@
+"""Rows of JSON-lines and Parquet files of any size, by number: what is held in memory of them is bounded.
+
+A file is an index of blocks of some MiB (so many lines, or a part of a Parquet row group), and a row is had by reading
+its block. The sampler visits rows in an order that reads each block once an epoch (sampler.py).
+"""
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import pyarrow.parquet
+
+from megatron_grpo.errors import GrpoError
+
+Int64 = npt.NDArray[np.int64]
+
+BLOCK_BYTES = 8 * 2**20
+# A row counts as so many bytes at least: what Parquet says of a column that repeats itself is next to nothing.
+LEAST_ROW_BYTES = 1024
+_SCAN_BYTES = 2**24
+_OPEN_ROW_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of rows that lie one after the other: rows, bytes, and the row group ``[blocks]``, of which each is a part
+    that can be read only by going through those before it.
+    """
+
+    rows: Int64
+    bytes: Int64
+    groups: Int64
+
+    def part(self, begin: int, end: int) -> "Blocks":
+        """The blocks ``begin`` to ``end``."""
+        return Blocks(self.rows[begin:end], self.bytes[begin:end], self.groups[begin:end])
+
+
+class JsonLines:
+    """The lines of a file that are not blank: an index of 8 bytes a line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._file = path.open("rb")
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._starts, self._blanks = self._scan()
+        except OSError as error:
+            raise GrpoError(f"{path}: cannot be read: {error.strerror}") from error
+        size = np.maximum(np.diff(self._starts, append=self._size), LEAST_ROW_BYTES)
+        self._firsts = np.flatnonzero(np.diff((np.cumsum(size) - size) // BLOCK_BYTES, prepend=-1))
+        rows = np.diff(self._firsts, append=len(self._starts))
+        sums = np.add.reduceat(size, self._firsts) if len(rows) else rows
+        self.blocks = Blocks(rows, sums, np.arange(len(rows)))
+
+    def _scan(self) -> tuple[Int64, Int64]:
+        """Where the lines begin that are not blank, and for each blank one how many of these come before it."""
+        starts, blanks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        offset, count, at_start = 0, 0, True
+        while chunk := self._file.read(_SCAN_BYTES):
+            data = np.frombuffer(chunk, np.uint8)
+            begins = np.flatnonzero(data[:-1] == ord("\n")) + 1
+            if at_start:
+                begins = np.concatenate([[0], begins])
+            at_start = bool(data[-1] == ord("\n"))
+            blank = np.zeros(len(begins), bool)
+            for i in np.flatnonzero(data[begins] <= ord(" ")):  # white space, or nothing else at all
+                blank[i] = self._is_blank(offset + int(begins[i]))
+            starts.append(begins[~blank] + offset)
+            blanks.append(count + np.cumsum(~blank)[blank])
+            count, offset = count + int((~blank).sum()), offset + len(chunk)
+        return np.concatenate(starts), np.concatenate(blanks)
+
+    def _is_blank(self, start: int) -> bool:
+        while text := os.pread(self._file.fileno(), 4096, start):
+            line, end, _ = text.partition(b"\n")
+            if end or line.strip():
+                return not line.strip()
+            start += len(text)
+        return True
+
+    def read(self, block: int) -> list[bytes]:
+        """The lines of a block."""
+        first = self._firsts[block]
+        bounds = self._starts[first : first + self.blocks.rows[block] + 1].tolist()
+        if len(bounds) == self.blocks.rows[block]:
+            bounds.append(self._size)
+        data = os.pread(self._file.fileno(), bounds[-1] - bounds[0], bounds[0])
+        return [data[a - bounds[0] : b - bounds[0]] for a, b in pairwise(bounds)]
+
+    def where(self, number: int) -> str:
+        """The place of a row."""
+        return f"{self.path}:{number + 1 + np.searchsorted(self._blanks, number, 'right')}"
+
+    @staticmethod
+    def row(lines: list[bytes], index: int) -> dict[str, Any]:
+        """A row of a block; GrpoError when the line is no JSON object."""
+        return parse_line(lines[index])
+
+
+class ParquetRows:
+    """The rows of a Parquet file, a part of a row group at a time; GrpoError when it cannot be read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            # Not read_table, which takes directories named like "split=train" for columns. Buffered: never a whole
+            # row group in memory, however long.
+            self._file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+            metadata = self._file.metadata
+            names = self._file.schema_arrow.names
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise GrpoError(f"{path}: not a readable Parquet file: {error}") from error
+        if len(set(names)) < len(names):
+            raise GrpoError(f"{path}: has two columns of one name: {', '.join(names)}")
+        rows, sizes, groups = [], [], []
+        self._steps: list[int] = []  # rows of a block in each row group
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            size = max(group.total_byte_size / max(group.num_rows, 1), LEAST_ROW_BYTES)
+            step = max(int(BLOCK_BYTES / size), 1)
+            self._steps.append(step)
+            for begin in range(0, group.num_rows, step):
+                rows.append(min(step, group.num_rows - begin))
+                sizes.append(int(rows[-1] * size))
+                groups.append(number)
+        self.blocks = Blocks(*(np.array(column, np.int64) for column in (rows, sizes, groups)))
+        self._open: OrderedDict[int, tuple[Iterator[pyarrow.Table], int]] = OrderedDict()  # by row group: next block
+
+    def read(self, block: int) -> pyarrow.Table:
+        """The rows of a block; those before it in its row group are gone through again unless they were read last."""
+        group = int(self.blocks.groups[block])
+        first = int(np.searchsorted(self.blocks.groups, group))
+        tables, at = self._open.pop(group, (iter(()), block + 1))
+        if at > block:
+            tables, at = self._tables(group), first
+        try:
+            for _ in range(at, block + 1):
+                table = next(tables)
+        except (pyarrow.ArrowException, OSError, ValueError, StopIteration) as error:
+            raise GrpoError(f"{self.path}: row group {group} is damaged: {error or 'rows are missing'}") from error
+        if block + 1 < len(self.blocks.groups) and self.blocks.groups[block + 1] == group:
+            self._open[group] = tables, block + 1
+        if len(self._open) > _OPEN_ROW_GROUPS:
+            self._open.popitem(last=False)
+        return table
+
+    def _tables(self, group: int) -> Iterator[pyarrow.Table]:
+        """The row group in pieces of a block's rows; Arrow's own batches may be shorter."""
+        step, held = self._steps[group], []
+        for batch in self._file.iter_batches(step, row_groups=[group], use_threads=False):
+            held.append(batch)
+            while sum(piece.num_rows for piece in held) >= step:
+                table = pyarrow.Table.from_batches(held)
+                yield table.slice(0, step)
+                held = table.slice(step).to_batches()
+        if held:
+            yield pyarrow.Table.from_batches(held)
+
+    def where(self, number: int) -> str:
+        """The place of a row."""
+        return f"{self.path}, row {number + 1}"
+
+    @staticmethod
+    def row(table: pyarrow.Table, index: int) -> dict[str, Any]:
+        """A row of a block; GrpoError when Python has no such values (text that is not UTF-8, dates beyond reach)."""
+        try:
+            return table.slice(index, 1).to_pylist()[0]
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+            raise GrpoError(f"a value cannot be read: {error}") from error
+
+
+class RowFiles:
+    """The rows of files one after the other, by number; blocks of up to ``held_bytes`` are kept for the next."""
+
+    def __init__(self, paths: Sequence[str | Path], held_bytes: int):
+        self.held_bytes = held_bytes  # and the largest block
+        self.files = [open_rows(Path(path)) for path in paths]
+        blocks = [file.blocks for file in self.files]
+        groups = np.cumsum([0] + [int(b.groups[-1]) + 1 if len(b.groups) else 0 for b in blocks])
+        self.blocks = Blocks(
+            np.concatenate([b.rows for b in blocks]),
+            np.concatenate([b.bytes for b in blocks]),
+            np.concatenate([b.groups + begin for b, begin in zip(blocks, groups[:-1], strict=True)]),
+        )
+        self.block_bounds = np.cumsum([0] + [len(b.rows) for b in blocks])  # of each file
+        self.row_bounds = np.cumsum([0] + [int(b.rows.sum()) for b in blocks])  # of each file
+        self._begins = np.cumsum(self.blocks.rows) - self.blocks.rows
+        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._bytes = 0
+        self._largest = int(self.blocks.bytes.max(initial=0))
+
+    def __len__(self) -> int:
+        return int(self.row_bounds[-1])
+
+    def find(self, number: int) -> tuple["JsonLines | ParquetRows", Any, int, str]:
+        """The file of a row, its block as read, the row's index in that, and its place; GrpoError for a damaged file.
+
+        ``file.row(block, index)`` is the row.
+        """
+        block = int(np.searchsorted(self._begins, number, "right")) - 1
+        number_of_file = int(np.searchsorted(self.block_bounds, block, "right")) - 1
+        file = self.files[number_of_file]
+        if block not in self._held:
+            self._held[block] = file.read(block - int(self.block_bounds[number_of_file]))
+            self._bytes += int(self.blocks.bytes[block])
+            while self._bytes > self.held_bytes + self._largest:
+                self._bytes -= int(self.blocks.bytes[self._held.popitem(last=False)[0]])
+        self._held.move_to_end(block)
+        where = file.where(number - int(self.row_bounds[number_of_file]))
+        return file, self._held[block], number - int(self._begins[block]), where
+
+
+def open_rows(path: Path) -> JsonLines | ParquetRows:
+    """The index of a .jsonl, .json (one object per line) or .parquet file; GrpoError for anything else."""
+    if path.is_dir():
+        raise GrpoError(f"{path} is a directory: name the .jsonl or .parquet files in it")
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise GrpoError(f"{path}: prompts are read from .jsonl or .parquet files, not from {path.suffix or 'this'}")
+    if not path.is_file():
+        raise GrpoError(f"{path}: no such file")
+    return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (where, row) for every row of a file, in its order; GrpoError that names the first that is none."""
+    rows = RowFiles([path], BLOCK_BYTES)
+    for number in range(len(rows)):
+        file, block, index, where = rows.find(number)
+        try:
+            row = file.row(block, index)
+        except GrpoError as error:
+            raise GrpoError(f"{where}: {error}") from error
+        yield where, row
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line; GrpoError when it holds anything else, a key twice, or text that is not Unicode."""
+    try:
+        text = line.decode("utf-8-sig")
+        row = json.loads(text, object_pairs_hook=_object)
+        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair could be written nowhere
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise GrpoError(f"not valid JSON ({error}); expected one object per line") from error
+    if not isinstance(row, dict):
+        raise GrpoError(f"expected a JSON object, found {kind(row)}")
+    return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'the key "{twice}" is there twice')
+    return found
+
+
+def kind(value: Any) -> str:
+    """What a value is called in a message."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,77 @@
+"""Look at every row of prompt files as training would, name each bad one, and say how many there are and how long.
+
+    python tools/data/check.py --train-data-path a.parquet b.jsonl --tokenizer-model DIR --max-prompt-length 1024
+
+The flags are pretrain_grpo.py's; without --tokenizer-model a byte stands for a token. Files may be of any size. Ends
+with 1 when there are bad rows.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from megatron_grpo import cpu_backend
+
+cpu_backend.install()
+
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.data.prompts import LeftOut, PromptDataset
+from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.errors import GrpoError
+
+
+class Bytes:
+    """A token for each byte of a text, or of the messages' contents."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def apply_chat_template(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+
+def main(argv: list[str] | None = None) -> int:
+    if not (argv or sys.argv[1:]) or "--help" in (argv or sys.argv):
+        print(__doc__)
+        return 0
+    counts, unit = {"bad": 0, "long": 0, "rate": 0}, "tokens"
+    try:
+        args = parse_args(argv)
+        if not args.train_data_path:
+            raise GrpoError("--train-data-path is missing: name the files")
+        tokenizer: Any = Bytes()
+        if args.tokenizer_model:
+            tokenizer = build_tokenizer(args)
+        else:
+            unit = "bytes"
+        data = PromptDataset(args.train_data_path, tokenizer, args, streamed=True)
+        lengths, example = [], None
+        for number in range(len(data)):
+            try:
+                prompt = data.read(number)
+            except LeftOut as left:
+                counts[left.reason] += 1
+                if left.reason == "bad":
+                    print(left, file=sys.stderr)
+                continue
+            lengths.append(len(prompt.ids))
+            example = example or prompt
+    except GrpoError as error:
+        print(f"check.py: {error}", file=sys.stderr)
+        return 1
+    bad, long, rate = counts.values()
+    print(f"{len(lengths):,} good rows, {bad:,} bad, {long:,} too long, {rate:,} outside the pass rates")
+    if example:
+        low, middle, high = np.quantile(lengths, [0, 0.5, 1])
+        print(f"{unit} of a prompt: {low:.0f} to {high:.0f}, median {middle:.0f}")
+        print(f"{example.source}: {json.dumps(example.row, ensure_ascii=False, default=str)[:2000]}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The numbers game as prompt files for GRPO: reach a target by + - * / from numbers, each used once.
+
+    python tools/data/countdown.py --input train.parquet --output countdown.parquet
+    python tools/data/countdown.py --generate 10000 --numbers 3 4 --seed 1 --output countdown.jsonl
+
+Converts rows {"target": 98, "nums": [44, 19, 35]} (the form of Jiayi-Pan/Countdown-Tasks-3to4), or makes new ones, all
+of which can be solved. Rows of the output: "prompt" (chat messages), "nums", "target", "data_source". Train on them
+with --reward-funcs countdown, which has to take a solution that is searched for each row; one without any is bad.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rewards.countdown import countdown
+from megatron_grpo.rewards.registry import Sample
+from tools.data.common import chat, convert_files, print_summary, write_rows
+
+QUESTION = "Using the numbers {numbers}, each exactly once, write an expression that equals {target}."
+INSTRUCTION = "You may use +, -, *, / and brackets. Put the expression in <answer> </answer> tags."
+Term = tuple[float, str]
+
+
+def solutions(nums: list[int], target: int) -> Iterator[str]:
+    """Expressions of all the numbers that equal the target, but for rounding."""
+    terms = [(float(number), str(number)) for number in nums]
+    return (expression for value, expression in results(terms) if abs(value - target) < 1e-6)
+
+
+def results(terms: list[Term]) -> Iterator[Term]:
+    """Values, with their expressions, that all these terms together can have."""
+    if len(terms) == 1:
+        yield terms[0]
+    for i, (a, left) in enumerate(terms):
+        for j, (b, right) in enumerate(terms):
+            if i == j:
+                continue
+            rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+            made = [(a - b, f"({left} - {right})")]
+            if i < j:  # the others do not mind the order
+                made += [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})")]
+            if b:
+                made.append((a / b, f"({left} / {right})"))
+            for term in made:
+                yield from results([*rest, term])
+
+
+def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A row of the game as a prompt row; GrpoError when it has no numbers, or cannot be solved."""
+    nums, target = row.get("nums"), row.get("target")
+    countdown(Sample("", "", row))  # says what is wrong with them
+    assert isinstance(nums, list) and isinstance(target, int)
+    if len(nums) > 5:
+        raise GrpoError(f'"nums" has {len(nums)} numbers; up to 5 are searched for a solution')
+    question = QUESTION.format(numbers=", ".join(map(str, nums)), target=target)
+    result = {"prompt": chat(question, INSTRUCTION), "nums": nums, "target": target, "data_source": "countdown"}
+    if not any(countdown(Sample("", f"<answer>{found}</answer>", result)) == 1 for found in solutions(nums, target)):
+        raise GrpoError(f"{target} cannot be made of {nums}")
+    return result
+
+
+def generate(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """So many different rows that can be solved, as --numbers, --largest and --seed say."""
+    if min(args.numbers) < 2 or max(args.numbers) > 5 or args.largest < 1 or args.generate < 1:
+        raise GrpoError("--generate needs at least 1 row, --numbers 2 to 5, --largest at least 1")
+    rng, rows, tries = random.Random(args.seed), {}, 0
+    while len(rows) < args.generate:
+        tries += 1
+        if tries > 100 * args.generate + 1000:
+            raise GrpoError(f"found only {len(rows)} different rows: allow more --numbers or a higher --largest")
+        terms: list[Term] = [(n, "") for n in (rng.randint(1, args.largest) for _ in range(rng.choice(args.numbers)))]
+        nums = [int(value) for value, _ in terms]
+        while len(terms) > 1:  # a way that leads somewhere, at random
+            (a, _), (b, _) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+            terms.append((rng.choice([a + b, a - b, a * b, *([a / b] if b and a % b == 0 else [])]), ""))
+        target = int(terms[0][0])
+        if 1 <= target <= 10 * args.largest:
+            rows[(*sorted(nums), target)] = convert({"nums": nums, "target": target}, args)
+    return list(rows.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--generate", type=int, metavar="N", help="make N rows instead of converting --input")
+    parser.add_argument("--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers a row has (3 4)")
+    parser.add_argument("--largest", type=int, default=99, help="of the numbers (99)")
+    parser.add_argument("--seed", type=int, default=1234, help="of what is made (1234)")
+    if not any(word.startswith("--generate") for word in argv or sys.argv):
+        return convert_files(__doc__, convert, parser, argv)
+    parser.add_argument("--output", type=Path, required=True, action="append", help=".jsonl or .parquet")
+    args = parser.parse_args(argv)
+    try:
+        rows = generate(args)
+        for path in args.output:
+            write_rows(rows, path)
+            print_summary(rows, path)
+    except GrpoError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Turn DeepScaleR's original file into prompt files for GRPO.
+
+    python tools/data/deepscaler.py --input deepscaler.json --output deepscaler.parquet --bad-rows skip
+
+The input is a JSON list (or JSON lines, or Parquet) of {"problem": .., "answer": .., "solution": ..}. Rows of the
+output: "prompt" (chat messages with --instruction behind), "answer", "data_source". Train on them with --reward-funcs
+accuracy, which has to take each row's own answer for right.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.data.common import BOXED, chat, convert_files, text
+from tools.data.math_problems import check
+
+
+def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A row of DeepScaleR as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
+    answer = row.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        row = row | {"answer": str(answer)}
+    result = {"prompt": chat(text(row, "problem"), args.instruction), "answer": text(row, "answer")}
+    check(result)
+    return result | {"data_source": "deepscaler"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--instruction", default=BOXED, help="put behind each problem (%(default)s)")
+    return convert_files(__doc__, convert, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Turn files in the form of MATH into prompt files for GRPO: problem, solution with \\boxed{}, level, type.
+
+    python tools/data/math_problems.py --input MATH/train --output math_train.parquet
+    python tools/data/math_problems.py --input test.jsonl --output math500.jsonl
+
+The input is the original folder (one .json a problem), or JSON lines or Parquet of such rows; MATH-500's column
+"answer" is taken where it is there, else the last \\boxed{} of the solution. Rows of the output: "prompt" (chat
+messages with --instruction behind), "answer", "level", "type", "data_source". Train on them with --reward-funcs
+accuracy, which has to take each row's own answer for right; rows whose answer is no mathematics can be left out
+(--bad-rows skip).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.rewards.answer_text import last_boxed
+from megatron_grpo.rewards.math_answer import accuracy
+from megatron_grpo.rewards.registry import Sample
+from tools.data.common import BOXED, chat, convert_files, text
+
+
+def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A row of MATH as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
+    problem = text(row, "problem")
+    if row.get("answer") is not None:
+        answer = str(row["answer"]).strip()
+    else:
+        answer = (last_boxed(text(row, "solution")) or "").strip()
+    if not answer:
+        raise GrpoError('expected an "answer", or a \\boxed{} in "solution", found neither')
+    result = {"prompt": chat(problem, args.instruction), "answer": answer}
+    result |= {"level": str(row.get("level", "")), "type": str(row.get("type") or row.get("subject") or "")}
+    check(result)
+    return result | {"data_source": "math"}
+
+
+def check(row: dict[str, Any]) -> None:
+    """GrpoError unless the reward takes the row's answer for right when a completion gives it."""
+    if accuracy(Sample("", f"\\boxed{{{row['answer']}}}", row)) != 1:
+        raise GrpoError(f"the reward accuracy does not take the row's own answer for right: {row['answer'][:100]!r}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--instruction", default=BOXED, help="put behind each problem (%(default)s)")
+    return convert_files(__doc__, convert, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
