@@ -72,6 +72,7 @@ GRPO_ARGS=(
 )
 OPTIM_ARGS=(
     --lr 3e-4
+    --lr-warmup-iters 4
     --weight-decay 0
     --clip-grad 1.0
     --train-iters 12
