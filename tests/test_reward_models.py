@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,12 @@ class ModelHandler(Handler):
         with double.lock:
             double.running += 1
             double.most_running = max(double.most_running, double.running)
+            if double.running == double.config.get("gather"):
+                double.gathered.set()
         try:
-            double.pause.wait(double.config.get("seconds", 0.0))
+            if "gather" in double.config:
+                double.gathered.wait(20)
+            time.sleep(double.config.get("seconds", 0.0))
             return self.asked(path, body)
         finally:
             with double.lock:
@@ -84,7 +89,7 @@ def double():
 
     def make(kind: str, **config) -> Double:
         doubles.append(Double(kind, make_model=lambda: None, **config))
-        doubles[-1].texts, doubles[-1].lock, doubles[-1].pause = [], threading.Lock(), threading.Event()
+        doubles[-1].texts, doubles[-1].lock, doubles[-1].gathered = [], threading.Lock(), threading.Event()
         return doubles[-1]
 
     yield make
@@ -136,8 +141,9 @@ def test_a_function_a_classifier_and_a_judge_score_the_same_samples(double, pool
 
 
 def test_requests_are_made_side_by_side_and_within_the_bound(double, pool):
-    one = double("classifier", seconds=0.1)
+    one = double("classifier", seconds=0.05)
     rewards = pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 8")
+    one.config["gather"] = 8  # it answers none before so many are there; more than these would be seen meanwhile
     values, _ = rewards.score(samples(40))
     assert values.ravel().tolist() == [n - 0.5 for n in range(40)]
     assert one.most_running == 8
