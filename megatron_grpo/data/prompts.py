@@ -128,19 +128,19 @@ class PromptDataset:
     def __getitem__(self, index: int) -> Prompt | None:
         if self._numbers is not None:
             return replace(self.read(int(self._numbers[index])), id=index)
+        before, prompt = self._counts.total(), None
         try:
-            return self.read(index)
+            prompt = self.read(index)
         except LeftOut as left:
             self._note(left)
             if left.reason == "bad" and self._args.bad_rows == "raise":
                 raise self._bad_rows() from left
-            count = self._counts.total() - self._counts["cut"]
             if left.reason == "bad" and self._counts["bad"] <= _NAMED:
                 say(f"left out {left}")
-            elif str(count).rstrip("0") == "1":  # at powers of ten
-                for line in self.summary():
-                    say(f"so far {line}")
-            return None
+        if self._counts.total() > before and str(before + 1).rstrip("0") == "1":  # at powers of ten
+            for line in self.summary():
+                say(f"so far {line}")
+        return prompt
 
     def __iter__(self) -> Iterator[Prompt]:
         return (prompt for index in range(len(self)) if (prompt := self[index]) is not None)
