@@ -93,15 +93,15 @@ class PromptDataset:
             say(f"{', '.join(words)}: {len(self._files):,} rows, checked when their turn comes")
         else:
             self._files.held_bytes = size
-            rates = self._check_all()
+            self._numbers, rates = self._check_all()
             self.pass_rates = rates if curriculum else None
             self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
             raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path, and no prompts: leave it out")
 
-    def _check_all(self) -> np.ndarray:
-        """Find the rows that can be used; returns their pass rates (1 where none is asked for)."""
+    def _check_all(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the rows that can be used, and their pass rates (1 where none is asked for)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         for number in tqdm(range(total), "checking prompts", disable=not speaks() or total < _PROGRESS_FROM):
             try:
@@ -117,10 +117,9 @@ class PromptDataset:
             raise self._bad_rows()
         if not numbers:
             raise GrpoError(f"no prompts left: {'; '.join(self.summary())}")
-        self._numbers = np.array(numbers)
         for line in self.summary():
             say(line)
-        return np.array(rates)
+        return np.array(numbers), np.array(rates)
 
     def __len__(self) -> int:
         return len(self._files) if self._numbers is None else len(self._numbers)
@@ -231,7 +230,7 @@ class PromptDataset:
         return ids
 
 
-def draw(dataset: Sequence[Prompt | None], sampler: PromptSampler | BlendedSampler, count: int) -> list[Prompt]:
+def draw(dataset: PromptDataset, sampler: PromptSampler | BlendedSampler, count: int) -> list[Prompt]:
     """The next prompts in the sampler's order; for a row that is left out comes the next one of its file."""
     prompts: list[Prompt] = []
     while len(prompts) < count:
@@ -243,8 +242,7 @@ def draw(dataset: Sequence[Prompt | None], sampler: PromptSampler | BlendedSampl
                 break
             number = sampler.instead_of(number)
         else:
-            reasons = "; ".join(dataset.summary())
-            raise GrpoError(f"no prompts left in the whole data: {reasons}")
+            raise GrpoError(f"no prompts left in the whole data: {'; '.join(dataset.summary())}")
     return prompts
 
 
