@@ -45,8 +45,8 @@ from megatron_grpo.setup import setup
 from megatron_grpo.trainer import Trainer, mean_of_scored
 from megatron_grpo.weights.stream import stream_hf
 
-# What loss_func reports of a micro-batch: sums over tokens, or the maximum where the name says so.
-REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "masked", "ratio/max", *MISMATCH)
+# What loss_func reports of a micro-batch: sums over tokens, or the extreme where the name says so.
+REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "masked", "ratio/min", "ratio/max", *MISMATCH)
 
 # What only the host reads of a pack.
 ON_HOST = ("indices", "source", "cu_seqlens", "token_index")
@@ -87,9 +87,9 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
     with torch.no_grad():
         ratio = (log_probs - old).exp()
         kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(log_probs)
-        largest = torch.cat([ratio, ratio.new_zeros(1)]).amax()  # --overlong-filter can leave a pack without tokens
+        extremes = (ratio.amin(), ratio.amax()) if len(ratio) else (ratio.new_tensor(1.0),) * 2  # of no tokens
         report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), policy.clip_low.sum())
-        report += (policy.clip_high.sum(), policy.masked.sum(), largest, *mismatch(old, batch["rollout_log_probs"]))
+        report += (policy.clip_high.sum(), policy.masked.sum(), *extremes, *mismatch(old, batch["rollout_log_probs"]))
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
     return scale * (loss + auxiliary), {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
 
@@ -181,7 +181,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             first = batch.rewards[:, 0]  # NaN where it did not score
             metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
             whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts whose answers all are scored
-            for k in powers_of_two(num_generations) if whole.any() else ():
+            for k in powers_of_two(num_generations) if kind == "sampled" and whole.any() else ():
                 metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
     return metrics
 
@@ -219,6 +219,7 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
+            row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
             trainer.check_engine(batch, row)
             trainer.iteration += 1
             if number == len(updates) and trainer.due(args.eval_interval):

@@ -13,7 +13,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
 
     ``rewards`` [n] are the weighted sums. With --kl-in-reward the batch must have log-probabilities under the old
     policy and the reference; with a teacher, under the old policy and the teacher. Returns metrics, under the names of
-    ``metrics.METRICS``.
+    ``metric_guide.METRICS``.
     """
     metrics, penalties = {}, None
     if args.kl_in_reward:

@@ -29,6 +29,7 @@ from megatron_grpo.profiling import PROFILE
 from megatron_grpo.reward_flags import REWARDS
 from megatron_grpo.rollout_flags import ROLLOUT_FLAGS
 from megatron_grpo.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
+from megatron_grpo.tracker_flags import TRACKER_FLAGS
 from megatron_grpo.weights.families import FAMILIES
 
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
@@ -147,10 +148,11 @@ FLAGS: dict[str, tuple[Row, ...]] = {
     ),
     "logging": (
         ("--log-interval", int, 1, "updates between two lines"),
-        ("--tensorboard-dir", str, None, "directory for TensorBoard"),
-        ("--wandb-project", str, None, "Weights & Biases project"),
-        ("--wandb-exp-name", str, None, "Weights & Biases run name"),
+        ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
+        ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
+        ("--device-peak-tflops", float, None, "dense TFLOP/s of a device, for perf/mfu [known ones, in 16 bits]"),
         ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
+        *TRACKER_FLAGS,
     ),
     "profiling": PROFILE,
     "running": (

@@ -35,9 +35,9 @@ def initialize_distributed(args) -> None:
             os.environ["MASTER_PORT"] = str(_free_port())
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group(
-                "nccl", timeout=timeout, device_id=torch.device("cuda", torch.cuda.current_device())
-            )
+            # Without a device_id: with one, each of megatron-core's groups would take its memory (7 GiB of one GPU) at
+            # once, used or not, and keep it while the engine has its turn.
+            dist.init_process_group("nccl", timeout=timeout)
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)

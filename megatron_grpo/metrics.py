@@ -1,20 +1,18 @@
-"""What a run reports: console lines, ``metrics.jsonl``, TensorBoard, W&B, samples of completions; and the phase timers.
+"""What a run reports: console lines, ``metrics.jsonl``, ``completions.jsonl``, trackers.py; and the phase timers.
 
 Rank 0 writes; on the other ranks a logger checks the names it is given and does nothing else. With ``--log-interval N``
 a row, in every one of these places, stands for the last N updates: means, except for maxima and minima (the extreme),
-positions such as ``lr`` (the last value), seconds and counts (the sum) and tokens per second (all tokens over all
-seconds).
+positions such as ``lr`` (the last value), seconds and counts (the sum) and rates (all tokens over all seconds).
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import TextIO
@@ -22,87 +20,15 @@ from typing import TextIO
 import torch
 from tqdm import tqdm
 
-from megatron_grpo.arguments import args_to_json
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.metric_guide import check_names
 from megatron_grpo.profiling import PHASE
+from megatron_grpo.throughput import peak_tflops, rates
+from megatron_grpo.trackers import build_trackers, completion_table
 
-METRICS = {
-    "reward/mean": "mean over completions of the weighted sum of the reward functions",
-    "reward/std": "mean over prompts of the standard deviation of that sum over a prompt's completions",
-    "reward/<function>/mean": "mean over completions of one reward function, unweighted",
-    "reward/<function>/std": "standard deviation over all completions of one reward function, unweighted",
-    "reward/<function>/min": "smallest value of one reward function",
-    "reward/<function>/max": "largest value of one reward function",
-    "reward/kl_penalty": "mean over completions of what --kl-in-reward subtracts: beta times the sum of k1",
-    "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
-    "teacher/kl": "KL divergence of the old policy from the teacher: mean over tokens of log p(old) - log p(teacher)",
-    "advantage/std": "standard deviation over completions of the same",
-    "reward/zero_std_groups": "share of prompts whose completions all have the same reward (no signal)",
-    "reward/failures": "calls of reward functions that raised, hung or gave no number",
-    "sampling/resampled_groups": "groups without signal that --dynamic-sample replaced in this rollout",
-    "sampling/rounds": "most replacements one after the other for one of its groups",
-    "sampling/aborted_groups": "groups that were begun and not needed (--over-sampling-ratio); their prompts come next",
-    "completion/length_mean": "mean length of a completion, tokens",
-    "completion/length_max": "length of the longest completion, tokens",
-    "completion/truncated": "share of completions cut off at --max-completion-length",
-    "loss": "the loss that was differentiated, KL term included",
-    "kl": "mean k3 estimate of KL(policy || reference) over completion tokens, whatever --kl-estimator",
-    "entropy": "mean entropy of the policy's next-token distribution over completion tokens, nats",
-    "clip/low": "share of completion tokens whose ratio is clipped below (advantage < 0)",
-    "clip/high": "share of completion tokens whose ratio is clipped above (advantage > 0; --loss-type cispo: any)",
-    "clip/masked": "share of completion tokens whose policy term is left out (entropy, clip-cov, m2po, off-policy)",
-    "ratio/max": "largest probability ratio new/old of a completion token",
-    "grad_norm": "L2 norm of the gradient over all parameters, before clipping",
-    "moe/balance_loss": "the routers' load-balancing loss before its coefficient, mean over layers: 1 when all is even",
-    "lr": "learning rate of this update",
-    "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| of the sampled tokens, nats",
-    "mismatch/max_abs": "largest |log p(trainer) - log p(engine)| of a sampled token, nats",
-    "mismatch/kl": "mean k3 estimate of KL(engine || trainer) over the sampled tokens, nats a token",
-    "mismatch/perplexity_ratio": "perplexity of the sampled tokens under the trainer over that under the engine",
-    "mismatch/effective_sample_size": "(sum r)^2 / (n sum r^2) over tokens, r = p(trainer) / p(engine): at most 1",
-    "mismatch/clipped": "share of completion tokens that --rollout-importance-sampling-mode truncates or masks",
-    "eval/greedy_reward": "mean reward of greedy completions of the held-out prompts",
-    "eval/greedy_accuracy": "share of held-out prompts whose greedy completion is right",
-    "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
-    "eval/sampled_accuracy": "share of sampled completions of the held-out prompts that are right",
-    "eval/pass_at_<k>": "share of held-out prompts of which one of k sampled completions is right, k = 2, 4, 8 ...",
-    "tokens/update": "prompt and completion tokens that this update trained on",
-    "tokens/total": "the same, since the start of the run",
-    "consumed/prompts": "training prompts used since the start of the run",
-    "consumed/left_out": "rows whose turn came and that were left out (streamed data only), since the start of the run",
-    "memory/train": "GiB in use on the device, by all processes, at the end of the updates",
-    "memory/sync": "the same when the engine has taken over the weights",
-    "memory/rollout": "the same when generation begins",
-    "memory/asleep": "the same when the engine has given back what --sleep-level says",
-    "time/rollout": "seconds for generating completions",
-    "time/offload": "seconds for moving the trainer's tensors to host memory and back (--offload-model and the like)",
-    "time/scoring": "seconds for the reward functions",
-    "time/logprobs": "seconds for forward-only passes: old policy and reference",
-    "time/update": "seconds for forward, backward and optimizer",
-    "time/sync": "seconds for sending the weights to the engine",
-    "time/save": "seconds for saving a checkpoint (a save is counted in the row that follows it)",
-    "time/eval": "seconds for evaluation",
-    "time/step": "seconds of wall clock since the row before",
-    "perf/tokens_per_second": "tokens/update over time/step",
-}
-_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs"}
-_POSITIONS = {"lr", "tokens/total", "consumed/prompts", "consumed/left_out"}
-_SUMS = {"tokens/update", "reward/failures"}
-
-
-def documented(name: str) -> str | None:
-    """The name under which METRICS has a metric: ``reward/<function>/mean`` for ``reward/f1/mean``; None for none."""
-    if name in METRICS:
-        return name
-    patterns = ((known, re.sub("<.*?>", "[^/]+", known)) for known in METRICS if "<" in known)
-    return next((known for known, pattern in patterns if re.fullmatch(pattern, name)), None)
-
-
-def check_names(metrics: Iterable[str]) -> None:
-    """Raise KeyError when a name is not in METRICS: whatever a run reports is explained there."""
-    for name in metrics:
-        if documented(name) is None:
-            raise KeyError(f"metric {name!r} is not documented in megatron_grpo.metrics.METRICS")
+_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak"}
+_MINIMA = {"completion/length_min", "ratio/min"}
+_POSITIONS = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
+_SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}
 
 
 class Timers:
@@ -147,15 +73,6 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def check_wandb(args) -> None:
-    """Raise GrpoError when W&B is asked for and not installed."""
-    if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise GrpoError(
-            f"--wandb-project {args.wandb_project} needs the package wandb, which is not installed: "
-            "pip install wandb, or leave the flag out"
-        )
-
-
 class MetricsLogger:
     """Writes metrics to every place that the arguments name; without ``--save`` no files but TensorBoard's.
 
@@ -164,14 +81,15 @@ class MetricsLogger:
     """
 
     def __init__(self, args, rank: int, total_iterations: int, start_iteration: int):
-        check_wandb(args)
         self.args = args
         self.active = rank == 0
         self.total = total_iterations
         self.interval: list[dict] = []  # the updates since the last row
         self.iteration = start_iteration
         self.files: dict[str, TextIO] = {}
-        self.tensorboard = self.wandb = self.bar = None
+        self.trackers: list = []
+        self.peak_tflops = peak_tflops(args)
+        self.bar = None
         if not self.active:
             return
         if args.save:
@@ -181,17 +99,7 @@ class MetricsLogger:
                 truncate_after(path, start_iteration)
                 # A lone surrogate becomes \udc80, which is how JSON writes it anyway.
                 self.files[name] = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        if args.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=start_iteration + 1)
-        if args.wandb_project:
-            import wandb
-
-            # Where it writes and whether it talks to a server is W&B's own business: WANDB_MODE, WANDB_DIR.
-            stored = args_to_json(args)  # without keys
-            config = {name: value for name, value in stored.items() if isinstance(value, str | int | float | list)}
-            self.wandb = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=config, dir=args.save)
+        self.trackers = build_trackers(args, start_iteration)
         # disable=None: no bar where the output is not a terminal.
         self.bar = tqdm(
             total=total_iterations, initial=start_iteration, desc="training", unit="update", disable=None, leave=False
@@ -212,13 +120,17 @@ class MetricsLogger:
             self._write_row()
 
     def log_completions(self, iteration: int, samples: list[dict]) -> None:
-        """Append samples (what ``completion_log.completion_row`` says of each) to ``completions.jsonl``.
+        """Append samples (what ``completion_log.completion_row`` says of each) to ``completions.jsonl``, and with
+        ``--log-completions`` show them as a table.
 
         ``iteration`` is the first update that trains on them.
         """
         if "completions.jsonl" in self.files:
             for sample in samples:
                 self._append("completions.jsonl", {"iteration": iteration} | sample)
+        if self.args.log_completions and samples:
+            for tracker in self.trackers:
+                tracker.log_table(iteration, *completion_table(samples))
 
     def flush(self) -> None:
         """Put everything on the disk; call it before a checkpoint is saved.
@@ -228,18 +140,16 @@ class MetricsLogger:
         self._write_row()
         for file in self.files.values():
             os.fsync(file.fileno())
-        if self.tensorboard:
-            self.tensorboard.flush()
+        for tracker in self.trackers:
+            tracker.flush()
 
     def close(self) -> None:
         """Flush and close; further calls are errors."""
         self.flush()
         for file in self.files.values():
             file.close()
-        if self.tensorboard:
-            self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        for tracker in self.trackers:
+            tracker.close()
         if self.bar is not None:
             self.bar.close()
 
@@ -253,16 +163,14 @@ class MetricsLogger:
         if not self.interval:
             return
         row = aggregate(self.interval)
+        row |= rates(row, self.args.world_size, self.peak_tflops, self.args.include_performance_metrics)
         self.interval = []
         if "metrics.jsonl" in self.files:
             self._append("metrics.jsonl", {"iteration": self.iteration} | row)
         for line in console_lines(self.iteration, self.total, row):
             self.print(line)
-        if self.tensorboard:
-            for name, value in row.items():
-                self.tensorboard.add_scalar(name, value, self.iteration)
-        if self.wandb:
-            self.wandb.log(row, step=self.iteration)
+        for tracker in self.trackers:
+            tracker.log_row(self.iteration, row)
         if "reward/mean" in row:
             self.bar.set_postfix_str(f"reward {row['reward/mean']:.4f}")
 
@@ -282,14 +190,12 @@ def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
             row[name] = values[-1]
         elif name in _MAXIMA or re.fullmatch(r"reward/[^/]+/max", name):
             row[name] = max(values)
-        elif re.fullmatch(r"reward/[^/]+/min", name):
+        elif name in _MINIMA or re.fullmatch(r"reward/[^/]+/min", name):
             row[name] = min(values)
         elif name in _SUMS or name.startswith("time/"):
             row[name] = sum(values)
         else:
             row[name] = fmean(values)
-    if row.get("time/step") and "tokens/update" in row:
-        row["perf/tokens_per_second"] = row["tokens/update"] / row["time/step"]
     return row
 
 
@@ -351,6 +257,8 @@ def console_lines(iteration: int, total: int, row: dict[str, float]) -> list[str
         parts.append(" ".join(f"{phase} {cell(row.get(f'time/{phase}'), '6.2f')}" for phase in _SECONDS) + " s")
         rate = row.get("perf/tokens_per_second")
         parts.append(f"{'-' if rate is None else format(rate, ',.0f'):>7} tokens/s")
+        if "perf/mfu" in row:
+            parts.append(f"MFU {row['perf/mfu']:.3f}")
         lines.append(" | ".join([label, *parts]))
     evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
     if evaluation:

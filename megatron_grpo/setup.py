@@ -22,7 +22,9 @@ from megatron_grpo.initialize import banner, initialize_distributed, print_rank_
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
 from megatron_grpo.profiling import Profiler
+from megatron_grpo.reward_model_rules import reward_models
 from megatron_grpo.reward_rules import reward_routes
+from megatron_grpo.rewards.models import check_models
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rewards.sandbox import isolation_here
@@ -49,7 +51,9 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         print_rank_0(dry_run_report(args, world_size))
         return None
     load_plugins(args.external_plugins or [])
-    get_rewards(args.reward_funcs, vars(args))
+    models = reward_models(args)
+    get_rewards([name for name in args.reward_funcs if name not in models], vars(args))
+    check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
@@ -150,6 +154,8 @@ def _check_destinations(args) -> None:
         "--save": args.save,
         "--save-hf": export and export.parent,
         "--tensorboard-dir": args.tensorboard_dir,
+        "--wandb-save-dir": args.wandb_save_dir,
+        "--swanlab-save-dir": args.swanlab_save_dir,
     }
     for flag, directory in places.items():
         if not directory:
@@ -235,6 +241,7 @@ def build_scorer(args) -> RewardPool:
         args_to_json(args),
         reward_routes(args.reward_routing, args.reward_funcs),
         args.reward_clip,
+        reward_models(args),
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine, Sampling
 from megatron_grpo.rollout.selection import Selection, prompts_to_draw
 from megatron_grpo.rollout.teacher_server import TeacherServer
+from megatron_grpo.throughput import ModelFlops
 from megatron_grpo.weights import hf
 
 
@@ -254,15 +256,22 @@ class Trainer:
 
     # ---- what is seen
 
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """What the model's passes take."""
+        return ModelFlops(self.args)
+
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
-        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of ``metrics.METRICS``."""
+        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of METRICS."""
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
             "reward/std": groups.mean_std,
             "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
+            "tokens/rollout": int(batch.completion_lengths.sum()),
             "completion/length_mean": float(batch.completion_lengths.mean()),
+            "completion/length_min": int(batch.completion_lengths.min()),
             "completion/length_max": int(batch.completion_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
@@ -282,7 +291,16 @@ class Trainer:
                 "consumed/prompts": self.sampler.consumed,
                 "consumed/left_out": self.sampler.left_out,
             }
-        self.logger.log(self.iteration, metrics | self.timers.collect())
+        if self.args.log_params_norm:
+            with training.parameters_complete(self.args, self.model):
+                metrics = metrics | {"params_norm": training.params_norm(self.model)}
+        if torch.cuda.is_available():
+            metrics = metrics | {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
+            torch.cuda.reset_peak_memory_stats()
+        seconds = self.timers.collect()
+        if "time/rollout" not in seconds:  # of a rollout's updates the first tells of its tokens and seconds
+            metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
 
     def log_completions(self, batch: RolloutBatch) -> None:

@@ -15,7 +15,8 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import Float16Module, param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
@@ -116,18 +117,18 @@ def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
 
 @dataclass
 class UpdateReport:
-    """What one optimizer update did: sums and maxima over the whole global batch, the gradient norm, the learning
+    """What one optimizer update did: sums and extremes over the whole global batch, the gradient norm, the learning
     rate.
     """
 
     sums: dict[str, float]
-    maxima: dict[str, float]
+    extremes: dict[str, float]
     grad_norm: float
     learning_rate: float
     balance_loss: float | None = None  # of a mixture of experts' routers
 
     def metrics(self) -> dict[str, float]:
-        """The report under the names of ``metrics.METRICS``: sums over tokens become means."""
+        """The report under the names of ``metric_guide.METRICS``: sums over tokens become means."""
         tokens = max(self.sums["tokens"], 1)  # --overlong-filter can leave an update without any
         row = {
             "loss": self.sums["loss"],
@@ -136,11 +137,12 @@ class UpdateReport:
             "clip/low": self.sums["clip_low"] / tokens,
             "clip/high": self.sums["clip_high"] / tokens,
             "clip/masked": self.sums["masked"] / tokens,
-            "ratio/max": self.maxima["ratio/max"],
+            "ratio/min": self.extremes["ratio/min"],
+            "ratio/max": self.extremes["ratio/max"],
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
         }
-        row |= mismatch_metrics(self.sums | self.maxima)
+        row |= mismatch_metrics(self.sums | self.extremes)
         if self.balance_loss is not None:
             row["moe/balance_loss"] = self.balance_loss
         return row
@@ -205,9 +207,9 @@ def train_step(
     learning_rate = max(group["lr"] for group in optimizer.param_groups)
     if updated:
         scheduler.step(increment=1)
-    sums, maxima = _reduce_reports(reports, report_names)
+    sums, extremes = _reduce_reports(reports, report_names)
     balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
-    return UpdateReport(sums, maxima, float(grad_norm or 0.0), learning_rate, balance_loss)
+    return UpdateReport(sums, extremes, float(grad_norm or 0.0), learning_rate, balance_loss)
 
 
 def _balance_loss(config, num_microbatches: int) -> float | None:
@@ -262,26 +264,41 @@ def _run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, f
 def _reduce_reports(
     reports: list[dict[str, torch.Tensor]], names: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Add up the micro-batches' reports over data-parallel ranks; names that end in ``/max`` take the maximum instead.
+    """Add up the micro-batches' reports over data-parallel ranks; names that end in ``/max`` or ``/min`` take the
+    extreme instead.
 
     Every rank returns the same numbers: the last pipeline stage has them and sends them to the others.
     """
-    values = torch.zeros(2, len(names), dtype=torch.float64, device=device())
+    values = torch.zeros(3, len(names), dtype=torch.float64, device=device())
     if parallel_state.is_pipeline_last_stage():
         table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
-        values = torch.stack([table.sum(0), table.amax(0)])
+        values = torch.stack([table.sum(0), table.amax(0), -table.amin(0)])
         data_parallel = parallel_state.get_data_parallel_group()  # context ranks all report the whole pack
         dist.all_reduce(values[0], dist.ReduceOp.SUM, group=data_parallel)
-        dist.all_reduce(values[1], dist.ReduceOp.MAX, group=data_parallel)
+        dist.all_reduce(values[1:], dist.ReduceOp.MAX, group=data_parallel)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast(
             values,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
-    sums, maxima = (dict(zip(names, row, strict=True)) for row in values.tolist())
-    maxima = {name: value for name, value in maxima.items() if name.endswith("/max")}
-    return {name: value for name, value in sums.items() if name not in maxima}, maxima
+    total, largest, smallest = (dict(zip(names, row, strict=True)) for row in values.tolist())
+    extremes = {name: value for name, value in largest.items() if name.endswith("/max")}
+    extremes |= {name: -value for name, value in smallest.items() if name.endswith("/min")}
+    return {name: value for name, value in total.items() if name not in extremes}, extremes
+
+
+def params_norm(model: Model) -> float:
+    """L2 norm of all parameters of the whole model, each counted once; the same on every rank."""
+    squares = torch.zeros(2, dtype=torch.float64, device=device())
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+        of_experts = not getattr(parameter, "allreduce", True)
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, groups[of_experts]):
+            squares[int(of_experts)] += parameter.detach().float().square().sum()
+    dist.all_reduce(squares[0], group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(squares[1], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return squares.sum().sqrt().item()
 
 
 @contextlib.contextmanager

@@ -24,14 +24,15 @@ from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.frozen_rules import check_frozen
 from megatron_grpo.loss_rules import check_loss
-from megatron_grpo.metrics import check_wandb
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel_rules import check_parallelism
 from megatron_grpo.profiling import check_profiling
+from megatron_grpo.reward_model_rules import check_reward_models
 from megatron_grpo.reward_rules import check_rewards
 from megatron_grpo.rollout_rules import check_rollout
 from megatron_grpo.rules import divides, excludes, flag, needs, positive, required, within
 from megatron_grpo.sampling_rules import check_sampling
+from megatron_grpo.trackers import check_trackers
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
@@ -132,6 +133,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     _check_data(args)
     check_rollout(args, world_size)
     check_rewards(args)
+    check_reward_models(args)
     _check_algorithm(args)
     check_sampling(args)
     _check_duration(args)
@@ -320,8 +322,11 @@ def check_warmup(args: Namespace) -> None:
 
 def _check_checkpoints(args: Namespace) -> None:
     positive(args, "max_checkpoints_to_keep")
-    for dest in ("save_interval", "max_checkpoints_to_keep", "num_completions_to_log"):
-        needs(args, dest, "save", "there is no directory to write to")
+    nowhere = "there is no directory to write to"
+    for dest in ("save_interval", "max_checkpoints_to_keep"):
+        needs(args, dest, "save", nowhere)
+    if not args.log_completions:
+        needs(args, "num_completions_to_log", "save", nowhere)
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
         needs(args, dest, "load", "it says what to take from there")
     one_place = "the first weights come from one place"
@@ -338,10 +343,9 @@ def _check_checkpoints(args: Namespace) -> None:
 def _check_logging(args: Namespace) -> None:
     if args.num_completions_to_log < 0:
         raise GrpoError(f"--num-completions-to-log ({args.num_completions_to_log}) must not be negative")
-    needs(args, "wandb_exp_name", "wandb_project", "a run belongs to a project")
+    positive(args, "device_peak_tflops")
+    check_trackers(args)
     check_profiling(args)
-    if not args.dry_run:
-        check_wandb(args)
 
 
 def _check_libraries(args: Namespace) -> None:

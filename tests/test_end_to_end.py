@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sharp_model import make_sharp_model
 
 from megatron_grpo import checkpoint_directory
-from megatron_grpo.metrics import METRICS, check_names
+from megatron_grpo.metric_guide import METRICS, check_names
 from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
@@ -33,15 +33,16 @@ ROWS = [
 COMMON = """--transformer-impl local --vllm-enforce-eager --vllm-max-num-seqs 32 --num-generations 4 --lr 2e-4
     --max-prompt-length 160 --max-completion-length 16 --train-iters""".split()
 # What every update reports, what the first one of a rollout does as well, and what an evaluation does.
-OF_A_ROLLOUT = {"time/rollout", "time/scoring", "time/logprobs"}
+OF_A_ROLLOUT = {"tokens/rollout", "time/rollout", "time/scoring", "time/logprobs"}
 OF_AN_EVALUATION = {name for name in METRICS if name.startswith("eval/") and "<" not in name}
-OF_AN_EVALUATION |= {"time/eval", "eval/pass_at_2"}
+OF_AN_EVALUATION |= {"time/eval", "eval/pass_at_1", "eval/pass_at_2"}
 OF_AN_UPDATE = (
     {name for name in METRICS if "<" not in name}
     - OF_A_ROLLOUT
     - OF_AN_EVALUATION
     - {name for name in METRICS if name.startswith(("memory/", "sampling/"))}
-    - {"time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
+    - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}
+    - {"params_norm", "time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
 )
 
 

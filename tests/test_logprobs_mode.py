@@ -7,7 +7,7 @@ from megatron_grpo import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.arguments import parse_args
-from megatron_grpo.rollout.server import Fault
+from megatron_grpo.http_client import Fault
 from megatron_grpo.rollout.vllm_server import VllmServer
 
 CORRECTED = "--mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop"

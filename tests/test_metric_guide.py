@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_grpo.arguments import build_parser
-from megatron_grpo.metric_guide import HEADINGS, REMEDIES, heading, remedy
-from megatron_grpo.metrics import METRICS
+from megatron_grpo.metric_guide import HEADINGS, METRICS, REMEDIES, heading, remedy
 
 REPO = Path(__file__).resolve().parents[1]
 spec = importlib.util.spec_from_file_location("generate_metrics_doc", REPO / "tools" / "generate_metrics_doc.py")

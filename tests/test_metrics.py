@@ -12,22 +12,19 @@ import struct
 import subprocess
 import sys
 import termios
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo import metrics
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.metrics import METRICS, MetricsLogger, Timers, aggregate, console_lines, truncate_after
+from megatron_grpo.metric_guide import METRICS
+from megatron_grpo.metrics import MetricsLogger, Timers, aggregate, console_lines, truncate_after
 
 
 def make_args(**overrides):
-    values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "wandb_exp_name": None}
-    return argparse.Namespace(
-        **values | {"num_completions_to_log": 2, "lr": 1e-6, "reward_funcs": ["exact"]} | overrides
-    )
+    values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
+    values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False}
+    return argparse.Namespace(**values | {"world_size": 1} | overrides)
 
 
 def rows(path):
@@ -123,8 +120,13 @@ def test_log_interval_merges_updates():
         "tokens/update": 40,
         "time/step": 5.0,
         "time/save": 2.0,
-        "perf/tokens_per_second": 8.0,
     }
+
+
+def test_ratios_and_lengths_keep_their_extremes():
+    names = ("ratio/min", "ratio/max", "completion/length_min", "completion/length_max", "params_norm")
+    updates = [dict(zip(names, values, strict=True)) for values in ((0.5, 1.5, 3, 9, 2.0), (0.25, 4.0, 2, 8, 3.0))]
+    assert aggregate(updates) == dict(zip(names, (0.25, 4.0, 2, 9, 3.0), strict=True))
 
 
 def test_log_interval_writes_every_nth_update_and_the_last(tmp_path):
@@ -216,6 +218,7 @@ def test_console_line_has_a_fixed_width():
     )
     (sparse,) = console_lines(8, 200, {"loss": 1.0})
     assert len(sparse) == len(line)
+    assert console_lines(7, 200, full | {"perf/mfu": 0.41234}) == [line + " | MFU 0.412"]
 
 
 def test_timers_add_up_and_start_anew(monkeypatch):
@@ -240,56 +243,6 @@ def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
     with timers("rollout"):
         pass
     assert timers.collect() == {"time/eval": 3.0, "time/rollout": 0.5, "time/step": 6.0}
-
-
-def test_tensorboard_events_can_be_read_back(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    args = make_args(tensorboard_dir=str(tmp_path))
-    train(args, 0, 3).close()
-    time.sleep(1.1)  # event files are ordered by the second in their name
-    train(args, 2, 4).close()  # resumed from update 2: the first run's update 3 must go
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    scalars = events.Scalars("reward/mean")
-    assert [event.step for event in scalars] == [1, 2, 3, 4]
-    assert scalars[0].value == pytest.approx(1 / 3)
-
-
-def test_wandb_is_asked_for_at_start_up(monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    for rank in (0, 1):  # all ranks alike, so that none waits for the others
-        with pytest.raises(GrpoError, match=r"--wandb-project demo needs the package wandb.*pip install wandb"):
-            MetricsLogger(make_args(wandb_project="demo"), rank, 1, 0)
-
-
-def test_wandb_receives_the_rows(tmp_path, monkeypatch):
-    # A stand-in module: the package is no requirement of the project, so its interface is all that can be held here.
-    (tmp_path / "wandb.py").write_text(
-        textwrap.dedent(
-            """
-            calls = []
-            class Run:
-                def log(self, row, step): calls.append((step, row))
-                def finish(self): calls.append("finish")
-            def init(**options):
-                calls.append(options)
-                return Run()
-            """
-        )
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    logger = MetricsLogger(make_args(wandb_project="demo", wandb_exp_name="run 1"), 0, 1, 0)
-    logger.log(1, {"loss": 0.5})
-    logger.close()
-    import wandb
-
-    options, (step, row), end = wandb.calls
-    assert (options["project"], options["name"]) == ("demo", "run 1")
-    assert options["config"]["reward_funcs"] == ["exact"]
-    assert (step, row, end) == (1, {"loss": 0.5}, "finish")
-    monkeypatch.delitem(sys.modules, "wandb")
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,4 +32,4 @@ def test_too_few_completions():
 
 
 def test_powers_of_two():
-    assert [powers_of_two(n) for n in (0, 1, 2, 3, 4, 9)] == [[], [], [2], [2], [2, 4], [2, 4, 8]]
+    assert [powers_of_two(n) for n in (0, 1, 2, 3, 4, 9)] == [[], [1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4, 8]]

@@ -39,7 +39,8 @@ FLAGS = f"""--lr {LR} --lr-warmup-iters {WARMUP} --lr-decay-style linear --weigh
  --adam-eps 1e-4 --num-generations {GROUP} --global-batch-size {PER_UPDATE} --steps-per-generation {STEPS}
  --num-iterations {EPOCHS} --train-iters {UPDATES} --beta {BETA} --epsilon {EPSILON} --temperature {TEMPERATURE}
  --max-completion-length 12 --max-prompt-length 8 --max-tokens-per-microbatch 48 --reward-funcs exact_match
- --train-data-path unused --no-save-hf --transformer-impl local --mismatch-sample-rate 0 --no-shuffle"""
+ --train-data-path unused --no-save-hf --transformer-impl local --mismatch-sample-rate 0 --no-shuffle
+ --log-params-norm"""
 CASES = {
     "grpo": "",
     "reinforce++": "--advantage-estimator reinforce_plus_plus --kl-in-reward --gamma 0.9",
@@ -167,7 +168,9 @@ def trained(tiny_models, case, one_process):
 
 @pytest.fixture(scope="module")
 def by_hand(tiny_models, case):
-    """(loss, gradient norm, learning rate, share of clipped tokens, mean KL) of each update, and the model then."""
+    """(loss, gradient norm, learning rate, share of clipped tokens, mean KL, smallest and largest ratio, norm of the
+    parameters) of each update, and the model then.
+    """
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
     reference = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
     with torch.no_grad():
@@ -208,12 +211,13 @@ def by_hand(tiny_models, case):
         if update > WARMUP:
             lr = LR * (1 - (update - WARMUP) / (UPDATES - WARMUP))
         first = update % STEPS * PER_UPDATE
-        loss, clipped, divergence, tokens = 0.0, 0, 0.0, 0
+        loss, clipped, divergence, tokens, ratios = 0.0, 0, 0.0, 0, []
         for i in range(first, first + PER_UPDATE):
             new, advantage = log_probs(model, i), advantages[i]
             ratio, x = torch.exp(new - old[i]), new - ref[i]
             policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantage)
             kl = torch.exp(-x) - 1 + x
+            ratios += ratio.tolist()
             penalty = {"grpo": kl, "rloo": ratio * kl, "reinforce++": 0.0}[case]
             loss = loss + (policy + BETA * penalty).mean() / PER_UPDATE
             outside = ((ratio > 1 + EPSILON) & (advantage > 0)) | ((ratio < 1 - EPSILON) & (advantage < 0))
@@ -224,12 +228,14 @@ def by_hand(tiny_models, case):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        rows.append((loss.item(), norm.item(), lr, clipped / tokens, divergence / tokens))
+        size = torch.nn.utils.get_total_norm(parameters).item()
+        means = clipped / tokens, divergence / tokens
+        rows.append((loss.item(), norm.item(), lr, *means, min(ratios), max(ratios), size))
     return rows, model
 
 
 def test_the_case_is_not_trivial(by_hand, case):
-    losses, norms, rates, clipped, divergences = map(np.array, zip(*by_hand[0], strict=True))
+    losses, norms, rates, clipped, divergences, *_ = map(np.array, zip(*by_hand[0], strict=True))
     assert case != "grpo" or (norms.max() > 1.05 and norms.min() < 1)  # some gradients are clipped, some not
     assert clipped[0] == 0 and clipped.max() > 0.05
     assert divergences.max() > 1e-2 and len(set(rates)) > 10 and np.ptp(losses) > 1e-2
@@ -238,12 +244,16 @@ def test_the_case_is_not_trivial(by_hand, case):
 def test_every_update_is_the_one_by_hand(trained, by_hand):
     rows, expected = trained[0], by_hand[0]
     assert [row["iteration"] for row in rows] == list(range(1, UPDATES + 1))
-    for row, (loss, norm, lr, clipped, divergence) in zip(rows, expected, strict=True):
+    for row, (loss, norm, lr, clipped, divergence, smallest, largest, size) in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert row["lr"] == pytest.approx(lr, rel=1e-9)
         assert row["clip/low"] + row["clip/high"] == pytest.approx(clipped, abs=1e-9)
         assert row["kl"] == pytest.approx(divergence, rel=1e-5, abs=1e-5)
+        assert (row["ratio/min"], row["ratio/max"]) == pytest.approx((smallest, largest), rel=1e-5)
+        assert row["params_norm"] == pytest.approx(size, rel=1e-6)
+        of_its_rollout = sum(map(len, COMPLETIONS)) if row["iteration"] == 1 else None
+        assert row.get("tokens/rollout") == of_its_rollout
 
 
 def test_every_weight_is_the_one_by_hand(trained, by_hand, tiny_models):

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -227,3 +229,10 @@ def test_bad_options_are_refused(tmp_path, monkeypatch, capsys, options, message
     monkeypatch.chdir(tmp_path)
     assert report.main([str(write_run(tmp_path / "run")), "-o", "report.html", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["report", "plot_metrics", "generate_metrics_doc"])
+def test_the_tools_start_without_torch(tool):
+    program = f"import sys, runpy; runpy.run_path({str(TOOL.with_stem(tool))!r}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

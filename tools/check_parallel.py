@@ -46,7 +46,7 @@ from megatron_grpo.offload import gradient_tensors, optimizer_tensors, weight_te
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "
-COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked", "ratio/max")
+COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked", "ratio/max", "ratio/min")
 COMPARED += ("mismatch/mean_abs", "mismatch/kl", "mismatch/perplexity_ratio", "mismatch/effective_sample_size")
 SIZES = {
     "TP": "--tensor-model-parallel-size",
@@ -197,6 +197,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     weights, gaps = {}, {}
     writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
     with training.parameters_complete(args, model):
+        rows[-1]["params_norm"] = training.params_norm(model)
         stored = safe_open(reference, "pt") if compares else None
         for name, tensor in stream_hf(model, args):
             if writes:
@@ -244,7 +245,7 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     # In 16 bits only the first update: Adam's first step makes rounding a whole learning rate, and flips experts.
     updates = result["updates"][: None if result["float32"] else 1]
     for number, (row, want) in enumerate(zip(updates, first["updates"], strict=False), start=1):
-        for key in COMPARED[: None if result["float32"] else 2]:
+        for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys())]:
             gap = abs(row[key] - want[key])
             if not gap <= tolerance * max(abs(want[key]), 1e-2):
                 return f"DIFFERS: {key} of update {number} by {gap / max(abs(want[key]), 1e-2):.1e}"

@@ -21,8 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.metric_guide import TITLES, heading, remedy
-from megatron_grpo.metrics import METRICS, documented
+from megatron_grpo.metric_guide import METRICS, TITLES, documented, heading, remedy
 from megatron_grpo.run_folder import Record, Run, labels, read_record
 
 PAGE = Path(__file__).resolve().parent / "report"

@@ -146,7 +146,7 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> Mismatch:
 
 
 def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """A rollout's Mismatch under the names of ``metrics.METRICS``; nothing when the engine was not asked.
+    """A rollout's Mismatch under the names of ``metric_guide.METRICS``; nothing when the engine was not asked.
 
     The effective sample size is Kish's, as a share of the tokens: (sum r)^2 / (n sum r^2).
     """

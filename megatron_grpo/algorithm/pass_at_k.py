@@ -23,5 +23,5 @@ def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k:
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """2, 4, 8 ... up to ``limit``: the k that evaluations report."""
-    return [2**i for i in range(1, limit.bit_length()) if 2**i <= limit]
+    """1, 2, 4 ... up to ``limit``: the k that evaluations report."""
+    return [2**i for i in range(limit.bit_length())]

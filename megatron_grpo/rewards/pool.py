@@ -20,10 +20,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.reward_model_rules import RewardModelSpec
 from megatron_grpo.rewards.registry import Sample
 
 _CHUNK = 64  # samples sent at once: enough to make the cost of sending small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
+_PATIENCES = 3  # times --reward-model-timeout: until a call ends that began late, and was made until the end
 _GIVE_UP = 4  # samples on which a function timed out, before any value, after which the rest is not waited for
 
 
@@ -40,13 +42,27 @@ class Failure:
 
 
 @dataclass(eq=False)
+class _Kind:
+    """Processes that do the same: run functions, one call at a time, or ask models, all calls at once."""
+
+    module: str
+    functions: dict[int, Any]  # function number -> what the process is told of it
+    count: int
+    limit: float  # s without a report, after which one is stuck
+    start_limit: float = _START_LIMIT
+    at_once: bool = False
+    queue: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)  # (sample number, function numbers)
+
+
+@dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
+    kind: _Kind
     ready: bool = False
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
     # Calls handed to it and not reported yet, in its order: (sample number, function number).
-    calls: deque[tuple[int, int]] = field(default_factory=deque)
+    calls: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.process.stdin and self.process.stdout
@@ -62,7 +78,8 @@ class RewardPool:
     raises one (wrong data), and when a function failed on every sample that it was to score.
 
     ``flags`` fill keyword-only parameters of the functions. ``routes`` says which functions score the rows of which
-    "data_source" (without it all score all); the others' reward is NaN. Values are limited to +-``clip``.
+    "data_source" (without it all score all); the others' reward is NaN. Values are limited to +-``clip``. Names in
+    ``models`` are reward models, which one process more asks, many samples at once; it reads ``flags`` too.
     """
 
     def __init__(
@@ -75,28 +92,35 @@ class RewardPool:
         flags: Mapping[str, Any] | None = None,
         routes: Mapping[str, Sequence[str]] | None = None,
         clip: float | None = None,
+        models: Mapping[str, RewardModelSpec] | None = None,
     ):
         self.names, self.timeout, self.retries = list(names), timeout, retries
         self._clip = math.inf if clip is None else clip
         self._everyone = tuple(range(len(self.names)))
         self._routes = {source: tuple(map(self.names.index, route)) for source, route in (routes or {}).items()}
         self.failures: list[Failure] = []  # of the samples that the last finish() returned
-        self._setup = pickle.dumps(
-            (self.names, [Path(p).resolve() for p in plugins], flags or {}, [p or os.getcwd() for p in sys.path])
-        )
+        self._setup = ([Path(p).resolve() for p in plugins], flags or {}, [p or os.getcwd() for p in sys.path])
+        models = models or {}
+        specs = {number: models[name] for number, name in enumerate(self.names) if name in models}
+        functions = {number: name for number, name in enumerate(self.names) if name not in models}
+        patience = _PATIENCES * (flags or {}).get("reward_model_timeout", 0.0)
+        kinds = [
+            _Kind("megatron_grpo.rewards.worker", functions, workers, timeout),
+            _Kind("megatron_grpo.rewards.model_worker", specs, 1, patience, _START_LIMIT + patience, at_once=True),
+        ]
+        self._kinds = [kind for kind in kinds if kind.functions]
         self._failed_starts = 0
         self._polled = 0.0
         self._clear()
         self._workers: list[_Worker] = []
         self.close = weakref.finalize(self, _end, self._workers, os.getpid())  # called at exit at the latest
-        self._workers += [self._start() for _ in range(workers)]
+        self._workers += [self._start(kind) for kind in self._kinds for _ in range(kind.count)]
         while not all(worker.ready for worker in self._workers):
             self.poll(0.1)
 
     def _clear(self) -> None:
         self._samples: dict[Hashable, int] = {}  # key -> number
         self._rows: list[tuple[Hashable, Sample, list[float]]] = []
-        self._queue: deque[tuple[int, tuple[int, ...]]] = deque()  # (sample number, function numbers)
         self._open = 0  # calls without a result
         self._left: list[int] = []  # of each sample
         self._tries: dict[tuple[int, int], int] = {}
@@ -116,7 +140,9 @@ class RewardPool:
         number = self._samples[key] = len(self._rows)
         self._rows.append((key, sample, [math.nan] * len(self.names)))
         functions = self._routes[sample.row.get("data_source")] if self._routes else self._everyone
-        self._queue.append((number, functions))
+        for kind in self._kinds:
+            if numbers := tuple(function for function in functions if function in kind.functions):
+                kind.queue.append((number, numbers))
         self._open += len(functions)
         self._left.append(len(functions))
         for function in functions:
@@ -158,45 +184,46 @@ class RewardPool:
         for worker in list(self._workers):
             if worker.reports in readable:
                 self._read(worker)
-            elif not worker.ready and self._polled - worker.heard > _START_LIMIT:
-                self._replace(worker, "timeout", f"took longer than {_START_LIMIT:g} s")
-            elif worker.calls and self._polled - worker.heard > self.timeout:
-                self._replace(worker, "timeout", f"took longer than {self.timeout:g} s (--reward-timeout)")
+            elif not worker.ready and self._polled - worker.heard > worker.kind.start_limit:
+                self._replace(worker, "timeout", f"took longer than {worker.kind.start_limit:g} s")
+            elif worker.calls and self._polled - worker.heard > worker.kind.limit:
+                flag = "--reward-model-timeout" if worker.kind.at_once else "--reward-timeout"
+                self._replace(worker, "timeout", f"took longer than {worker.kind.limit:g} s ({flag})")
         self._dispatch()
         return self._open
 
-    def _start(self) -> _Worker:
+    def _start(self, kind: _Kind) -> _Worker:
         root = str(Path(__file__).resolve().parents[2])
         process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", "megatron_grpo.rewards.worker"],
+            [sys.executable, "-u", "-P", "-m", kind.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
             start_new_session=True,  # to end what it starts with it, and to keep Ctrl-C to ourselves
         )
-        worker = _Worker(process)
+        worker = _Worker(process, kind)
         with contextlib.suppress(BrokenPipeError):  # it died: _read sees that
-            worker.tasks.write(self._setup)
+            worker.tasks.write(pickle.dumps((kind.functions, *self._setup)))
             worker.tasks.flush()
         return worker
 
     def _dispatch(self) -> None:
         for worker in self._workers:
-            if not self._queue:
-                return
-            if worker.calls or not worker.ready:
+            kind, queue = worker.kind, worker.kind.queue
+            if not queue or not worker.ready or (worker.calls and not kind.at_once):
                 continue
             # Ever smaller towards the end, so that the workers finish together.
-            size = min(_CHUNK, max(1, len(self._queue) // (2 * len(self._workers))))
-            chunk = [self._queue.popleft() for _ in range(size)]
-            worker.heard = time.monotonic()
+            size = len(queue) if kind.at_once else min(_CHUNK, max(1, len(queue) // (2 * kind.count)))
+            chunk = [queue.popleft() for _ in range(size)]
+            if not worker.calls:
+                worker.heard = time.monotonic()
             try:
-                worker.tasks.write(pickle.dumps([(self._rows[number][1], todo) for number, todo in chunk]))
+                worker.tasks.write(pickle.dumps([(number, self._rows[number][1], todo) for number, todo in chunk]))
                 worker.tasks.flush()
-            except BrokenPipeError:  # it died while it had nothing to do: no sample's fault
-                self._queue.extendleft(reversed(chunk))
+            except BrokenPipeError:  # it died: _read sees that, and blames the calls that it was at alone
+                queue.extendleft(reversed(chunk))
             else:
-                worker.calls.extend((number, function) for number, functions in chunk for function in functions)
+                worker.calls |= {(number, function): None for number, functions in chunk for function in functions}
 
     def _read(self, worker: _Worker) -> None:
         data = os.read(worker.reports, 1 << 20)
@@ -207,14 +234,16 @@ class RewardPool:
             return
         worker.heard = time.monotonic()
         *lines, worker.unread = (worker.unread + data).split(b"\n")
-        for kind, *content in map(json.loads, lines):
-            if kind == "ready":
+        for first, *content in map(json.loads, lines):
+            if first == "ready":
                 worker.ready, self._failed_starts = True, 0
             elif not worker.ready:
                 self.close()
                 raise GrpoError(content[0])
             else:
-                self._report(worker.calls.popleft(), kind, content)
+                function, kind, *content = content
+                del worker.calls[first, function]
+                self._report((first, function), kind, content)
 
     def _report(self, call: tuple[int, int], kind: str, content: list[Any]) -> None:
         number, function = call
@@ -228,7 +257,7 @@ class RewardPool:
             raise GrpoError(f'reward "{self.names[function]}" on {sample.source or f"sample {key}"}: {content[0]}')
         elif self._tries.get(call, 0) < self.retries:
             self._tries[call] = self._tries.get(call, 0) + 1
-            self._queue.appendleft((number, (function,)))
+            next(kind for kind in self._kinds if function in kind.functions).queue.appendleft((number, (function,)))
         else:
             reason, *tail = content
             failed = self._failed[function]
@@ -250,7 +279,9 @@ class RewardPool:
         )
 
     def _replace(self, worker: _Worker, kind: str, reason: str) -> None:
-        """A new process in place of one dead or stuck; the call it was at is to blame, the others wait again."""
+        """A new process in place of one dead or stuck; the call it was at is to blame (each, of many at once), others
+        wait again.
+        """
         slot = self._workers.index(worker)
         _kill(worker.process)
         if not worker.ready:
@@ -258,11 +289,12 @@ class RewardPool:
             if self._failed_starts == 3:
                 self.close()
                 raise GrpoError(f"a reward worker does not start: it {reason}; what it printed is above")
-        self._workers[slot] = self._start()
-        if worker.calls:
-            blamed, *others = worker.calls
-            self._queue.extendleft((number, (function,)) for number, function in reversed(others))
-            self._report(blamed, kind, [reason])
+        self._workers[slot] = self._start(worker.kind)
+        calls = list(worker.calls)
+        blamed = len(calls) if worker.kind.at_once else 1
+        worker.kind.queue.extendleft((number, (function,)) for number, function in reversed(calls[blamed:]))
+        for call in calls[:blamed]:
+            self._report(call, kind, [reason])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -114,6 +114,11 @@ def _where(error: BaseException, path: Path) -> str:
     return f"line {number}: {type(error).__name__}: {error}: {text}" if frames else f"{type(error).__name__}: {error}"
 
 
+def known_rewards() -> list[str]:
+    """The names of the functions that ship and of those that plugins have registered."""
+    return sorted(_BUILTIN.keys() | _registry.keys())
+
+
 def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) -> list[RewardFunction]:
     """The functions of these names, in this order, as functions of a sample alone: ``flags`` (attributes of the parsed
     arguments) fill their keyword-only parameters. GrpoError for an unknown name, with the ones there are.
@@ -123,12 +128,12 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
         if name not in _registry and name in _BUILTIN:
             importlib.import_module(_BUILTIN[name])
         if name not in _registry:
-            known = sorted(_BUILTIN.keys() | _registry.keys())
+            known = known_rewards()
             close = difflib.get_close_matches(name, known, n=1)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             raise GrpoError(
                 f'--reward-funcs: no reward function "{name}"{hint}; there are {", ".join(known)}. '
-                "One of your own comes from --external-plugins FILE and @register_reward"
+                "One of your own comes from --external-plugins FILE and @register_reward, a model from --reward-model"
             )
         functions.append(_bind(name, _registry[name], flags or {}))
     return functions

@@ -1,7 +1,8 @@
 """A scoring process of ``pool.RewardPool``: samples come in on stdin as pickles, reports leave on stdout as JSON lines.
 
-First comes (names, plugins, flags, sys.path), answered by ["ready"]; then lists of (sample, numbers of functions),
-with a report for each call as soon as it is done: ["value", x], ["failed", reason, traceback] or ["fatal", message].
+First comes ({function number: name}, plugins, flags, sys.path), answered by ["ready"]; then lists of (sample number,
+sample, numbers of functions), with a report for each call as soon as it is done: [sample number, function number, ...]
+with "value", x, or "failed", reason, traceback, or "fatal", message.
 The process ends when stdin does.
 """
 
@@ -15,28 +16,22 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, load_plugins
 
 _FLOAT32_MAX = 3.4028234e38
+Report = Callable[[list[Any]], None]
 
 
 def main() -> None:
-    tasks, reports = _take_streams()
-
-    def report(line: list[Any]) -> None:
-        reports.write(json.dumps(line).encode() + b"\n")
-        reports.flush()
-
-    if sys.platform == "linux":
-        # A function that hangs never comes back to see stdin end: PR_SET_PDEATHSIG ends it when the parent is killed.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    tasks, report = begin()
     names, plugins, flags, sys.path[:] = pickle.load(tasks)
     try:
         load_plugins(plugins)
-        functions = get_rewards(names, flags)
+        functions = dict(zip(names, get_rewards(list(names.values()), flags), strict=True))
     except GrpoError as error:
         report(["fatal", str(error)])
         return
@@ -46,9 +41,23 @@ def main() -> None:
             chunk = pickle.load(tasks)
         except EOFError:
             return
-        for sample, numbers in chunk:
-            for number in numbers:
-                report(_call(functions[number], sample))
+        for number, sample, todo in chunk:
+            for function in todo:
+                report([number, function, *_call(functions[function], sample)])
+
+
+def begin() -> tuple[BinaryIO, Report]:
+    """Where tasks come from, and what sends a report; this process ends with its parent."""
+    tasks, reports = _take_streams()
+
+    def report(line: list[Any]) -> None:
+        reports.write(json.dumps(line).encode() + b"\n")
+        reports.flush()
+
+    if sys.platform == "linux":
+        # A function that hangs never comes back to see stdin end: PR_SET_PDEATHSIG ends it when the parent is killed.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    return tasks, report
 
 
 def _take_streams() -> tuple[BinaryIO, BinaryIO]:
@@ -64,17 +73,27 @@ def _call(function: RewardFunction, sample: Sample) -> list[Any]:
         value = function(sample)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        if value is None:
-            return ["value", None]
-        number = _finite(value)
-        return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, no finite number", ""]
-    except GrpoError as error:
-        return ["fatal", str(error)[:2000]]
+        return value_report(value)
     # Also what is no Exception: SystemExit, and time-outs that some libraries raise.
     except BaseException as error:
-        frames = error.__traceback__ and error.__traceback__.tb_next
-        tail = "".join(traceback.format_exception(type(error), error, frames))[-1500:]
-        return ["failed", f"raised {type(error).__name__}: {error}"[:300], tail]
+        return failure(error)
+
+
+def value_report(value: Any) -> list[Any]:
+    """What is told of a call that returned this."""
+    if value is None:
+        return ["value", None]
+    number = _finite(value)
+    return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, no finite number", ""]
+
+
+def failure(error: BaseException) -> list[Any]:
+    """What is told of a call that raised this."""
+    if isinstance(error, GrpoError):
+        return ["fatal", str(error)[:2000]]
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    tail = "".join(traceback.format_exception(type(error), error, frames))[-1500:]
+    return ["failed", f"raised {type(error).__name__}: {error}"[:300], tail]
 
 
 def _finite(value: Any) -> float | None:

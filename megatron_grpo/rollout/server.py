@@ -3,33 +3,15 @@
 vllm_server.py and sglang_server.py have these; servers.py makes a pool of them.
 """
 
-import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import aiohttp
-
+from megatron_grpo.http_client import Client, Fault
 from megatron_grpo.rollout.engine import Completion, Request, Sampling
 
-PROBE_TIMEOUT = 10.0  # seconds for an answer that costs a server nothing
 _RUN = uuid.uuid4().hex[:12]
-
-
-class Fault(Exception):
-    """A server did not do what it was asked; ``passing`` when it may the next time."""
-
-    def __init__(self, message: str, passing: bool = False):
-        super().__init__(message)
-        self.passing = passing
-
-
-class Silence(Fault):
-    """A server has not answered in time: it may hang, or have much to do."""
-
-    def __init__(self, message: str):
-        super().__init__(message, passing=True)
 
 
 class Signs(NamedTuple):
@@ -39,48 +21,6 @@ class Signs(NamedTuple):
 
     process: str
     progress: float | None
-
-
-class Client:
-    """An address that is asked over HTTP."""
-
-    key_flag: str  # where its API key comes from
-
-    def __init__(self, url: str, api_key: str | None):
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None  # made within the event loop, as it must be
-
-    async def call(self, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> Any:
-        """The answer to a request, its JSON (its text if it is none)."""
-        if self._session is None:
-            # Servers close connections that were idle for 5 seconds: be first.
-            connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connections)
-        limit = aiohttp.ClientTimeout(total=timeout)
-        try:
-            async with self._session.request(method, self.url + path, json=body, timeout=limit) as answer:
-                text, status, kind = await answer.text(), answer.status, answer.content_type
-        except TimeoutError as error:
-            raise Silence(f"no answer to {path} within {timeout:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Fault(f"{path}: {error or type(error).__name__}", passing=True) from error
-        if status in (401, 403):
-            raise Fault(f"the API key is refused: give the one that the server was started with by {self.key_flag}")
-        if status >= 400:
-            # A request that is wrong stays wrong; 408 and 429 are a server that has too much to do.
-            passing = status >= 500 or status in (408, 429)
-            raise Fault(f"{path} answered {status}: {' '.join(text.split())[:300]}", passing)
-        try:
-            return json.loads(text) if kind == "application/json" else text
-        except ValueError as error:
-            raise Fault(f"{path}: the answer is no JSON", passing=True) from error
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
 
 class Server(Client, ABC):

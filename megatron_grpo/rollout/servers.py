@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.errors import EngineLost, GrpoError
+from megatron_grpo.http_client import PROBE_TIMEOUT, Fault, Silence
 from megatron_grpo.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, Silence
+from megatron_grpo.rollout.server import Server, Signs
 
 WATCH_INTERVAL = 2.0  # seconds between two looks at a server; none is started anew in so short a time
 RETRIES = 4  # of a request or a server, with 0.5, 1, 2, 4 seconds between

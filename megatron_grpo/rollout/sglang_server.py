@@ -9,8 +9,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_grpo.http_client import PROBE_TIMEOUT, Fault
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.server import PROBE_TIMEOUT, Fault, Server, Signs, sampling_parameters, weight_tag
+from megatron_grpo.rollout.server import Server, Signs, sampling_parameters, weight_tag
 from megatron_grpo.rollout.server_engine import ServerEngine
 from megatron_grpo.rollout.weight_transfer import CheckpointTransfer, WeightTransfer
 

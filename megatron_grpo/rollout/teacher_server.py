@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.http_client import PROBE_TIMEOUT, Client, Fault
 from megatron_grpo.initialize import host_group, led_by_rank_0
-from megatron_grpo.rollout.server import PROBE_TIMEOUT, Client, Fault
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a request is made again
 

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.rollout.server import Fault, Server
+from megatron_grpo.http_client import Fault
+from megatron_grpo.rollout.server import Server
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.weights.stream import Described, describe
 
@@ -51,20 +52,7 @@ class NcclTransfer:
             "shapes": [list(tensor.shape) for tensor in self._described],
         }
         update |= {} if _packing_at_start() else PACKED
-
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-        def broadcast() -> None:
-            packed_nccl_broadcast_producer(
-                _one_stream_after_the_other(weights),
-                group=self._group,
-                src=0,
-                post_iter_func=lambda pair: pair[1],
-                buffer_size_bytes=PACKED["packed_buffer_size_bytes"],
-                num_buffers=PACKED["packed_num_buffers"],
-            )
-
-        _update(servers, version, update, broadcast)
+        _update(servers, version, update, lambda: send_packed(weights, self._group))
 
     def _connect(self, servers: ServerPool) -> None:
         """Form the group, when the servers that answer are not those that form it now."""
@@ -159,6 +147,20 @@ class SparseTransfer(NcclTransfer):
             indices = (flat.view(bits) != before.view(bits)).nonzero()[:, 0]
         self._sent[name].copy_(flat, non_blocking=True)
         return indices.int(), flat[indices]
+
+
+def send_packed(weights: Weights, group) -> None:
+    """Broadcast ``weights`` to the others of a group (vLLM's PyNcclCommunicator) in which this process is rank 0."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(
+        _one_stream_after_the_other(weights),
+        group=group,
+        src=0,
+        post_iter_func=lambda pair: pair[1],
+        buffer_size_bytes=PACKED["packed_buffer_size_bytes"],
+        num_buffers=PACKED["packed_num_buffers"],
+    )
 
 
 def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:

@@ -1,0 +1,153 @@
+"""Model FLOPs against torch's own count of transformers' models, and rates by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from megatron_grpo import throughput
+from megatron_grpo.arguments import parse_args
+from megatron_grpo.throughput import ModelFlops, peak_tflops, rates
+from megatron_grpo.validation import check_model, merge_architecture
+from megatron_grpo.weights import families
+
+SHAPE = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+}
+MODELS = {
+    "dense": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
+    "tied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE | {"tie_word_embeddings": True})),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SHAPE | EXPERTS)),
+    "latent": (DeepseekV3ForCausalLM, DeepseekV3Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | LATENT)),
+}
+
+
+def arguments(config, *flags):
+    args = parse_args(list(flags))
+    stored = json.loads(config.to_json_string(use_diff=False))
+    stored["architectures"] = None  # model_type says it
+    merge_architecture(args, families.for_hf_config(stored).args_from_hf(stored), "config.json")
+    check_model(args)
+    return args
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_torch_counts_them(name):
+    """transformers computes all pairs and all logits; each pair is then twice one that causality leaves, but for the
+    diagonal: of l tokens l (l + 1) / 2 remain of l^2.
+    """
+    kind, config = MODELS[name]
+    config._attn_implementation = config._experts_implementation = "eager"
+    model, length = kind(config), 7
+    flops = ModelFlops(arguments(config))
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(torch.arange(length)[None])
+    unseen = length * (length - 1) // 2 * config.num_hidden_layers
+    expected = counted.get_total_flops() - unseen * flops.per_pair
+    assert flops.forward(np.array([length]), np.array([length])) == expected
+
+
+def test_by_hand():
+    args = arguments(Qwen2Config(**SHAPE, use_sliding_window=False))
+    head = 16
+    layer = 32 * (4 + 2 + 2) * head + 4 * head * 32 + 3 * 32 * 40
+    lengths, labels = np.array([5, 2]), np.array([3, 0])
+    pairs = (1 + 2 + 3 + 4 + 5) + (1 + 2)
+    forward = 3 * (2 * layer * 7 + 2 * 4 * (head + head) * pairs) + 2 * 32 * 100 * 3
+    assert ModelFlops(args).forward(lengths, labels) == forward
+    assert ModelFlops(args).update(lengths, labels) == pytest.approx(3 * forward / 1e12)
+
+
+def test_a_window_leaves_pairs_out():
+    args = arguments(Qwen3Config(**SHAPE))
+    lengths, none = np.array([5, 2]), np.array([0, 0])
+    whole = ModelFlops(args).forward(lengths, none)
+    args.window_size, args.window_attn_skip_freq = (1, 0), [1, 0, 1]  # two of three layers see one token back
+    flops = ModelFlops(args)
+    assert whole - flops.forward(lengths, none) == 2 * flops.per_pair * ((15 + 3) - (1 + 2 + 2 + 2 + 2) - (1 + 2))
+
+
+def test_prediction_layers_count_where_they_are_trained():
+    config = DeepseekV3Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | LATENT)
+    config.num_nextn_predict_layers = 1
+    one = np.array([1])
+    kept = ModelFlops(arguments(config)).forward(one, one)
+    trained = ModelFlops(arguments(config, "--mtp-loss-scaling-factor", "0.1")).forward(one, one)
+    heads = 4 * (8 + 4)
+    attention = 32 * 12 + 12 * heads + 32 * (10 + 4) + 10 * 4 * (8 + 6) + 4 * 6 * 32
+    experts = 3 * 32 * 24 * (2 + 1) + 4 * 32  # two of four, the shared one, and the router
+    pair = 2 * 4 * (8 + 4 + 6)
+    assert trained - kept == 2 * (attention + experts + 2 * 32 * 32 + 32 * 100) + pair
+
+
+def test_rates_of_a_row():
+    row = {"tokens/update": 600, "tokens/rollout": 300, "flops/update": 80.0}
+    row |= {"time/step": 6.0, "time/update": 2.0, "time/rollout": 3.0}
+    assert rates(row, 4, None, False) == {"perf/tokens_per_second": 100.0}
+    assert rates(row, 4, 50.0, False) == {"perf/tokens_per_second": 100.0, "perf/mfu": 0.2}
+    assert rates(row, 4, 50.0, True) == {
+        "perf/tokens_per_second": 100.0,
+        "perf/mfu": 0.2,
+        "perf/tokens_per_second_per_device": 25.0,
+        "perf/update_tokens_per_second": 300.0,
+        "perf/rollout_tokens_per_second": 100.0,
+        "perf/tflops_per_device": 10.0,
+    }
+    assert rates({"time/eval": 2.0, "time/step": 3.0}, 4, 50.0, True) == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "--bf16", 989.0),
+        ("NVIDIA H100 PCIe", "--bf16", 756.0),
+        ("NVIDIA H200", "--bf16", 989.0),
+        ("NVIDIA H20", "--fp16", 148.0),
+        ("NVIDIA GB200", "--bf16", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", "--bf16", 312.0),
+        ("NVIDIA A100-SXM4-80GB", "", None),  # float32 has another peak
+        ("Tomorrow's", "--bf16", None),
+        ("Tomorrow's", "--bf16 --device-peak-tflops 5000", 5000.0),
+        (None, "--bf16", None),
+        (None, "--device-peak-tflops 0.1", 0.1),
+    ],
+)
+def test_peaks_by_name(device, flags, peak, monkeypatch):
+    monkeypatch.setattr(throughput.torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda: device)
+    assert peak_tflops(parse_args(flags.split())) == peak
