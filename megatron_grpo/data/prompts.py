@@ -231,7 +231,9 @@ class PromptDataset:
 
 
 def draw(dataset: PromptDataset, sampler: PromptSampler | BlendedSampler, count: int) -> list[Prompt]:
-    """The next prompts in the sampler's order; for a row that is left out comes the next one of its file."""
+    """The next prompts in the sampler's order; for a row that is left out comes the next one, of its file if files have
+    weights.
+    """
     prompts: list[Prompt] = []
     while len(prompts) < count:
         (number,) = sampler.next(1)
