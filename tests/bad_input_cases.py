@@ -136,6 +136,42 @@ DATA: list[Case] = [
         lambda b: [*b.data('{"prompt": "1"}'), "--curriculum"],
         r'bad\.jsonl:1: "pass_rate" is None: --curriculum',
     ),
+    (
+        "nothing but bad rows",
+        lambda b: [*b.data('{"prompt": 1}'), "--bad-rows", "skip"],
+        r'no prompts left: left out 1 of 1 prompts that cannot be used: .*bad\.jsonl:1: "prompt" must be a string',
+    ),
+    (
+        "weights for some",
+        lambda b: ["--train-data-path", "0.5", str(b.train), str(b.train)],
+        r"a weight before each file",
+    ),
+    ("weight of nothing", lambda b: ["--train-data-path", "0", str(b.train)], r"weights are above 0"),
+    (
+        "weights and epochs",
+        lambda b: b.without("--train-iters", "--num-epochs", 1, "--train-data-path", 1, b.train),
+        r"--num-epochs and weights in --train-data-path cannot both be given: .*; give --train-iters",
+    ),
+    (
+        "weights of held-out prompts",
+        lambda b: ["--valid-data-path", "1", str(b.train), "--eval-interval", "2"],
+        r"--valid-data-path has weights: .*leave them out",
+    ),
+    (
+        "a role that nobody has",
+        data('{"prompt": [{"role": "human", "content": "1"}]}'),
+        r"bad\.jsonl:1: \"role\" of message 1 of \"prompt\" is 'human': expected one of system, ",
+    ),
+    (
+        "tools without a chat",
+        data('{"prompt": "1", "tools": [{"name": "f"}]}'),
+        r'jsonl:1: "tools" needs a prompt of chat',
+    ),
+    (
+        "a key twice",
+        data('{"prompt": "1", "prompt": "2"}'),
+        r'bad\.jsonl:1: not valid JSON \(the key "prompt" is there twice',
+    ),
     ("empty file", data(), r"no prompts: .*bad\.jsonl has no rows"),
     ("row without prompt", data('{"prompt": "1"}', '{"q": 2}'), r'jsonl:2: no prompt: expected .*"prompt".*, found q'),
     (
@@ -187,6 +223,12 @@ TOKENIZERS: list[Case] = [
     ("not in there", lambda b: ["--tokenizer-model", str(b.hf("tokenizer*"))], r"the directory has none of tokenizer"),
     ("damaged", lambda b: ["--tokenizer-model", b.hf_file("tokenizer.json", "{")[1]], r"cannot read this tokenizer"),
     (
+        "no vocabulary of tiktoken",
+        lambda b: ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(b.train)],
+        r"--tokenizer-model .*train\.jsonl: TikTokenizer reads Megatron-LM's vocabulary file, .*a \.tiktoken file or a",
+    ),
+    ("tiktoken's flag", flags("--tiktoken-pattern v1"), r"--tiktoken-pattern needs --tokenizer-type TikTokenizer"),
+    (
         "not SentencePiece",
         lambda b: ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(b.train)],
         r"--tokenizer-model .*train\.jsonl: not a SentencePiece model",
@@ -202,7 +244,7 @@ REWARDS: list[Case] = [
     ("unknown", flags("--reward-funcs exact_macth"), r'"exact_macth" \(did you mean "exact_match"\?\)'),
     (
         "no route",
-        flags("--reward-routing x=exact_match"),
+        lambda b: [*b.data('{"prompt": "1"}'), "--reward-routing", "x=exact_match"],
         r":1: no --reward-routing for \"data_source\" None, only for x",
     ),
     ("no plugin", flags("--external-plugins gone.py"), r"--external-plugins gone\.py: no such file"),

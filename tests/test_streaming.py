@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -17,7 +18,7 @@ from test_prompts import Characters
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data import prompts, row_files, sampler
 from megatron_grpo.data.prompts import PromptDataset, draw
-from megatron_grpo.data.row_files import Blocks, RowFiles, read_rows
+from megatron_grpo.data.row_files import Blocks, ParquetRows, RowFiles, read_rows
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler, read_blend
 from megatron_grpo.errors import GrpoError
 
@@ -66,6 +67,18 @@ def test_every_row_is_found_in_any_order(tmp_path, write):
         assert where == (f"{path}:{number % 103 + 1}" if write is jsonl else f"{path}, row {number % 103 + 1}")
         assert sum(files.blocks.bytes[b] for b in files._held) <= 12 * ROW
     assert [row["answer"] for _, row in read_rows(path)] == list(range(103))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 99])
+def test_arrow_may_give_a_row_group_in_batches_of_any_size(tmp_path, size):
+    path = parquet(tmp_path / "a.parquet", rows(23), row_group_size=23)
+    file = ParquetRows(path)
+    batches = file._file.read().to_batches(size)
+    file._file = SimpleNamespace(iter_batches=lambda *_, **__: iter(batches))
+    assert file.blocks.rows.tolist() == [4, 4, 4, 4, 4, 3]
+    for block in (0, 1, 5, 2, 2, 4):
+        table = file.read(block)
+        assert [file.row(table, i)["answer"] for i in range(table.num_rows)] == list(range(23))[4 * block :][:4]
 
 
 @given(st.lists(st.sampled_from(["", " ", "\t\r", "{}", ' {"a": 1} \r', '{"a": "é"}']), max_size=12), st.booleans())

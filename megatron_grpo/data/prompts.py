@@ -93,15 +93,15 @@ class PromptDataset:
             say(f"{', '.join(words)}: {len(self._files):,} rows, checked when their turn comes")
         else:
             self._files.held_bytes = size
-            rates = self._check_all()
+            self._numbers, rates = self._check_all()
             self.pass_rates = rates if curriculum else None
             self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
             raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path, and no prompts: leave it out")
 
-    def _check_all(self) -> np.ndarray:
-        """Find the rows that can be used; returns their pass rates (1 where none is asked for)."""
+    def _check_all(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the rows that can be used, and their pass rates (1 where none is asked for)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         for number in tqdm(range(total), "checking prompts", disable=not speaks() or total < _PROGRESS_FROM):
             try:
@@ -117,10 +117,9 @@ class PromptDataset:
             raise self._bad_rows()
         if not numbers:
             raise GrpoError(f"no prompts left: {'; '.join(self.summary())}")
-        self._numbers = np.array(numbers)
         for line in self.summary():
             say(line)
-        return np.array(rates)
+        return np.array(numbers), np.array(rates)
 
     def __len__(self) -> int:
         return len(self._files) if self._numbers is None else len(self._numbers)
@@ -128,19 +127,19 @@ class PromptDataset:
     def __getitem__(self, index: int) -> Prompt | None:
         if self._numbers is not None:
             return replace(self.read(int(self._numbers[index])), id=index)
+        before, prompt = self._counts.total(), None
         try:
-            return self.read(index)
+            prompt = self.read(index)
         except LeftOut as left:
             self._note(left)
             if left.reason == "bad" and self._args.bad_rows == "raise":
                 raise self._bad_rows() from left
-            count = self._counts.total() - self._counts["cut"]
             if left.reason == "bad" and self._counts["bad"] <= _NAMED:
                 say(f"left out {left}")
-            elif str(count).rstrip("0") == "1":  # at powers of ten
-                for line in self.summary():
-                    say(f"so far {line}")
-            return None
+        if self._counts.total() > before and str(before + 1).rstrip("0") == "1":  # at powers of ten
+            for line in self.summary():
+                say(f"so far {line}")
+        return prompt
 
     def __iter__(self) -> Iterator[Prompt]:
         return (prompt for index in range(len(self)) if (prompt := self[index]) is not None)
@@ -231,8 +230,10 @@ class PromptDataset:
         return ids
 
 
-def draw(dataset: Sequence[Prompt | None], sampler: PromptSampler | BlendedSampler, count: int) -> list[Prompt]:
-    """The next prompts in the sampler's order; for a row that is left out comes the next one of its file."""
+def draw(dataset: PromptDataset, sampler: PromptSampler | BlendedSampler, count: int) -> list[Prompt]:
+    """The next prompts in the sampler's order; for a row that is left out comes the next one, of its file if files have
+    weights.
+    """
     prompts: list[Prompt] = []
     while len(prompts) < count:
         (number,) = sampler.next(1)
@@ -243,8 +244,7 @@ def draw(dataset: Sequence[Prompt | None], sampler: PromptSampler | BlendedSampl
                 break
             number = sampler.instead_of(number)
         else:
-            reasons = "; ".join(dataset.summary())
-            raise GrpoError(f"no prompts left in the whole data: {reasons}")
+            raise GrpoError(f"no prompts left in the whole data: {'; '.join(dataset.summary())}")
     return prompts
 
 
