@@ -1,10 +1,14 @@
-"""Order of the tests and the one helper they share: a torchrun that cannot hang or outlive its test."""
+"""Order of the tests and the one helper they share: a torchrun that cannot hang or outlive its test, and is quick."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
@@ -22,18 +26,28 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess]:
     """`torchrun(nproc, script, *args, timeout=300, check=True, env=None)`: run a script on `nproc` local ranks.
 
     Output of all ranks is in `.stdout` (stderr joined in). With `check` a failing script fails the test with that
-    output. At the time-out (seconds) the whole process group is killed.
+    output. At the time-out (seconds) all processes are killed. Scripts of tests/ run in ranks that are forked from
+    `warm_rank.py`; pretrain_grpo.py is what users run, and is started as they start it.
     """
     return run_torchrun
 
 
 def run_torchrun(nproc, script, *args, timeout=300.0, check=True, env=None) -> subprocess.CompletedProcess:
     """See the fixture `torchrun`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    command += [str(script), *map(str, args)]
+    command = [str(REPO / script), *map(str, args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | (env or {})
+    warm = (REPO / script).parent == REPO / "tests"
+    status, output = (_warm_ranks if warm else _real_torchrun)(nproc, command, environment, timeout)
+    if status is None:
+        pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{output}")
+    if check and status:
+        pytest.fail(f"exit status {status}: {' '.join(command)}\n{output}")
+    return subprocess.CompletedProcess(command, status, output)
+
+
+def _real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str]:
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command],
         cwd=REPO,
         env=environment,
         stdout=subprocess.PIPE,
@@ -45,11 +59,52 @@ def run_torchrun(nproc, script, *args, timeout=300.0, check=True, env=None) -> s
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{output}")
-    if check and process.returncode:
-        pytest.fail(f"exit status {process.returncode}: {' '.join(command)}\n{output}")
-    return subprocess.CompletedProcess(command, process.returncode, output)
+        return None, process.communicate()[0]
+    return process.returncode, output
+
+
+# By rank number: each has a hash seed and random states of its own, as ranks have.
+_warm: list[subprocess.Popen] = []
+
+
+def _warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
+    """What torchrun does, with forked ranks: it keeps their store, and ends all as soon as one fails."""
+    from torch.distributed import TCPStore
+
+    while len(_warm) < nproc:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO, "env": environment}
+        _warm.append(subprocess.Popen([sys.executable, str(REPO / "tests" / "warm_rank.py")], **pipes))
+    processes = _warm[:nproc]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    world |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output, ThreadPoolExecutor(nproc) as waiting:
+        for rank, process in enumerate(processes):
+            own = {name: str(value) for name, value in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            request = {"argv": command, "env": environment | own, "output": output.name}
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        groups = [int(process.stdout.readline()) for process in processes]
+        ends = [waiting.submit(process.stdout.readline) for process in processes]
+        status: int | None = 0
+        try:
+            for end in as_completed(ends, timeout):
+                if status := int(end.result()):
+                    break
+        except TimeoutError:
+            status = None
+        finally:  # those that are left, and what they have started
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+        return status, output.read()
+
+
+def pytest_sessionfinish() -> None:
+    """End what forks ranks."""
+    for process in _warm:
+        process.stdin.close()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

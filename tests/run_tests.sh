@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs every test that a CPU can run: bash tests/run_tests.sh [pytest arguments]
 # Order: format and lint, types of the pure modules, unit tests, then those that start torchrun or vLLM (tests/conftest.py).
+# The unit tests run one to a core, the others one after the other: they take all cores. With arguments all run in order.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VENV=${VENV:-.venv} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -14,5 +15,14 @@ step "ruff (lint and format)"
 "$VENV/bin/ruff" format --check --quiet . || { echo "not formatted as ruff does; run: $VENV/bin/ruff format ." >&2; exit 1; }
 step "mypy (pure modules)"
 "$VENV/bin/python" -m mypy
-step pytest
-exec "$VENV/bin/python" -m pytest "$@"
+if (($#)); then
+    step pytest
+    exec "$VENV/bin/python" -m pytest "$@"
+fi
+failed=0
+workers=$(($(nproc) < 8 ? $(nproc) : 8))
+step "pytest: unit tests, $workers at a time"
+"$VENV/bin/python" -m pytest -m "not distributed and not vllm" --numprocesses "$workers" --dist loadfile || failed=1
+step "pytest: tests that start torchrun or vLLM"
+"$VENV/bin/python" -m pytest -m "distributed or vllm" || failed=1
+exit $failed

@@ -1,13 +1,15 @@
 """What tests/test_stream.py runs: greedy answers of vLLM before and after weights came through the stream.
 
-    torchrun --nproc-per-node 1 tests/stream_worker.py DIR...
+    torchrun --nproc-per-node N tests/stream_worker.py DIR...
 
-In each DIR are two Hugging Face directories. An engine starts from the files of DIR/first, as `vllm serve` would; then
-it is given the weights of DIR/other, then those of DIR/first, both by the trainer's stream. What it answers each time,
-and what differs between engine and stream before and after, goes to DIR/answers.json.
+In each DIR are two Hugging Face directories, and every N-th DIR is for one rank, which is by itself. An engine starts
+from the files of DIR/first, as `vllm serve` would; then it is given the weights of DIR/other, then those of DIR/first,
+both by the trainer's stream. What it answers each time, and what differs between engine and stream before and after,
+goes to DIR/answers.json.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -73,7 +75,10 @@ def answers(directory: Path) -> dict[str, list]:
 
 
 def main() -> None:
-    for directory in map(Path, sys.argv[1:]):
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)  # so that it makes a group of its own
+    for directory in map(Path, sys.argv[1 + rank :: ranks]):
         (directory / "answers.json").write_text(json.dumps(answers(directory)))
 
 

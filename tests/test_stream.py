@@ -25,13 +25,13 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """A directory for each family, with the engine's answers; all by one process, because starting takes long."""
+    """A directory for each family, with the engine's answers: half by each of two processes, as starting takes long."""
     root = tmp_path_factory.mktemp("stream")
     for family in FAMILIES:
         sizes = SIZES.get(family, {"head_dim": 32})
         for name, seed in (("first", 17), ("other", 23)):
             make(root / family / name, family, tied=family == "gemma2", seed=seed, **sizes)
-    run_torchrun(1, "tests/stream_worker.py", *(root / family for family in FAMILIES), timeout=600)
+    run_torchrun(2, "tests/stream_worker.py", *(root / family for family in FAMILIES), timeout=600)
     return root
 
 
