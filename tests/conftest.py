@@ -35,7 +35,7 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess]:
 def run_torchrun(nproc, script, *args, timeout=300.0, check=True, env=None) -> subprocess.CompletedProcess:
     """See the fixture `torchrun`."""
     command = [str(REPO / script), *map(str, args)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | (env or {})
+    environment = _environment() | (env or {})
     warm = (REPO / script).parent == REPO / "tests"
     status, output = (_warm_ranks if warm else _real_torchrun)(nproc, command, environment, timeout)
     if status is None:
@@ -43,6 +43,10 @@ def run_torchrun(nproc, script, *args, timeout=300.0, check=True, env=None) -> s
     if check and status:
         pytest.fail(f"exit status {status}: {' '.join(command)}\n{output}")
     return subprocess.CompletedProcess(command, status, output)
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
 
 
 def _real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str]:
@@ -72,7 +76,7 @@ def _warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
     from torch.distributed import TCPStore
 
     while len(_warm) < nproc:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO, "env": environment}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO, "env": _environment()}
         _warm.append(subprocess.Popen([sys.executable, str(REPO / "tests" / "warm_rank.py")], **pipes))
     processes = _warm[:nproc]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -84,7 +88,9 @@ def _warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
             request = {"argv": command, "env": environment | own, "output": output.name}
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-        groups = [int(process.stdout.readline()) for process in processes]
+        started = [process.stdout.readline() for process in processes]
+        assert all(started), "warm_rank.py has ended; standard error says why"
+        groups = [int(line) for line in started]
         ends = [waiting.submit(process.stdout.readline) for process in processes]
         status: int | None = 0
         try:
