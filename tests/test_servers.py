@@ -37,6 +37,8 @@ def arguments(**changes) -> Namespace:
         num_layers=LAYERS,
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
+        model_family="qwen3",
+        untie_embeddings_and_output_weights=True,
         weight_sync_method="checkpoint",
     )
     vars(args).update(changes)
@@ -276,6 +278,7 @@ REFUSED = {
     "logits": ({"logprobs_mode": "processed_logits"}, {}, "start it with --logprobs-mode raw_logprobs"),
     "chunks": ({"chunked": True}, {}, "--no-enable-chunked-prefill"),
     "experts": ({}, {"num_experts": 4}, "cannot load experts anew"),
+    "tied": ({}, {"untie_embeddings_and_output_weights": False}, "keeps the old output layer"),
     "latent": ({}, {"multi_latent_attention": True}, "VLLM_MLA_DISABLE=1"),
 }
 

@@ -94,6 +94,11 @@ class VllmServer(Server):
         # What rollout/vllm_weights.py does for these inside a process of ours nobody does for a server.
         if args.num_experts:
             raise Fault("vLLM's CPU build cannot load experts anew as a server: take --vllm-mode colocate, or a GPU")
+        if not args.untie_embeddings_and_output_weights and not args.model_family.startswith("gemma"):
+            raise Fault(
+                "vLLM's CPU build keeps the old output layer when it loads tied embeddings anew as a server: take "
+                "--vllm-mode colocate, or a GPU"
+            )
         custom_ops = (config.get("compilation_config") or {}).get("custom_ops") or []
         if args.multi_latent_attention and not (
             environment.get("VLLM_MLA_DISABLE") and "-rotary_embedding" in custom_ops

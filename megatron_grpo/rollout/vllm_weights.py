@@ -36,6 +36,17 @@ def load_weights(worker, weights: Weights) -> None:
     runner.reload_weights(weights_iterator=_without_sinks(weights, sinks) if is_gpt_oss else weights)
     if sinks:
         runner.get_model().load_weights(sinks)
+    _pack_tied_head(runner.get_model())
+
+
+def _pack_tied_head(model: torch.nn.Module) -> None:
+    """Have a head that shares the embedding's weights pack them anew: a reload on a CPU does so for layers alone that
+    tensors came for, and the head would go on with what it packed before.
+    """
+    head = getattr(model, "lm_head", None)
+    shared = getattr(head, "weight", None)
+    if shared is not None and any(parameter is shared for parameter in model.model.parameters()):
+        head.quant_method.process_weights_after_loading(head)
 
 
 def by_expert(model: torch.nn.Module, weights: Weights) -> Weights:
