@@ -20,9 +20,8 @@ if (($#)); then
     exec "$VENV/bin/python" -m pytest "$@"
 fi
 failed=0
-workers=$(($(nproc) < 8 ? $(nproc) : 8))
-step "pytest: unit tests, $workers at a time"
-"$VENV/bin/python" -m pytest -m "not distributed and not vllm" --numprocesses "$workers" --dist loadfile || failed=1
+step "pytest: unit tests, one to a core"
+"$VENV/bin/python" -m pytest -m "not distributed and not vllm" --numprocesses logical --maxprocesses 8 --dist loadfile || failed=1
 step "pytest: tests that start torchrun or vLLM"
 "$VENV/bin/python" -m pytest -m "distributed or vllm" || failed=1
 exit $failed
