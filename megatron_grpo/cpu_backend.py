@@ -7,7 +7,6 @@ does nothing. Gloo itself needs little help: all-to-all, bf16, coalescing and co
 
 import contextlib
 import logging
-import sys
 
 import torch
 import torch.distributed as dist
@@ -116,16 +115,10 @@ def patch_random_state() -> None:
 
 
 def patch_compile() -> None:
-    """megatron-core's ``jit_fuser`` is ``torch.compile``, which would call a C++ compiler for a few small functions and
-    whose modules alone take 3 s to import. Functions stay as they are.
-    """
+    """megatron-core's ``jit_fuser`` is ``torch.compile``, which would call a C++ compiler for a few small functions."""
+    import torch._dynamo
 
-    def unchanged(model=None, **options):
-        return model if model is not None else lambda function: function
-
-    torch.compile = unchanged
-    if "torch._dynamo" in sys.modules:  # whoever has it already
-        torch._dynamo.config.disable = True
+    torch._dynamo.config.disable = True
 
 
 def patch_core_random() -> None:
