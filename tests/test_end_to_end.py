@@ -30,7 +30,7 @@ ROWS = [
     for name, thing in (("Ida", "pens"), ("Omar", "stamps"), ("Li", "shells"), ("Ana", "coins"))
     for a, b, c in ((1, 2, 3), (3, 1, 4), (2, 1, 3), (1, 4, 2), (5, 2, 1), (990, 7, 2))  # 7, 7, 5, 9, 7, 1,004
 ]
-COMMON = """--transformer-impl local --vllm-enforce-eager --vllm-max-num-seqs 32 --num-generations 4 --lr 2e-4
+COMMON = """--transformer-impl local --vllm-max-num-seqs 32 --num-generations 4 --lr 2e-4
     --max-prompt-length 160 --max-completion-length 16 --train-iters""".split()
 # What every update reports, what the first one of a rollout does as well, and what an evaluation does.
 OF_A_ROLLOUT = {"tokens/rollout", "time/rollout", "time/scoring", "time/logprobs"}
