@@ -98,7 +98,24 @@ def _markdown(value: Any) -> str:
     return (f"{value:.4f}" if isinstance(value, float) else str(value)).translate(_ESCAPES)
 
 
-class Wandb:
+class _Hosted:
+    """A run of a service whose package has the interface of W&B's."""
+
+    run: Any
+
+    def log_row(self, iteration: int, row: dict[str, float]) -> None:
+        """Add a point to each metric's chart."""
+        self.run.log(row, step=iteration)
+
+    def flush(self) -> None:
+        """It writes by itself."""
+
+    def close(self) -> None:
+        """Finish the run, which waits for uploads."""
+        self.run.finish()
+
+
+class Wandb(_Hosted):
     """A run of W&B. What has no flag here is W&B's own business: its login, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``."""
 
     def __init__(self, args: Namespace):
@@ -117,24 +134,13 @@ class Wandb:
         except wandb.Error as error:
             raise _refused("wandb", args.wandb_project, error) from error
 
-    def log_row(self, iteration: int, row: dict[str, float]) -> None:
-        """Add a row to the run's history."""
-        self.run.log(row, step=iteration)
-
     def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
         """Add a table to the history."""
         table = self.wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         self.run.log({TABLE: table}, step=iteration)
 
-    def flush(self) -> None:
-        """It writes by itself."""
 
-    def close(self) -> None:
-        """Finish the run, which waits for uploads."""
-        self.run.finish()
-
-
-class SwanLab:
+class SwanLab(_Hosted):
     """A run of SwanLab."""
 
     def __init__(self, args: Namespace):
@@ -153,22 +159,11 @@ class SwanLab:
         except RuntimeError as error:
             raise _refused("swanlab", args.swanlab_project, error) from error
 
-    def log_row(self, iteration: int, row: dict[str, float]) -> None:
-        """Add a point to each metric's chart."""
-        self.run.log(row, step=iteration)
-
     def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
         """Add a table."""
         table = self.swanlab.echarts.Table()
         table.add(list(columns), [list(row) for row in rows])
         self.run.log({TABLE: table}, step=iteration)
-
-    def flush(self) -> None:
-        """It writes by itself."""
-
-    def close(self) -> None:
-        """Finish the run, which waits for uploads."""
-        self.run.finish()
 
 
 def _directory(path: str | None) -> str | None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.initialize import free_port
 from megatron_grpo.rollout.server import Server, weight_tag
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.rollout.weight_transfer import Weights
-from megatron_grpo.rollout.weight_transfer_nccl import free_port
 
 GROUP = "megatron_grpo_weights"
 BUCKET_BYTES = 2**30

@@ -21,6 +21,7 @@ import torch
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.http_client import Fault
+from megatron_grpo.initialize import free_port
 from megatron_grpo.rollout.server import Server
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.weights.stream import Described, describe
@@ -106,7 +107,7 @@ class SparseTransfer(NcclTransfer):
         if args.num_experts or args.multi_latent_attention:
             raise GrpoError("--weight-sync-method sparse is for dense models without latent attention: take nccl")
         self._sent: dict[str, torch.Tensor] = {}
-        self.sent_elements = self.all_elements = 0  # of the newest sync
+        self.sent_elements = 0  # in the newest sync
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         self._described = self._described or describe(self._args)
@@ -251,10 +252,3 @@ def _address_for(urls: list[str]) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # no packet is sent: it only chooses the interface
         return probe.getsockname()[0]
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -24,16 +24,7 @@ cpu_backend.install()
 
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import PromptDataset, draw
-
-
-class Bytes:
-    """A token for each byte."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def apply_chat_template(self, messages: list[dict], tools: list | None = None) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages))
+from tools.data.common import Bytes
 
 
 def write(path: Path, gigabytes: float, rows_in_group: int) -> None:

@@ -23,16 +23,7 @@ from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import LeftOut, PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.errors import GrpoError
-
-
-class Bytes:
-    """A token for each byte of a text, or of the messages' contents."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def apply_chat_template(self, messages: list[dict], tools: list | None = None) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages))
+from tools.data.common import Bytes
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,6 +23,16 @@ BOXED = "Put the final answer in \\boxed{}."
 _NAMED = 20  # bad rows
 
 
+class Bytes:
+    """A tokenizer without a vocabulary: a token for each byte of a text, or of the messages' contents."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def apply_chat_template(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+
 def convert_files(doc: str, convert: Convert, parser: argparse.ArgumentParser, argv: list[str] | None = None) -> int:
     """The command line of a tool: rows of --input through ``convert`` into every --output; returns the exit code.
 
@@ -82,11 +92,6 @@ def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any
         for number in range(len(rows)):
             file, block, index, where = rows.find(number)
             yield where, partial(file.row, block, index)
-
-
-def _begins(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
 
 
 def _begins(path: Path) -> bytes:

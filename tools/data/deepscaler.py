@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.data.common import BOXED, chat, convert_files, text
-from tools.data.math_problems import check
+from tools.data.common import chat, text
+from tools.data.math_problems import check, convert_problems
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -28,9 +28,7 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--instruction", default=BOXED, help="put behind each problem (%(default)s)")
-    return convert_files(__doc__, convert, parser, argv)
+    return convert_problems(__doc__, convert, argv)
 
 
 if __name__ == "__main__":

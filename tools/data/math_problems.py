@@ -20,7 +20,7 @@ from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards.answer_text import last_boxed
 from megatron_grpo.rewards.math_answer import accuracy
 from megatron_grpo.rewards.registry import Sample
-from tools.data.common import BOXED, chat, convert_files, text
+from tools.data.common import BOXED, Convert, chat, convert_files, text
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -44,10 +44,15 @@ def check(row: dict[str, Any]) -> None:
         raise GrpoError(f"the reward accuracy does not take the row's own answer for right: {row['answer'][:100]!r}")
 
 
-def main(argv: list[str] | None = None) -> int:
+def convert_problems(doc: str, convert: Convert, argv: list[str] | None) -> int:
+    """`convert_files` with the flag --instruction."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--instruction", default=BOXED, help="put behind each problem (%(default)s)")
-    return convert_files(__doc__, convert, parser, argv)
+    return convert_files(doc, convert, parser, argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return convert_problems(__doc__, convert, argv)
 
 
 if __name__ == "__main__":
