@@ -223,7 +223,8 @@ def test_a_server_that_stays_away_costs_its_samples_and_then_no_time(double, poo
     assert values[0] == [-0.5] and np.isnan(values[1:]).all() and len(rewards.failures) == 40
     assert all("it was asked for 1 s" in failure.reason for failure in rewards.failures)
     assert called(one, "/classify") < 2 + 1 + 40 + 20  # one attempt each, but for the first
-    with pytest.raises(GrpoError, match=r'reward "cls" gave no value and timed out on 4 samples; the first, data:0'):
+    # Two are asked at a time, so any of the first may be among the four that end first.
+    with pytest.raises(GrpoError, match=r'reward "cls" gave no value and timed out on 4 samples; the first, data:\d: /cl'):
         rewards.score(samples(10))
 
 

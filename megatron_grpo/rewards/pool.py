@@ -271,7 +271,7 @@ class RewardPool:
         self._left[number] -= 1
 
     def _stop(self, function: int, what: str) -> NoReturn:
-        first = self._failed[function][0]
+        first = min(self._failed[function], key=lambda failure: self._samples[failure.key])
         self.close()
         raise GrpoError(
             f'reward "{first.reward}" {what}; the first, {first.source or f"sample {first.key}"}: {first.reason}; '
