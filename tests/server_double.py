@@ -305,6 +305,8 @@ class SglangHandler(Handler):
             case "/health_generate" | "/flush_cache":
                 return 200, "ok"
             case "/update_weights_from_disk":
+                # One started with --load-format dummy would answer 400 without it.
+                assert body["load_format"] == "auto"
                 try:
                     double.load(body["model_path"])
                 except (AssertionError, RuntimeError) as error:

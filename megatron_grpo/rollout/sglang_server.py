@@ -100,5 +100,6 @@ class SglangServer(Server):
 
     async def load_weights(self, directory: str, version: int, timeout: float) -> None:
         body = {"model_path": directory, "weight_version": weight_tag(version), "flush_cache": True}
+        body["load_format"] = "auto"  # not that of the server's own start, which may be dummy
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
         await self.call("POST", "/flush_cache", timeout=PROBE_TIMEOUT)  # older ones know no flush_cache above
