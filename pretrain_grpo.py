@@ -33,7 +33,8 @@ from megatron_grpo.algorithm.kl import kl_k3, kl_term
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
-from megatron_grpo.data.batch import Pack, RolloutBatch
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.pack import Pack
 from megatron_grpo.initialize import run
 from megatron_grpo.models import router_replay
 from megatron_grpo.models.context_parallel import whole_pack
@@ -222,11 +223,11 @@ def train(args, trainer: Trainer) -> None:
             row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
             trainer.check_engine(batch, row)
             trainer.iteration += 1
+            if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
+                trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
                 row |= evaluate(args, trainer)
             trainer.log(row)
-        if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):
-            trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
         if trainer.due(args.save_interval):
             trainer.save()
     trainer.finish()

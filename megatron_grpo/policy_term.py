@@ -117,11 +117,10 @@ def update_statistics(
         difference = (log_probs - batch.old_log_probs)[tokens] if moved else np.zeros(len(tokens))
         sums = np.bincount(completion, difference, minlength=batch.num_completions)
         means = (sums / np.maximum(batch.loss_lengths, 1))[completions]
-        signals = losses.real_advantages(
-            means, batch.advantages[completions], batch.group_ids[completions], args.real_tau
-        )
+        unscored = np.isnan(batch.rewards[completions]).all(axis=1)
+        signs = np.where(unscored, np.nan, batch.advantages[completions])
         advantages = batch.advantages.copy()
-        advantages[completions] = signals
+        advantages[completions] = losses.real_advantages(means, signs, batch.group_ids[completions], args.real_tau)
         batch = replace(batch, advantages=advantages, token_advantages=None)
     return batch
 

@@ -78,7 +78,6 @@ REFUSED = {
     f"{PLUS_PLUS} --kl-in-reward --loss-type gmpo": "with --kl-in-reward each token has its own",
     f"{PLUS_PLUS} --gamma 0.9 --off-policy-sequence-mask-delta 1": "--off-policy-sequence-mask-delta asks whether",
     f"{PLUS_PLUS} --num-generations 1 --loss-type real": "--num-generations (1) must be at least 2",
-    f"{PLUS_PLUS} --num-generations 1 --dynamic-sample": "with --num-generations 1 these are all, so leave it out",
 }
 
 
