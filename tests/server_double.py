@@ -329,7 +329,7 @@ class SglangHandler(Handler):
                 prompt,
                 sampling | {"max_tokens": sampling["max_new_tokens"]},
                 sampling["sampling_seed"],
-                sampling["stop_token_ids"],
+                [] if sampling["ignore_eos"] else sampling["stop_token_ids"],
             )
             matched = {"matched": ids[-1]} if reason == "stop" else {"length": len(ids)}
             meta = {"prompt_tokens": len(prompt), "weight_version": double.weight_version}

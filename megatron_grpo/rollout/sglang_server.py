@@ -66,6 +66,7 @@ class SglangServer(Server):
         version = self.version
         assert version is not None
         one = {"max_new_tokens": sampling.max_tokens, **sampling_parameters(sampling, self._eos_id)}
+        one["ignore_eos"] = sampling.ignore_eos  # true, it would ignore the ids above too
         body = {
             "input_ids": [prompt] * len(requests),
             # Not "n": its samples would share the seed, and with it be the same.
