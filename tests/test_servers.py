@@ -225,12 +225,12 @@ def test_a_restarted_server_gets_weights_before_it_serves(start, weights, tmp_pa
     pool.close()
 
 
-def serve_when_asked_again(double) -> None:
-    """The second call from now on shows that the first has found nobody."""
-    calls = len(double.calls)
+def away_for(double, times: int) -> None:
+    """Nobody is there for so many calls; one more shows that these have been in vain."""
+    double.fault, calls = "die", len(double.calls)
 
     def watch() -> None:
-        while len(double.calls) < calls + 2:
+        while len(double.calls) <= calls + times:
             time.sleep(0.01)
         double.fault = ""
 
@@ -240,8 +240,7 @@ def serve_when_asked_again(double) -> None:
 def test_a_short_absence_between_rollouts_is_forgiven(start, weights, tmp_path):
     double = start()
     pool = synced_pool([double], weights, tmp_path)
-    double.fault = "die"
-    serve_when_asked_again(double)
+    away_for(double, 1)
     assert pool.refresh()
     pool.close()
 
@@ -317,8 +316,7 @@ def test_raw_log_probs_will_do_at_temperature_1(start):
 
 def test_servers_may_still_be_starting(start, capsys):
     double = start()
-    double.fault = "die"
-    serve_when_asked_again(double)
+    away_for(double, 3)
     pool = make_pool([double])
     pool.check()
     assert f"waiting for server {double.url}" in capsys.readouterr().out
