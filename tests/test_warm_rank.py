@@ -36,6 +36,26 @@ def test_ranks_meet_and_differ(tmp_path):
         assert "ranks 1.0 2.0 differ True True ['one', 'two'] __main__\n" in output
 
 
+@pytest.mark.parametrize(
+    ("program", "expected", "said"),
+    [
+        ("print('end', end='')", 0, "end"),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit('a reason')", 1, "a reason"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("import atexit; atexit.register(print, 'at the end')", 0, "at the end"),
+        (
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.5), print('waited for'))).start()",
+            0,
+            "waited for",
+        ),
+    ],
+)
+def test_a_rank_ends_as_python_does(tmp_path, program, expected, said):
+    status, output = launch(tmp_path, program)
+    assert (status, said in output) == (expected, True), output
+
+
 def alive(pid):
     try:
         os.kill(pid, 0)
