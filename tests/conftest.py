@@ -16,18 +16,15 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 
 
-# Of the files whose tests start processes, those that take a minute or more, longest first: lanes that run side by side
-# then end at about the same time.
-LONG = ("end_to_end", "parallel_layouts", "resume", "rollout", "checkpointing", "stream", "reward_model_servers")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
+    # Of the others, files that take a minute or more, the longest first: lanes side by side then end at about one time.
+    files = "end_to_end parallel_layouts resume rollout checkpointing stream reward_model_servers".split()
+    long = {f"test_{name}": place for place, name in enumerate(files)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:
-        name = item.path.stem.removeprefix("test_")
-        starts_processes = any(item.get_closest_marker(mark) for mark in ("distributed", "vllm"))
-        return starts_processes, LONG.index(name) if starts_processes and name in LONG else len(LONG)
+        starts_processes = any(item.get_closest_marker(name) for name in ("distributed", "vllm"))
+        return starts_processes, long.get(item.path.stem, len(long)) if starts_processes else 0
 
     items.sort(key=place)
 
