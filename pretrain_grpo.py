@@ -33,7 +33,8 @@ from megatron_grpo.algorithm.kl import kl_k3, kl_term
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
-from megatron_grpo.data.batch import Pack, RolloutBatch
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.pack import Pack
 from megatron_grpo.initialize import run
 from megatron_grpo.models import router_replay
 from megatron_grpo.models.context_parallel import whole_pack
