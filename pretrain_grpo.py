@@ -223,11 +223,11 @@ def train(args, trainer: Trainer) -> None:
             row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
             trainer.check_engine(batch, row)
             trainer.iteration += 1
+            if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
+                trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
                 row |= evaluate(args, trainer)
             trainer.log(row)
-        if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):
-            trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
         if trainer.due(args.save_interval):
             trainer.save()
     trainer.finish()

@@ -47,11 +47,6 @@ def check_loss(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} has no effect with --loss-type {args.loss_type}: leave it out")
     _check_ratio(args)
     _check_covariance(args)
-    if args.loss_type == "real" and args.global_batch_size % args.num_generations:
-        raise GrpoError(
-            f"--loss-type real compares the completions of a group within an update: --global-batch-size "
-            f"({args.global_batch_size}) must be divisible by --num-generations ({args.num_generations})"
-        )
 
 
 def _check_ratio(args: Namespace) -> None:

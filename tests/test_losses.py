@@ -235,8 +235,9 @@ def test_real_is_the_gradient_of_its_loss():
 
 
 def test_real_leaves_out_what_nothing_scored():
-    """By hand, s = 0 and tau = 1/2: alone on its side a completion is asked for 2 x 1/(1 + 1) = 1, times n / groups = 3;
-    the second group has no negative.
+    """By hand, s = 0 and tau = 1/2: alone on its side a completion is asked for 2 x 1/(1 + 1) = 1, times n / groups.
+
+    The second group has no negative.
     """
     signs, groups = np.float32([1, math.nan, -1, 1, math.nan, 1]), np.array([0, 0, 0, 1, 1, 1])
     assert losses.real_advantages(np.zeros(6), signs, groups, 0.5).tolist() == [3, 0, -3, 0, 0, 0]

@@ -233,8 +233,8 @@ def real_advantages(
     Returns:
         [n]; 0 in a group without both, and where nothing scored.
 
-    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026); groups without both, and the
-    sign, as in ms-swift.
+    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026), arXiv:2602.05630; groups
+    without both, and the sign, as in ms-swift.
     """
     result = np.zeros(len(scores))
     groups = np.unique(group_ids)

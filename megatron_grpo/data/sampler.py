@@ -110,7 +110,8 @@ class PromptSampler:
             "shuffle": "shuffling (--no-shuffle)",
             "curriculum": "--curriculum",
         }
-        state = {"curriculum": False, "returned": [], "left_out": 0} | state  # younger than the first checkpoints
+        # These three are younger than the first checkpoints.
+        state = dict[str, Any](curriculum=False, returned=[], left_out=0) | state
         for name, flag in flags.items():
             _same(state.get(name), getattr(self, name), flag)
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
