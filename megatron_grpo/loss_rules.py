@@ -31,6 +31,15 @@ def uses_engine_log_probs(args: Namespace) -> str | None:
     return None
 
 
+def needs_old_log_probs(args: Namespace) -> bool:
+    """Whether a rollout begins with a pass for log-probabilities under the weights that sampled it.
+
+    With one update they are the update's own, so that only what is decided before it, or read by the host, needs them.
+    """
+    reads = (args.rollout_importance_sampling_mode, args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
+    return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2"
+
+
 def check_loss(args: Namespace) -> None:
     """Refuse what does not go together, and fill in defaults."""
     positive(

@@ -52,16 +52,21 @@ def test_the_base_is_accepted_and_filled_in():
     assert args_to_json(args)["padded_vocab_size"] == 1024
 
 
+def published_algorithms() -> str:
+    """The table of docs/algorithms.md: algorithm, flags, recipe."""
+    return (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
+
+
 def test_the_flags_of_every_recipe_are_accepted():
     recipes = re.findall(r'^    \[(\w+)\]="(.*?)"', (REPO / "examples/grpo/recipe.sh").read_text(), re.M | re.S)
-    assert len(recipes) >= 16
+    named = re.findall(r"^\| .* \| `(\w+)` \|$", published_algorithms(), re.M)
+    assert len(recipes) >= 16 and sorted(named) == sorted(method for method, _ in recipes)
     for method, flags in recipes:
         assert validated(f"{flags} --steps-per-generation 4").updates_per_rollout == 4, method
 
 
 def test_the_published_algorithms_of_the_docs_are_accepted():
-    table = (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", table, re.M)
+    rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", published_algorithms(), re.M)
     assert {name for name, _ in rows} >= {"Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++", "GDPO"}
     for name, flags in rows:
         functions = "--reward-funcs accuracy format" if name == "GDPO" else ""

@@ -160,6 +160,11 @@ class RolloutBatch:
         """[n], tokens in the loss: T_i of the formulas."""
         return np.diff(offsets(self.loss_mask)[self.cu_seqlens])
 
+    @property
+    def completion_of_tokens(self) -> Int64:
+        """[total], whose token each one is, by its number in the batch."""
+        return np.repeat(np.arange(self.num_completions), self.lengths)
+
     def token_positions(self, indices: Int64) -> Int64:
         """Where all tokens of these completions lie in the flat arrays, one completion after the other."""
         lengths = self.lengths[indices]
