@@ -301,7 +301,7 @@ class SglangHandler(Handler):
             case "/get_model_info":
                 return 200, {"model_path": "toy", "is_generation": True, "weight_version": double.weight_version}
             case "/get_server_info":
-                return 200, {"tp_size": 1, "context_length": config.get("context_length"), "max_total_num_tokens": 4096}
+                return 200, {"tp_size": 1, "context_length": None, "max_total_num_tokens": 4096} | config
             case "/health_generate" | "/flush_cache":
                 return 200, "ok"
             case "/update_weights_from_disk":

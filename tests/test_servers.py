@@ -303,6 +303,20 @@ def test_what_cannot_serve_is_refused_at_the_start(start, name):
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({"context_length": 15}, {}, "its context_length is 15, .* are 16"),
+        ({"skip_tokenizer_init": True}, {"stop_words": ["."]}, "start it without --skip-tokenizer-init"),
+    ],
+)
+def test_an_sglang_server_that_cannot_serve_is_refused(start, config, changes, message):
+    pool = make_pool([start("sglang", **config)], kind="sglang", **changes)
+    with pytest.raises(GrpoError, match=message):
+        pool.check()
+    pool.close()
+
+
 def test_raw_log_probs_will_do_at_temperature_1(start):
     pool = make_pool([start(logprobs_mode="raw_logprobs")])
     pool.check()
