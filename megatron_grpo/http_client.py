@@ -42,7 +42,7 @@ class Client:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=limit) as answer:
-                text, status, kind = await answer.text(), answer.status, answer.content_type
+                text, status, kind = await answer.text(errors="replace"), answer.status, answer.content_type
         except TimeoutError as error:
             raise Silence(f"no answer to {path} within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -114,13 +114,18 @@ def _check_directory(spec: RewardModelSpec) -> None:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise GrpoError(f"{where}: no Hugging Face model directory ({error}); an address has http://") from error
-    architecture = (config.get("architectures") or ["of no architecture"])[0]
+    match config:
+        case {"architectures": [str(architecture), *_]}:
+            pass
+        case _:
+            architecture = "of no architecture"
     if not architecture.endswith("ForSequenceClassification"):
         raise GrpoError(
             f"{where} is {architecture}, no ...ForSequenceClassification: take a sequence classifier, or serve it and "
             "make it a judge by --reward-model-template"
         )
-    labels = config.get("num_labels", len(config.get("id2label") or "ab"))  # two when config.json does not say
+    names = config.get("id2label")
+    labels = config.get("num_labels", len(names) if isinstance(names, dict) else 2)  # two when it does not say
     if labels != 1:
         raise GrpoError(f"{where} tells {labels} classes apart: take a classifier with one score (num_labels 1)")
 

@@ -46,7 +46,7 @@ def _check_structured_outputs(args: Namespace) -> None:
         return
     try:
         re.compile(args.structured_outputs_regex)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise GrpoError(f"--structured-outputs-regex {args.structured_outputs_regex!r}: {error}") from error
     why_not = constraint_refused(args)
     if why_not:

@@ -1,7 +1,7 @@
 """Everything that happens before the first rollout: check what can be checked, then build the parts of a run."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megatron_grpo.initialize import banner, initialize_distributed, print_rank_
 from megatron_grpo.metrics import MetricsLogger, Timers
 from megatron_grpo.offload import Offloader
 from megatron_grpo.profiling import Profiler
-from megatron_grpo.reward_model_rules import reward_models
+from megatron_grpo.reward_model_rules import RewardModelSpec, reward_models
 from megatron_grpo.reward_rules import reward_routes
 from megatron_grpo.rewards.models import check_models
 from megatron_grpo.rewards.pool import RewardPool
@@ -105,7 +105,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     engine = build_engine(args, model, tokenizer)
     scorer = None
     if engine.is_lead:
-        scorer = build_scorer(args)
+        scorer = build_scorer(args, models)
     valid_prompts = valid.first(args.eval_max_prompts) if valid else []
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     if args.save and dist.get_rank() == 0:
@@ -243,7 +243,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: training.M
     return reference
 
 
-def build_scorer(args) -> RewardPool:
+def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     """The processes that score, as the flags describe them."""
     return RewardPool(
         args.reward_funcs,
@@ -254,7 +254,7 @@ def build_scorer(args) -> RewardPool:
         args_to_json(args),
         reward_routes(args.reward_routing, args.reward_funcs),
         args.reward_clip,
-        reward_models(args),
+        models,
     )
 
 

@@ -36,6 +36,10 @@ def message(random, **changes):
     return text(prompt=random.choice([[], good]) + [{"role": "user", "content": "and?"} | changes])
 
 
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
 # What is wrong, and a maker of such a line: text, or bytes.
 BAD = {
     "cut": lambda r: text()[: r.randrange(1, len(text()))],
@@ -47,6 +51,7 @@ BAD = {
         ["3", "null", "true", '"text"', "[]", "[{}]", "NaN", "-Infinity", text().join("[]")]
     ),
     "endless": lambda r: r.choice(["[", '{"a":', "[[{"]) * r.randrange(2000, 60_000),
+    "nested without need": lambda r: text(x=nested(r.choice([210, 500, 900]))),
     "a number without end": lambda r: text(answer=0).replace("0", "1" * 5000, 1),
     "not UTF-8": lambda r: text().encode()[:30] + bytes([r.randrange(0x80, 0xC0)]) + text().encode()[30:],
     "UTF-16": lambda r: text().encode("utf-16").replace(b"\n", b"") or b"\xff",
@@ -64,7 +69,7 @@ BAD = {
     "a content of a wrong type": lambda r: message(r, content=r.choice(WRONG)),
     "nothing to answer": lambda r: text(prompt=[*GOOD["prompt"], {"role": "assistant", "content": "2"}]),
     "tools of a wrong type": lambda r: text(
-        tools=r.choice(["", "{", 3, True, {"name": "f"}, ["f"], [{}], [None], "[3]"])
+        tools=r.choice(["", "{", "[" * 9999, 3, True, {"name": "f"}, ["f"], [{}], [None], "[3]"])
     ),
     "tools of a text": lambda r: text(prompt="1", tools=[{"name": "f"}]),
     "too long": lambda r: text(prompt="x" * r.randrange(65, 9999)),
@@ -79,7 +84,9 @@ BAD = {
     "stop words": lambda r: text(sampling_params={"stop": r.choice([[], "", [""], 3, [3], {"a": 1}])}),
     "a constraint": lambda r: text(
         sampling_params={
-            "structured_outputs": r.choice([3, {}, {"regex": "("}, {"choice": [1]}, {"json": "{"}, {"a": 1}])
+            "structured_outputs": r.choice(
+                [3, {}, {"regex": "("}, {"regex": "a{9" + "9" * 20 + "}"}, {"choice": [1]}, {"json": "{"}, {"a": 1}]
+            )
         }
     ),
 }

@@ -105,10 +105,15 @@ def test_scores_are_transformers_and_none_is_lost_with_a_server(classifier, talk
         for key, sample in enumerate(texts):
             pool.submit(key, sample)
         first = pool.wait(range(len(texts)))
+        capfd.readouterr()  # both were asked until they had started
+        said = ""
         for key, sample in enumerate(chats, start=len(texts)):
+            if key == len(texts) + len(chats) // 2:  # some are on their way, others will find nobody
+                served.kill()
             pool.submit(key, sample)
-        pool.poll(0.05)
-        served.kill()
+        while "asked again" not in said:
+            assert pool.poll(0.1)
+            said += capfd.readouterr().err
         served.start()
         values = pool.finish()
     finally:
@@ -117,7 +122,7 @@ def test_scores_are_transformers_and_none_is_lost_with_a_server(classifier, talk
         if pool is not None:
             pool.close()
     assert not pool.failures and (values[: len(texts)] == first).all()
-    assert f"reward model served at {served.url}: answers again, after" in capfd.readouterr().err
+    assert f"reward model served at {served.url}: answers again, after" in said + capfd.readouterr().err
     written = [f"user: {prompt}\nassistant: {sample.completion}\nassistant: " for prompt, sample in zip(prompts, chats)]
     expected = by_transformers(classifier, [prompt + sample.completion for prompt, sample in zip(prompts, texts)])
     expected += by_transformers(classifier, written)

@@ -27,6 +27,7 @@ BLOCK_BYTES = 8 * 2**20
 LEAST_ROW_BYTES = 1024
 _SCAN_BYTES = 2**24
 _OPEN_ROW_GROUPS = 8
+_DEEPEST = 200  # levels of JSON in a row: of more, pickle could not send all to the processes that score
 
 
 @dataclass(frozen=True)
@@ -249,11 +250,23 @@ def parse_line(line: bytes) -> dict[str, Any]:
         row = json.loads(text, object_pairs_hook=_object)
         if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair could be written nowhere
             json.dumps(row, ensure_ascii=False).encode()
+        if text.count("[") + text.count("{") > _DEEPEST:
+            _check_depth(row)
     except (ValueError, RecursionError) as error:
         raise GrpoError(f"not valid JSON ({error}); expected one object per line") from error
     if not isinstance(row, dict):
         raise GrpoError(f"expected a JSON object, found {kind(row)}")
     return row
+
+
+def _check_depth(row: Any) -> None:
+    level, depth = [row], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+        inside = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

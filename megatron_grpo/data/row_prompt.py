@@ -18,9 +18,8 @@ def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> st
     column = key if row.get(key) is not None else "messages"
     prompt = row.get(column)
     if prompt is None:
-        raise GrpoError(
-            f'no prompt: expected a column "{key}" (--prompt-key) or "messages", found {", ".join(row) or "no column"}'
-        )
+        found = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items()) or "no column"
+        raise GrpoError(f'no prompt: expected a column "{key}" (--prompt-key) or "messages", found {found}')
     if isinstance(prompt, str):
         _check_text(f'"{column}"', prompt)
         return (

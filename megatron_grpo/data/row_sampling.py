@@ -45,7 +45,7 @@ def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise GrpoError(f'"{COLUMN}" must be an object, such as {{"max_tokens": 16}}, found {given!r}')
+        raise GrpoError(f'"{COLUMN}" must be an object, such as {{"max_tokens": 16}}, found {given!r:.200}')
     fields: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
@@ -53,14 +53,14 @@ def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
         if name == "max_tokens":
             if type(value) is not int or not 1 <= value <= args.max_completion_length:
                 raise GrpoError(
-                    f"max_tokens of {COLUMN} is {value!r}: give a whole number from 1 to --max-completion-length "
+                    f"max_tokens of {COLUMN} is {value!r:.200}: give a whole number from 1 to --max-completion-length "
                     f"({args.max_completion_length})"
                 )
             fields["max_tokens"] = value
         elif name == "stop":
             words = [value] if isinstance(value, str) else value
             if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
-                raise GrpoError(f"stop of {COLUMN} is {value!r}: give a string, or a list of strings")
+                raise GrpoError(f"stop of {COLUMN} is {value!r:.200}: give a string, or a list of strings")
             if args.tokenizer_type != "HuggingFaceTokenizer":
                 raise GrpoError(f"stop of {COLUMN} needs a HuggingFaceTokenizer: the engine looks for it in the text")
             fields["stop"] = tuple(words)
@@ -82,19 +82,19 @@ def _constraint(value: Any, args: Namespace) -> str:
     if isinstance(value, dict):
         given = {name: content for name, content in value.items() if content is not None}
     if len(given) != 1 or not given.keys() <= CONSTRAINTS.keys():
-        raise GrpoError(f"{where} is {value!r}: give an object with one of {', '.join(CONSTRAINTS)}")
+        raise GrpoError(f"{where} is {value!r:.200}: give an object with one of {', '.join(CONSTRAINTS)}")
     name, content = next(iter(given.items()))
     if not isinstance(content, CONSTRAINTS[name]) or not content:
-        raise GrpoError(f"{name} of {where} is {content!r}: it has the wrong type, or is empty")
+        raise GrpoError(f"{name} of {where} is {content!r:.200}: it has the wrong type, or is empty")
     if name == "choice" and not all(isinstance(word, str) and word for word in content):
-        raise GrpoError(f"choice of {where} is {content!r}: give a list of strings")
+        raise GrpoError(f"choice of {where} is {content!r:.200}: give a list of strings")
     try:
         if name == "regex":
             re.compile(content)
         if name == "json" and isinstance(content, str):
             json.loads(content)
-    except (re.error, ValueError) as error:
-        raise GrpoError(f"{name} of {where} is {content!r}: {error}") from error
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise GrpoError(f"{name} of {where} is {content!r:.200}: {error}") from error
     why_not = constraint_refused(args)
     if why_not:
         raise GrpoError(f"{where} {why_not}")

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from megatron_grpo.errors import GrpoError
@@ -88,7 +87,7 @@ class HuggingFaceTokenizer:
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         # A template is a program: on what it does not expect it fails as programs do.
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
 
 

@@ -113,7 +113,7 @@ def check_pattern(pattern: str) -> None:
     """GrpoError for a pattern that cannot be read, or has not one group."""
     try:
         groups = re.compile(pattern).groups
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise GrpoError(f"{pattern!r} is no regular expression: {error}") from error
     if groups != 1:
         raise GrpoError(f"{pattern!r} has {groups} groups: put the score, and only that, in one (...); (?:...) groups")

@@ -211,7 +211,7 @@ class LocalClassifier(RewardModel):
             self._model, info = AutoModelForSequenceClassification.from_pretrained(
                 directory, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # damaged files make tokenizers, safetensors and torch raise kinds of their own
             raise GrpoError(f"--reward-model {self.spec.name}={directory}: cannot be loaded: {error}") from error
         if info["missing_keys"]:
             raise GrpoError(

@@ -81,7 +81,7 @@ def json_column(column: Any) -> Any:
         return column
     try:
         return json.loads(column)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -49,8 +49,11 @@ def main() -> None:
 def begin() -> tuple[BinaryIO, Report]:
     """Where tasks come from, and what sends a report; this process ends with its parent."""
     tasks, reports = _take_streams()
+    process = os.getpid()
 
     def report(line: list[Any]) -> None:
+        if os.getpid() != process:  # a function has forked, and its child came back
+            os._exit(0)
         reports.write(json.dumps(line).encode() + b"\n")
         reports.flush()
 
@@ -90,10 +93,15 @@ def value_report(value: Any) -> list[Any]:
 def failure(error: BaseException) -> list[Any]:
     """What is told of a call that raised this."""
     if isinstance(error, GrpoError):
-        return ["fatal", str(error)[:2000]]
+        return ["fatal", _printable(str(error)[:2000])]
     frames = error.__traceback__ and error.__traceback__.tb_next
     tail = "".join(traceback.format_exception(type(error), error, frames))[-1500:]
-    return ["failed", f"raised {type(error).__name__}: {error}"[:300], tail]
+    return ["failed", _printable(f"raised {type(error).__name__}: {error}"[:300]), _printable(tail)]
+
+
+def _printable(text: str) -> str:
+    r"""The text with half a surrogate pair, which json.loads makes of "\ud800" and no stream takes, as an escape."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _finite(value: Any) -> float | None:

@@ -66,6 +66,7 @@ class SglangServer(Server):
         version = self.version
         assert version is not None
         one = {"max_new_tokens": sampling.max_tokens, **sampling_parameters(sampling, self._eos_id)}
+        one["ignore_eos"] = sampling.ignore_eos  # true, it would ignore the ids above too
         body = {
             "input_ids": [prompt] * len(requests),
             # Not "n": its samples would share the seed, and with it be the same.
@@ -100,5 +101,6 @@ class SglangServer(Server):
 
     async def load_weights(self, directory: str, version: int, timeout: float) -> None:
         body = {"model_path": directory, "weight_version": weight_tag(version), "flush_cache": True}
+        body["load_format"] = "auto"  # not that of the server's own start, which may be dummy
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
         await self.call("POST", "/flush_cache", timeout=PROBE_TIMEOUT)  # older ones know no flush_cache above
