@@ -99,6 +99,7 @@ MOE = "--model-family qwen3_moe --num-experts 8"
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
+SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
 REFUSED = {
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
@@ -176,6 +177,7 @@ REFUSED = {
         "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would be those "
         "after them, and cannot be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
     ),
+    f"{SGLANG} --presence-penalty 1": "--presence-penalty 1.0 with SGLang: the engine's log-probabilities would be",
     "--top-k 5 --temperature 0.7 --mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop": (
         "give --temperature 1, or leave out --rollout-importance-sampling-mode"
     ),
@@ -322,6 +324,8 @@ def test_query_groups_and_group_query_attention_go_together():
         "--max-tokens-per-microbatch 4096 --vllm-tensor-parallel-size 2",
         "--top-p 0.9 --repetition-penalty 1.1",
         "--top-p 0.9 --temperature 0.7 --mismatch-sample-rate 0",
+        f"{SGLANG} --top-p 0.9 --temperature 0.7",
+        f"{SGLANG} --presence-penalty 1 --mismatch-sample-rate 0",
         "--temperature 0.7 --rollout-importance-sampling-mode token_mask --mismatch-sample-rate 0",
         "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
         "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
