@@ -27,7 +27,7 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A row of MATH as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
     problem = text(row, "problem")
     if row.get("answer") is not None:
-        answer = str(row["answer"]).strip()
+        answer = answer_of(row)
     else:
         answer = (last_boxed(text(row, "solution")) or "").strip()
     if not answer:
@@ -36,6 +36,13 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     result |= {"level": str(row.get("level", "")), "type": str(row.get("type") or row.get("subject") or "")}
     check(result)
     return result | {"data_source": "math"}
+
+
+def answer_of(row: dict[str, Any]) -> str:
+    """The column "answer" as text; GrpoError unless it is a text or a number."""
+    answer = row.get("answer")
+    number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if number else text(row, "answer")
 
 
 def check(row: dict[str, Any]) -> None:
