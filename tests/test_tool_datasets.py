@@ -203,7 +203,7 @@ def test_bad_programming_problems_are_named(tmp_path, capsys):
         APPS | {"question": None},
         MBPP | {"test_list": []},
         MBPP | {"code": "def add(a, b):\n  return 4"},
-        MBPP | {"test_imports": [3]},
+        MBPP | {"test_setup_code": "", "test_imports": [3]},
     ]
     status, written = run(code_problems, tmp_path, [APPS, *bad])
     errors = capsys.readouterr().err.splitlines()
