@@ -47,7 +47,11 @@ def answer_of(row: dict[str, Any]) -> str:
 
 def check(row: dict[str, Any]) -> None:
     """GrpoError unless the reward takes the row's answer for right when a completion gives it."""
-    if accuracy(Sample("", f"\\boxed{{{row['answer']}}}", row)) != 1:
+    try:
+        reward = accuracy(Sample("", f"\\boxed{{{row['answer']}}}", row))
+    except TimeoutError as error:
+        raise GrpoError(str(error)) from error
+    if reward != 1:
         raise GrpoError(f"the reward accuracy does not take the row's own answer for right: {row['answer'][:100]!r}")
 
 
