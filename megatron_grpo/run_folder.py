@@ -87,7 +87,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(_text(file).split("\n")[:-1], 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GrpoError(f"{file}:{number} is not JSON ({error}): not the {file.name} of a run?") from error
         if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
             raise GrpoError(f"{file}:{number} is no row of a run (a JSON object with an 'iteration'): {line[:80]}")
@@ -99,7 +99,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """A file that holds one JSON object; raises GrpoError naming it when it is absent or something else."""
     try:
         content = json.loads(_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrpoError(f"{file} is not JSON ({error}): copy it from the run again") from error
     if not isinstance(content, dict):
         raise GrpoError(f"{file} holds no JSON object: not the {file.name} of a run?")

@@ -188,6 +188,7 @@ def test_a_run_that_goes_on_can_be_shown(tmp_path):
         ("args.json", None, "args.json cannot be read"),
         ("args.json", "[]", "args.json holds no JSON object"),
         ("environment.json", '{"given"', "environment.json is not JSON"),
+        ("args.json", "[" * 9999, "args.json is not JSON"),
         ("environment.json", "{}", "environment.json has no list 'given'"),
     ],
 )

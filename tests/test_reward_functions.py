@@ -266,3 +266,14 @@ def test_tool_call_needs_its_row(column):
 )
 def test_last_code_block(text, expected):
     assert last_code_block(text) == expected
+
+
+def test_a_gold_answer_that_is_not_read_in_time_is_no_error_in_the_data(monkeypatch):
+    """On a machine that is busy it would end the run; an answer that takes too long is wrong."""
+    monkeypatch.setattr(math_answer, "_SECONDS", 0)  # whatever it takes
+    monkeypatch.setattr(math_answer, "parse", lambda text, **_: [7] if "77125" in text else [])
+    (accuracy,) = get_rewards(["accuracy"])
+    with pytest.raises(TimeoutError, match=r"did not read '\$88125\$' within"):
+        accuracy(Sample("", "\\boxed{1}", {"answer": "88125"}))
+    assert accuracy(Sample("", "\\boxed{88125}", {"answer": "77125"})) == 0
+    math_answer.read.cache_clear()

@@ -110,9 +110,10 @@ def test_countdown_converts(tmp_path, capsys):
     assert countdown_reward(Sample("", "<answer>44 + 19 + 35</answer>", first)) == 1
     assert countdown_reward(Sample("", "<answer>8 / (3 - 8/3)</answer>", second)) == 1
     bad = [{"target": 7, "nums": [1, 1]}, {"target": "7", "nums": [7]}, {"target": 7, "nums": []}, {"nums": [1]}]
-    status, _ = run(countdown, tmp_path, [*bad, {"target": 1, "nums": [1] * 9}], output="p.jsonl")
+    huge = {"target": 1, "nums": [10**400, 1]}
+    status, _ = run(countdown, tmp_path, [*bad, {"target": 1, "nums": [1] * 9}, huge], output="p.jsonl")
     errors = capsys.readouterr().err.splitlines()
-    assert status == 1 and len(errors) == 5 and "7 cannot be made of [1, 1]" in errors[0]
+    assert status == 1 and len(errors) == 6 and "7 cannot be made of [1, 1]" in errors[0]
 
 
 def test_countdown_generates_what_can_be_solved(tmp_path, capsys):
@@ -202,11 +203,12 @@ def test_bad_programming_problems_are_named(tmp_path, capsys):
         APPS | {"question": None},
         MBPP | {"test_list": []},
         MBPP | {"code": "def add(a, b):\n  return 4"},
+        MBPP | {"test_setup_code": "", "test_imports": [3]},
     ]
     status, written = run(code_problems, tmp_path, [APPS, *bad])
     errors = capsys.readouterr().err.splitlines()
     assert status == 1 and written is None
-    assert [line.partition(": ")[0] for line in errors] == [f"{tmp_path / 'in.jsonl'}:{n}" for n in range(2, 10)]
+    assert [line.partition(": ")[0] for line in errors] == [f"{tmp_path / 'in.jsonl'}:{n}" for n in range(2, 11)]
     assert "none of the first 1 solutions passes all tests" in errors[4] and '"question", found null' in errors[5]
     status, written = run(code_problems, tmp_path, [APPS, bad[4]], "--tries", "0")
     assert status == 0 and len(written) == 2

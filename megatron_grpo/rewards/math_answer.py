@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -26,14 +27,20 @@ _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
 def read(text: str) -> tuple[Any, ...]:
-    """The sympy expression in a text as math-verify reads it, or () when there is none or it takes too long."""
+    """The sympy expression in a text as math-verify reads it, or () when there is none; TimeoutError when it takes too
+    long, which may be the machine's fault, and so is not remembered.
+    """
     text = _SPACED.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
     if not _DELIMITED.search(text) and not _WORD.search(_COMMAND.sub(" ", text)):
         text = f"${text.rstrip('.')}$"
+    begun = time.monotonic()
     try:
-        return tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=_SECONDS))
-    except TimeoutException:  # a BaseException, which parse lets through
-        return ()
+        found = tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=_SECONDS))
+    except TimeoutException:  # a BaseException, which parse lets through at times; at others it finds nothing
+        found = ()
+    if not found and time.monotonic() - begun >= _SECONDS:
+        raise TimeoutError(f"math-verify did not read {text[:200]!r} within {_SECONDS} s")
+    return found
 
 
 @register_reward("accuracy")
@@ -41,7 +48,8 @@ def accuracy(sample: Sample) -> float:
     r"""1 when the completion's answer (<answer> text or the last \boxed{}) equals the gold one mathematically, else 0.
 
     Gold is row["answer"] or else row["solution"]: the last \boxed{} in it, or what follows "####", or all of it. A gold
-    answer that math-verify cannot read is an error in the data and ends the run.
+    answer that math-verify cannot read is an error in the data and ends the run; one that it does not read in time is a
+    failure of this sample.
     """
     text = gold_text(sample, "answer", "solution")
     gold = read(last_boxed(text) or text.rpartition("####")[2])
@@ -50,7 +58,10 @@ def accuracy(sample: Sample) -> float:
             f"math-verify finds no mathematical expression in the gold answer {text[-200:]!r}; for text use exact_match"
         )
     answer = final_answer(sample.completion)
-    return float(answer is not None and verify(list(gold), list(read(answer)), timeout_seconds=_SECONDS))
+    try:
+        return float(answer is not None and verify(list(gold), list(read(answer)), timeout_seconds=_SECONDS))
+    except TimeoutError:
+        return 0.0
 
 
 @register_reward("cosine")

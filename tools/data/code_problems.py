@@ -53,9 +53,11 @@ def asserts(row: dict[str, Any]) -> list[str]:
     tests = row["test_list"]
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise GrpoError(f'expected texts in "test_list", found {json.dumps(tests, default=str)[:100]}')
-    setup = row.get("test_setup_code") or row.get("test_imports") or ""
-    setup = "\n".join(setup) if isinstance(setup, list) else setup
-    return [f"{setup}\n{test}" if setup else test for test in tests]
+    setup = row.get("test_setup_code") or row.get("test_imports") or []
+    setup = [setup] if isinstance(setup, str) else setup
+    if not isinstance(setup, list) or not all(isinstance(line, str) for line in setup):
+        raise GrpoError(f'expected texts in "test_setup_code" and "test_imports", found {setup!r:.100}')
+    return ["\n".join([*setup, test]) for test in tests]
 
 
 def input_output(row: dict[str, Any]) -> list[list[Any]]:

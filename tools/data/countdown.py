@@ -23,6 +23,7 @@ from tools.data.common import chat, convert_files, print_summary, write_rows
 
 QUESTION = "Using the numbers {numbers}, each exactly once, write an expression that equals {target}."
 INSTRUCTION = "You may use +, -, *, / and brackets. Put the expression in <answer> </answer> tags."
+LARGEST = 10**12
 Term = tuple[float, str]
 
 
@@ -57,6 +58,8 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     assert isinstance(nums, list) and isinstance(target, int)
     if len(nums) > 5:
         raise GrpoError(f'"nums" has {len(nums)} numbers; up to 5 are searched for a solution')
+    if max(map(abs, [*nums, target])) > LARGEST:
+        raise GrpoError(f'"nums" and "target" are searched for a solution up to {LARGEST:,}')
     question = QUESTION.format(numbers=", ".join(map(str, nums)), target=target)
     result = {"prompt": chat(question, INSTRUCTION), "nums": nums, "target": target, "data_source": "countdown"}
     if not any(countdown(Sample("", f"<answer>{found}</answer>", result)) == 1 for found in solutions(nums, target)):

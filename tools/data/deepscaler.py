@@ -14,15 +14,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.data.common import chat, text
-from tools.data.math_problems import check, convert_problems
+from tools.data.math_problems import answer_of, check, convert_problems
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A row of DeepScaleR as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
-    answer = row.get("answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        row = row | {"answer": str(answer)}
-    result = {"prompt": chat(text(row, "problem"), args.instruction), "answer": text(row, "answer")}
+    result = {"prompt": chat(text(row, "problem"), args.instruction), "answer": answer_of(row)}
     check(result)
     return result | {"data_source": "deepscaler"}
 

@@ -27,7 +27,7 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A row of MATH as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
     problem = text(row, "problem")
     if row.get("answer") is not None:
-        answer = str(row["answer"]).strip()
+        answer = answer_of(row)
     else:
         answer = (last_boxed(text(row, "solution")) or "").strip()
     if not answer:
@@ -38,9 +38,20 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     return result | {"data_source": "math"}
 
 
+def answer_of(row: dict[str, Any]) -> str:
+    """The column "answer" as text; GrpoError unless it is a text or a number."""
+    answer = row.get("answer")
+    number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if number else text(row, "answer")
+
+
 def check(row: dict[str, Any]) -> None:
     """GrpoError unless the reward takes the row's answer for right when a completion gives it."""
-    if accuracy(Sample("", f"\\boxed{{{row['answer']}}}", row)) != 1:
+    try:
+        reward = accuracy(Sample("", f"\\boxed{{{row['answer']}}}", row))
+    except TimeoutError as error:
+        raise GrpoError(str(error)) from error
+    if reward != 1:
         raise GrpoError(f"the reward accuracy does not take the row's own answer for right: {row['answer'][:100]!r}")
 
 
