@@ -33,8 +33,10 @@ from megatron_grpo.algorithm.kl import kl_k3, kl_term
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
-from megatron_grpo.data.batch import Pack, RolloutBatch
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.pack import Pack
 from megatron_grpo.initialize import run
+from megatron_grpo.loss_rules import needs_old_log_probs
 from megatron_grpo.models import router_replay
 from megatron_grpo.models.context_parallel import whole_pack
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
@@ -197,10 +199,7 @@ def train(args, trainer: Trainer) -> None:
             selection, seed = trainer.selection(), trainer.rollout_seed()
             batch = trainer.collect(prompts, args.num_generations, trainer.sampling, seed, selection)
         with trainer.timers("logprobs"):
-            correction = args.rollout_importance_sampling_mode
-            needed = args.updates_per_rollout > 1 or correction or args.m2po_threshold
-            needed = needed or args.kl_in_reward or args.teacher_kl_coef
-            if needed or args.router_replay_mode == "R2":
+            if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
                     batch.old_log_probs = log_probs(args, trainer, batch)
             if trainer.reference is not None:
@@ -212,7 +211,7 @@ def train(args, trainer: Trainer) -> None:
         metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
         if args.overlong_filter:
             drop_overlong(batch)
-        if correction:
+        if args.rollout_importance_sampling_mode:
             metrics |= correct(args, batch)
         trainer.log_completions(batch)
         updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
@@ -222,11 +221,11 @@ def train(args, trainer: Trainer) -> None:
             row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
             trainer.check_engine(batch, row)
             trainer.iteration += 1
+            if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
+                trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
                 row |= evaluate(args, trainer)
             trainer.log(row)
-        if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):
-            trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
         if trainer.due(args.save_interval):
             trainer.save()
     trainer.finish()

@@ -106,11 +106,6 @@ def _check_token_advantages(args: Namespace) -> None:
             "--loss-type real tells a prompt's good completions from its bad ones: --num-generations (1) must be at "
             "least 2"
         )
-    if args.num_generations == 1 and args.dynamic_sample:
-        raise GrpoError(
-            "--dynamic-sample replaces prompts whose completions have equal rewards: with --num-generations 1 these "
-            "are all, so leave it out"
-        )
     cause = differ_within_completion(args)
     if cause is None:
         return

@@ -18,7 +18,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
     metrics, penalties = {}, None
     if args.kl_in_reward:
         penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.loss_mask, args.beta)
-        penalty = np.bincount(_completion_of_tokens(batch), penalties, minlength=batch.num_completions)
+        penalty = np.bincount(batch.completion_of_tokens, penalties, minlength=batch.num_completions)
         metrics["reward/kl_penalty"] = float(penalty.mean())
         if args.advantage_estimator != "reinforce_plus_plus":
             rewards = (rewards - penalty).astype(np.float32)
@@ -49,12 +49,8 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
             of_tokens, batch.teacher_log_probs, batch.old_log_probs, batch.loss_mask, args.teacher_kl_coef
         )
     if batch.token_advantages is not None:  # of a completion: the mean over its tokens in the loss
-        sums = np.bincount(_completion_of_tokens(batch), batch.token_advantages, minlength=batch.num_completions)
+        sums = np.bincount(batch.completion_of_tokens, batch.token_advantages, minlength=batch.num_completions)
         batch.advantages = (sums / np.maximum(batch.loss_lengths, 1)).astype(np.float32)
     metrics["advantage/mean"] = float(batch.advantages.mean())
     metrics["advantage/std"] = float(batch.advantages.std(ddof=1)) if batch.num_completions > 1 else 0.0
     return metrics
-
-
-def _completion_of_tokens(batch: RolloutBatch) -> np.ndarray:
-    return np.repeat(np.arange(batch.num_completions), batch.lengths)

@@ -31,6 +31,15 @@ def uses_engine_log_probs(args: Namespace) -> str | None:
     return None
 
 
+def needs_old_log_probs(args: Namespace) -> bool:
+    """Whether a rollout begins with a pass for log-probabilities under the weights that sampled it.
+
+    With one update they are the update's own, so that only what is decided before it, or read by the host, needs them.
+    """
+    reads = (args.rollout_importance_sampling_mode, args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
+    return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2"
+
+
 def check_loss(args: Namespace) -> None:
     """Refuse what does not go together, and fill in defaults."""
     positive(
@@ -47,11 +56,6 @@ def check_loss(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} has no effect with --loss-type {args.loss_type}: leave it out")
     _check_ratio(args)
     _check_covariance(args)
-    if args.loss_type == "real" and args.global_batch_size % args.num_generations:
-        raise GrpoError(
-            f"--loss-type real compares the completions of a group within an update: --global-batch-size "
-            f"({args.global_batch_size}) must be divisible by --num-generations ({args.num_generations})"
-        )
 
 
 def _check_ratio(args: Namespace) -> None:

@@ -98,8 +98,7 @@ def update_statistics(
     if args.top_entropy_quantile < 1:
         kept &= masks.top_entropy(entropies[tokens], args.top_entropy_quantile)
     if by_covariance:
-        completion = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
-        advantages = batch.advantages_of(tokens, completion)
+        advantages = batch.advantages_of(tokens, batch.completion_of_tokens[tokens])
         covariances = masks.covariances(advantages, log_probs[tokens])
     if args.clip_cov_ratio is not None:
         bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
@@ -113,17 +112,22 @@ def update_statistics(
         policy_mask[tokens] = kept
         batch = replace(batch, policy_mask=policy_mask)
     if args.loss_type == "real":
-        completion = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
-        difference = (log_probs - batch.old_log_probs)[tokens] if moved else np.zeros(len(tokens))
-        sums = np.bincount(completion, difference, minlength=batch.num_completions)
-        means = (sums / np.maximum(batch.loss_lengths, 1))[completions]
-        signals = losses.real_advantages(
-            means, batch.advantages[completions], batch.group_ids[completions], args.real_tau
-        )
-        advantages = batch.advantages.copy()
-        advantages[completions] = signals
-        batch = replace(batch, advantages=advantages, token_advantages=None)
+        moved_by = (log_probs - batch.old_log_probs)[tokens] if moved else np.zeros(len(tokens))
+        batch = _with_real_advantages(args, batch, completions, tokens, moved_by)
     return batch
+
+
+def _with_real_advantages(
+    args, batch: RolloutBatch, completions: np.ndarray, tokens: np.ndarray, moved_by: np.ndarray
+) -> RolloutBatch:
+    """The batch with REAL's advantages, from d of each of the ``tokens`` of these completions."""
+    sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
+    scores = (sums / np.maximum(batch.loss_lengths, 1))[completions]
+    unscored = np.isnan(batch.rewards[completions]).all(axis=1)
+    signs = np.where(unscored, np.nan, batch.advantages[completions])
+    advantages = batch.advantages.copy()
+    advantages[completions] = losses.real_advantages(scores, signs, batch.group_ids[completions], args.real_tau)
+    return replace(batch, advantages=advantages, token_advantages=None)
 
 
 def _draws(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:

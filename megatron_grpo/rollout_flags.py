@@ -40,7 +40,7 @@ ROLLOUT_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
         "the ranks of a replica share out experts instead of cutting each",
     ),
     ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM, which win over the flags"),
-    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine"),
+    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; on a CPU always so"),
     ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
     ("--max-completion-length", int, 512, "most tokens of a completion"),
     ("--temperature", float, 1.0, "sampling temperature; training uses the same"),

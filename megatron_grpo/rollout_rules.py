@@ -137,11 +137,15 @@ def probability_changes(args: Namespace) -> list[str]:
 def _check_log_probs(args: Namespace) -> None:
     """Refuse what changes probabilities where the engine's are compared with the trainer's; see rollout/engine.py."""
     changing, user = probability_changes(args), uses_engine_log_probs(args)
-    if changing and args.temperature != 1 and (user or args.mismatch_sample_rate > 0):
-        cure = f"leave out {user}" if user else "add --mismatch-sample-rate 0"
+    where, cure = f"at --temperature {args.temperature}", "give --temperature 1"
+    if args.rollout_engine == "sglang":  # its are before truncation and after penalties, at any temperature
+        changing, where, cure = [change for change in changing if "penalty" in change], "with SGLang", "leave them out"
+    elif args.temperature == 1:
+        return
+    if changing and (user or args.mismatch_sample_rate > 0):
         raise GrpoError(
-            f"{', '.join(changing)} at --temperature {args.temperature}: the engine's log-probabilities would be those "
-            f"after them, and cannot be compared with the trainer's: give --temperature 1, or {cure}"
+            f"{', '.join(changing)} {where}: the engine's log-probabilities would be those after them, and cannot be "
+            f"compared with the trainer's: {cure}, or {f'leave out {user}' if user else 'add --mismatch-sample-rate 0'}"
         )
 
 

@@ -47,6 +47,8 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
     _keep_what_is_there(args, resume)
+    if resume:
+        _check_position(args)
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
@@ -141,6 +143,17 @@ def _keep_what_is_there(args, resume: bool) -> None:
         raise GrpoError(
             f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
             "to go on from it, or choose another folder"
+        )
+
+
+def _check_position(args) -> None:
+    """Refuse to go on where no rollout begins: saves, evaluations and the end would never fall due."""
+    iteration, per_rollout = checkpointing.latest_iteration(args.load), args.updates_per_rollout
+    if iteration % per_rollout:
+        raise GrpoError(
+            f"{args.load} holds a checkpoint of iteration {iteration}, which is no multiple of the updates per rollout "
+            f"({per_rollout} = --steps-per-generation {args.steps_per_generation} x --num-iterations "
+            f"{args.num_iterations}): give both as before, or take the weights alone with --finetune"
         )
 
 

@@ -205,6 +205,7 @@ class Trainer:
                     self.weight_offloader.to_device()
                     self.state_offloader.to_device()
         except EngineLost as error:
+            self.engine.close()
             raise EngineLost(f"{error}. {self._save_as_of(position)}") from error
         if probe is not None:  # now that the device has room for a forward pass
             with self.timers("sync"):

@@ -24,7 +24,8 @@ from megatron_grpo import fused_adam
 from megatron_grpo.algorithm.corrections import mismatch_metrics
 from megatron_grpo.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import Pack, RolloutBatch
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.pack import Pack, pack_completions
 from megatron_grpo.data.schedule import attention_coefficient, schedule
 from megatron_grpo.data.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.initialize import host_group
@@ -156,6 +157,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     """
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     cp_size = parallel_state.get_context_parallel_world_size()
+    cp_rank = parallel_state.get_context_parallel_rank()
     lengths = padded_lengths(batch.lengths[completions], cp_size)
     ranks = schedule(
         # Without a budget packs are the same in every layout, as the routers' auxiliary losses of a pack then are.
@@ -172,7 +174,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
         multiple = pad_multiple * sequence_multiple(cp_size)
         total_length = -(-max(int(lengths[pack].sum()) for rank in ranks for pack in rank) // multiple) * multiple
     return [
-        batch.pack(completions[pack], pad_multiple, total_length, cp_size, parallel_state.get_context_parallel_rank())
+        pack_completions(batch, completions[pack], pad_multiple, total_length, cp_size, cp_rank)
         for pack in ranks[parallel_state.get_data_parallel_rank()]
     ]
 

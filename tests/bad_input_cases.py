@@ -362,6 +362,11 @@ CHECKPOINTS: list[Case] = [
         lambda b: b.resume(*b.data(*map(json.dumps, ROWS[:6]))),
         r"belongs to other data: .*number of prompts\) was 8 and is now 6; restore it, or start the data anew",
     ),
+    (
+        "another reuse",
+        lambda b: b.resume("--num-iterations", "4"),
+        r"checkpoint of iteration 2, which is no multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
+    ),
     ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or start .*anew"),
     (
         "other optimizer",

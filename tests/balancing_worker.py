@@ -26,7 +26,7 @@ from megatron_grpo.rollout.engine import Completion, Sampling
 GENERATIONS, SLOTS = 2, 4
 # Polls that each completion of a prompt takes. By turns one replica gets the long ones, the other the short ones.
 POLLS = [40, 2] * 12 + [7, 3]
-STEP = 0.01  # seconds
+STEP = 0.05  # seconds: much longer than a rank may have to wait for its turn on a busy machine
 
 
 class CountingEngine:

@@ -23,25 +23,33 @@ settings.load_profile("patient")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
-    items.sort(key=lambda item: any(item.get_closest_marker(name) for name in ("distributed", "vllm")))
+    # Of the others, files that take a minute or more, the longest first: lanes side by side then end at about one time.
+    files = "end_to_end parallel_layouts resume rollout checkpointing stream reward_model_servers".split()
+    long = {f"test_{name}": place for place, name in enumerate(files)}
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        starts_processes = any(item.get_closest_marker(name) for name in ("distributed", "vllm"))
+        return starts_processes, long.get(item.path.stem, len(long)) if starts_processes else 0
+
+    items.sort(key=place)
 
 
 @pytest.fixture
 def torchrun() -> Callable[..., subprocess.CompletedProcess]:
-    """`torchrun(nproc, script, *args, timeout=300, check=True, env=None)`: run a script on `nproc` local ranks.
+    """`torchrun(nproc, script, *args, timeout=600, check=True, env=None)`: run a script on `nproc` local ranks.
 
     Output of all ranks is in `.stdout` (stderr joined in). With `check` a failing script fails the test with that
-    output. At the time-out (seconds) all processes are killed. Scripts of tests/ run in ranks that are forked from
-    `warm_rank.py`; pretrain_grpo.py is what users run, and is started as they start it.
+    output. At the time-out (seconds) all processes are killed. Scripts of tests/ and tools/ run in ranks that are
+    forked from `warm_rank.py`; pretrain_grpo.py is what users run, and is started as they start it.
     """
     return run_torchrun
 
 
-def run_torchrun(nproc, script, *args, timeout=300.0, check=True, env=None) -> subprocess.CompletedProcess:
+def run_torchrun(nproc, script, *args, timeout=600.0, check=True, env=None) -> subprocess.CompletedProcess:
     """See the fixture `torchrun`."""
     command = [str(REPO / script), *map(str, args)]
     environment = _environment() | (env or {})
-    warm = (REPO / script).parent == REPO / "tests"
+    warm = (REPO / script).parent in (REPO / "tests", REPO / "tools")
     status, output = (_warm_ranks if warm else _real_torchrun)(nproc, command, environment, timeout)
     if status is None:
         pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{output}")

@@ -301,10 +301,12 @@ class SglangHandler(Handler):
             case "/get_model_info":
                 return 200, {"model_path": "toy", "is_generation": True, "weight_version": double.weight_version}
             case "/get_server_info":
-                return 200, {"tp_size": 1, "context_length": config.get("context_length"), "max_total_num_tokens": 4096}
+                return 200, {"tp_size": 1, "context_length": None, "max_total_num_tokens": 4096} | config
             case "/health_generate" | "/flush_cache":
                 return 200, "ok"
             case "/update_weights_from_disk":
+                # One started with --load-format dummy would answer 400 without it.
+                assert body["load_format"] == "auto"
                 try:
                     double.load(body["model_path"])
                 except (AssertionError, RuntimeError) as error:
@@ -327,7 +329,7 @@ class SglangHandler(Handler):
                 prompt,
                 sampling | {"max_tokens": sampling["max_new_tokens"]},
                 sampling["sampling_seed"],
-                sampling["stop_token_ids"],
+                [] if sampling["ignore_eos"] else sampling["stop_token_ids"],
             )
             matched = {"matched": ids[-1]} if reason == "stop" else {"length": len(ids)}
             meta = {"prompt_tokens": len(prompt), "weight_version": double.weight_version}

@@ -1,6 +1,7 @@
 """Rules of advantages and KL: what is filled in, and each refusal with its reason."""
 
 import pytest
+from test_validation import MOE, validated
 
 from megatron_grpo import cpu_backend
 
@@ -10,6 +11,7 @@ from megatron_grpo.advantage_rules import check_advantages
 from megatron_grpo.algorithm.advantages import ESTIMATORS
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import GrpoError
+from megatron_grpo.loss_rules import needs_old_log_probs
 
 
 def checked(flags: str):
@@ -78,7 +80,6 @@ REFUSED = {
     f"{PLUS_PLUS} --kl-in-reward --loss-type gmpo": "with --kl-in-reward each token has its own",
     f"{PLUS_PLUS} --gamma 0.9 --off-policy-sequence-mask-delta 1": "--off-policy-sequence-mask-delta asks whether",
     f"{PLUS_PLUS} --num-generations 1 --loss-type real": "--num-generations (1) must be at least 2",
-    f"{PLUS_PLUS} --num-generations 1 --dynamic-sample": "with --num-generations 1 these are all, so leave it out",
 }
 
 
@@ -87,3 +88,24 @@ def test_refusals(flags):
     with pytest.raises(GrpoError) as error:
         checked(flags)
     assert REFUSED[flags] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("", False),
+        ("--beta 0 --loss-type cispo --epsilon-high 5 --top-entropy-quantile 0.2 --clip-cov-ratio 0.1", False),
+        ("--loss-type real --kl-estimator unbiased --off-policy-sequence-mask-delta 1 --router-replay-mode R3", False),
+        ("--num-iterations 2", True),
+        ("--steps-per-generation 2", True),
+        ("--global-batch-size 64 --generation-batch-size 128", True),
+        ("--rollout-importance-sampling-mode icepop", True),
+        ("--m2po-threshold 0.04", True),
+        ("--kl-in-reward", True),
+        ("--teacher-load-hf t --teacher-kl-coef 1", True),
+        ("--router-replay-mode R2", True),
+    ],
+)
+def test_the_pass_for_the_old_policy_is_made_where_something_reads_it(flags, needed):
+    moe = f" {MOE}" * ("router" in flags)
+    assert needs_old_log_probs(validated(flags + moe)) is needed

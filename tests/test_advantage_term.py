@@ -16,7 +16,7 @@ from megatron_grpo.advantage_rules import check_advantages
 from megatron_grpo.advantage_term import estimate_advantages
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.policy_term import update_statistics
+from megatron_grpo.policy_term import drop_overlong, update_statistics
 from megatron_grpo.trainer import Trainer
 
 NAN = float("nan")
@@ -150,6 +150,30 @@ def test_real_replaces_what_tokens_had():
     args = arguments("--loss-type real --advantage-estimator reinforce_plus_plus")
     changed = update_statistics(args, batch, np.arange(4), 0, lambda *_: None)
     assert changed.token_advantages is None and (changed.advantages[[0, 3]] > 0).all()
+
+
+def test_real_learns_nothing_from_what_nothing_scored():
+    """Groups {3, not scored} and {0, 4}: without its mate's reward the first has no negative, so nothing is learnt."""
+    batch = rollout([3, 0, NAN, 4])
+    estimated("", batch)
+    changed = update_statistics(arguments("--loss-type real"), batch, np.arange(4), 0, lambda *_: None)
+    assert (changed.advantages[[0, 2]] == 0).all() and changed.advantages[1] < 0 < changed.advantages[3]
+
+
+def test_the_overlong_filter():
+    """Completions cut at the limit leave the loss, and nothing else: all of them, an update learns nothing."""
+    batch = rollout([3, 0, 1, 4])
+    estimated("", batch)
+    before = batch.advantages.copy()
+    batch.finish_reasons[[1, 2]] = FinishReason.LENGTH, FinishReason.ABORT
+    drop_overlong(batch)
+    assert batch.loss_lengths.tolist() == [1, 0, 1, 2] and batch.completion_lengths.tolist() == [1, 2, 1, 2]
+    np.testing.assert_array_equal(batch.advantages, before)
+    batch.validate()
+    batch.finish_reasons[:] = FinishReason.LENGTH
+    drop_overlong(batch)
+    args = arguments("--top-entropy-quantile 0.5 --clip-cov-ratio 0.5 --loss-type real")
+    assert update_statistics(args, batch, np.arange(4), 0, lambda *_: None) is batch
 
 
 def test_metrics_of_reward_functions():

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithm.weighting import token_weights
-from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch, padded_lengths
+from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch
+from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.schedule import schedule
+from megatron_grpo.data.zigzag import padded_lengths
 from megatron_grpo.errors import GrpoError
 
 NAN = np.float32("nan")
@@ -93,7 +95,7 @@ def test_flat_arrays_by_hand():
 
 
 def test_pack_by_hand():
-    pack = filled(hand_batch()).pack([2, 1, 0], pad_multiple=4)
+    pack = pack_completions(filled(hand_batch()), [2, 1, 0], pad_multiple=4)
     #                                 |--- 2 ---|  1  |--- 0 ---|  padding
     assert pack.tokens.tolist() == [30, 31, 32, 33, 20, 10, 11, 12, 13, 0, 0, 0]
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 2]
@@ -121,8 +123,8 @@ def test_pack_by_hand():
 def test_advantages_of_tokens_take_the_place_of_those_of_completions():
     batch = filled(hand_batch())
     batch.token_advantages = np.arange(9, dtype=np.float32) / 2
-    assert batch.pack([2, 1, 0]).advantages.tolist() == [4, 1, 1.5]  # of the tokens 33, 12 and 13
-    assert batch.pack([0], cp_size=2, cp_rank=1).advantages.tolist() == [1, 1.5]
+    assert pack_completions(batch, [2, 1, 0]).advantages.tolist() == [4, 1, 1.5]  # of the tokens 33, 12 and 13
+    assert pack_completions(batch, [0], cp_size=2, cp_rank=1).advantages.tolist() == [1, 1.5]
 
 
 def test_experts_of_an_engine_that_has_not_routed_the_last_token():
@@ -143,7 +145,7 @@ def test_experts_of_an_engine_that_has_not_routed_the_last_token():
 
 
 def test_pack_without_padding_and_before_anything_is_computed():
-    pack = hand_batch().pack([0, 1], pad_multiple=5)
+    pack = pack_completions(hand_batch(), [0, 1], pad_multiple=5)
     assert pack.cu_seqlens.tolist() == [0, 4, 5]
     assert pack.old_log_probs is pack.ref_log_probs is pack.advantages is pack.weights is pack.routed_experts is None
 
@@ -153,7 +155,7 @@ def test_pack_of_two_context_ranks_by_hand():
     of each, rank 1 the others, and all labels.
     """
     batch = filled(hand_batch())
-    first, second = (batch.pack([2, 1, 0], pad_multiple=2, cp_size=2, cp_rank=rank) for rank in (0, 1))
+    first, second = (pack_completions(batch, [2, 1, 0], pad_multiple=2, cp_size=2, cp_rank=rank) for rank in (0, 1))
     assert first.tokens.tolist() == [30, 33, 20, 0, 10, 13, 0, 0]
     assert second.tokens.tolist() == [31, 32, 0, 0, 11, 12, 0, 0]
     assert first.position_ids.tolist() == [0, 3] * 4
@@ -183,7 +185,10 @@ def test_pack_of_two_context_ranks_by_hand():
 
 @pytest.mark.parametrize(("cp_size", "total"), [(1, 9), (1, 11), (2, 12), (2, 20)])
 def test_pack_of_a_given_length(cp_size, total):
-    packs = [hand_batch().pack([0, 1, 2], total_length=total, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
+    packs = [
+        pack_completions(hand_batch(), [0, 1, 2], total_length=total, cp_size=cp_size, cp_rank=r)
+        for r in range(cp_size)
+    ]
     assert {len(pack.tokens) for pack in packs} == {total // cp_size}
     assert {pack.cu_seqlens[-1] for pack in packs} == {total}
     assert sum(pack.padding.sum() for pack in packs) == total - 9
@@ -192,7 +197,7 @@ def test_pack_of_a_given_length(cp_size, total):
 @pytest.mark.parametrize("options", [{"total_length": 8}, {"total_length": 10, "pad_multiple": 4}])
 def test_pack_refuses_a_length_that_it_cannot_have(options):
     with pytest.raises(ValueError, match="a pack of 9 tokens cannot be padded"):
-        hand_batch().pack([0, 1, 2], **options)
+        pack_completions(hand_batch(), [0, 1, 2], **options)
 
 
 def test_padded_lengths_by_hand():
@@ -227,7 +232,7 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
     owner = np.repeat(np.arange(batch.num_completions), batch.lengths)
     seen = []
     for rank in range(cp_size):
-        pack = batch.pack(chosen, pad_multiple, cp_size=cp_size, cp_rank=rank, **options)
+        pack = pack_completions(batch, chosen, pad_multiple, cp_size=cp_size, cp_rank=rank, **options)
         expected = []  # rows with their position
         for rows in whole:
             rows = list(enumerate(rows))
@@ -257,7 +262,7 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
 
 
 def test_pack_of_an_empty_completion_has_no_label():
-    pack = filled(hand_batch()).pack([1])
+    pack = pack_completions(filled(hand_batch()), [1])
     assert pack.num_labels == 0
     assert pack.labels.tolist() == [-100]
     assert pack.advantages.shape == pack.weights.shape == pack.old_log_probs.shape == (0,)
@@ -266,9 +271,9 @@ def test_pack_of_an_empty_completion_has_no_label():
 def test_pack_refuses_log_probs_that_were_never_computed():
     batch = hand_batch()
     batch.old_log_probs = np.float32([NAN, NAN, -1, NAN, NAN, NAN, NAN, NAN, -1])
-    batch.pack([2])
+    pack_completions(batch, [2])
     with pytest.raises(GrpoError, match=r"old_log_probs is NaN for 1 of 2 tokens in the loss of samples \[0\]"):
-        batch.pack([0])
+        pack_completions(batch, [0])
 
 
 @settings(deadline=None)
@@ -294,7 +299,7 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
     seen, total = [], 0.0
     for indices in chain(*schedule(lengths, dp_size, max_tokens=budget)):
         for cp_rank in range(cp_size):
-            pack = batch.pack(indices, pad_multiple, cp_size=cp_size, cp_rank=cp_rank)
+            pack = pack_completions(batch, indices, pad_multiple, cp_size=cp_size, cp_rank=cp_rank)
             assert len(pack.tokens) % pad_multiple == 0
             assert pack.cu_seqlens[-1] == len(pack.tokens) * cp_size < pack.cu_seqlens[len(indices)] + multiple
             assert pack.cu_seqlens[len(indices)] <= budget

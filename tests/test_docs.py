@@ -23,6 +23,9 @@ OTHERS += ["--generate"]  # of tools/data/countdown.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
+OTHERS += (
+    "--skip-tokenizer-init --load-format --device --attention-backend --sampling-backend --grammar-backend".split()
+)
 OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
 

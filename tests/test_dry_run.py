@@ -157,7 +157,7 @@ def main() -> None:
 
 @pytest.mark.distributed
 def test_ranks_hold_what_is_built(torchrun, tmp_path):
-    torchrun(4, __file__, tmp_path / "results.json", timeout=600)
+    torchrun(4, __file__, tmp_path / "results.json")
     layouts = json.loads((tmp_path / "results.json").read_text())
     assert len(layouts) == len(LAYOUTS)
     for results in layouts:

@@ -14,7 +14,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from megatron_grpo import initialize
 from megatron_grpo.arguments import parse_args, transformer_config_from_args
-from megatron_grpo.data.batch import IGNORED_LABEL
+from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.weights import hf
 

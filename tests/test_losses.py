@@ -234,6 +234,15 @@ def test_real_is_the_gradient_of_its_loss():
     assert np.isfinite(losses.real_advantages(np.array([-900.0, 900.0]), np.float32([1, -1]), np.zeros(2), tau)).all()
 
 
+def test_real_leaves_out_what_nothing_scored():
+    """By hand, s = 0 and tau = 1/2: alone on its side a completion is asked for 2 x 1/(1 + 1) = 1, times n / groups.
+
+    The second group has no negative.
+    """
+    signs, groups = np.float32([1, math.nan, -1, 1, math.nan, 1]), np.array([0, 0, 0, 1, 1, 1])
+    assert losses.real_advantages(np.zeros(6), signs, groups, 0.5).tolist() == [3, 0, -3, 0, 0, 0]
+
+
 def test_a_broken_token_gives_no_nan():
     log_probs = torch.tensor([0.0, 0.0], requires_grad=True)
     advantages, zero = torch.tensor([1.0, -1.0]), torch.tensor([0, 1])

@@ -1,5 +1,7 @@
 """Loss, gradient norm and weights after two updates do not depend on the layout, the micro-batches or the packing."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -9,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, run_torchrun
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -105,16 +107,27 @@ LAYOUTS = {
 TOLERANCE = 1e-5
 
 
-def check(flags: str, *options) -> subprocess.CompletedProcess:
-    """Run the tool as a user would, outside of any torchrun that another test has imitated."""
-    command = [sys.executable, "tools/check_parallel.py", *flags.split(), *map(str, options)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=900)
+def check(flags: str, *options) -> tuple[int, str]:
+    """tools/check_parallel.py in this process, with forked ranks: importing would take ten times what they do here.
+
+    Returns the exit status and what it printed.
+    """
+
+    def launch(world_size, layouts, flags, out):
+        words = [*flags, "--worker", "--out", out, "--layouts", *layouts]
+        run_torchrun(world_size, "tools/check_parallel.py", *words, timeout=900)
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.delenv("RANK", raising=False)  # of a torchrun that another test has imitated
+        patch.setattr(check_parallel, "launch", launch)
+        patch.setattr(sys, "argv", ["check_parallel.py", *flags.split(), *map(str, options)])
+        return check_parallel.main(), printed.getvalue()
 
 
 @pytest.fixture(scope="session")
 def dense(tmp_path_factory, tiny_models):
-    """Where the dense model's results are, and what the tool printed."""
+    """Where the dense model's results are, and what the tool returned."""
     out = tmp_path_factory.mktemp("layouts")
     flags = f"--load-hf {tiny_models['qwen3']} {CORRECTED}"
     return out, check(flags, "--out", out, "--layouts", *LAYOUTS["dense"])
@@ -122,20 +135,20 @@ def dense(tmp_path_factory, tiny_models):
 
 @pytest.mark.distributed
 def test_dense_layouts_agree(dense):
-    _, run = dense
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{len(LAYOUTS['dense'])} of {len(LAYOUTS['dense'])} layouts agree" in run.stdout
+    status, printed = dense[1]
+    assert status == 0, printed
+    assert f"{len(LAYOUTS['dense'])} of {len(LAYOUTS['dense'])} layouts agree" in printed
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("model", ["moe", "balanced", "latent", "gpt_oss"])
-def test_layouts_of_experts_agree(model):
+def test_layouts_of_experts_agree(model, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
     balanced by a bias, and multi-token prediction; biases, windows and sinks.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}[model]
-    run = check(flags, "--layouts", *LAYOUTS[model])
-    assert run.returncode == 0, run.stdout + run.stderr
+    status, printed = check(flags, "--out", tmp_path, "--layouts", *LAYOUTS[model])
+    assert status == 0, printed
 
 
 @pytest.mark.distributed
@@ -144,15 +157,20 @@ def test_layouts_of_experts_agree(model):
 def test_layouts_drawn_at_random_agree(seed):
     """Sizes, micro-batches, packings, optimizers, recomputation, dispatchers, rank orders in any valid combination."""
     first = f"TP1: {BUDGET}"  # what the others are compared with
-    run = check(MOE, "--world-sizes", 4, "--random", 5, "--seed", seed, "--layouts", first)
-    assert run.returncode == 0, run.stdout + run.stderr
+    status, printed = check(MOE, "--world-sizes", 4, "--random", 5, "--seed", seed, "--layouts", first)
+    assert status == 0, f"--seed {seed}\n{printed}"
 
 
 @pytest.mark.distributed
 def test_a_difference_is_found(tmp_path):
-    """Another learning rate in one of the layouts: the tool names what differs and ends with status 1."""
-    run = check(MOE, "--layouts", "TP1", "EP2: --lr 1.01e-3", "--out", tmp_path)
-    assert run.returncode == 1
+    """Another learning rate in one of the layouts: the tool, as a user runs it, names what differs and ends with
+    status 1.
+    """
+    command = [sys.executable, "tools/check_parallel.py", *MOE.split(), "--out", str(tmp_path)]
+    command += ["--layouts", "TP1", "EP2: --lr 1.01e-3"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 1, run.stdout + run.stderr
     assert "1 of 2 layouts agree" in run.stdout and "DIFFERS: loss of update 2 by" in run.stdout
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -197,6 +198,16 @@ def test_resumed_anywhere_it_gives_the_rest(size, seed, before, after):
     resumed.load_state_dict(state)
     assert resumed.next(after) == sampler.next(after)
     assert resumed.state_dict() == sampler.state_dict()
+
+
+def test_a_position_from_before_the_curriculum_is_one_without():
+    old = {"num_prompts": 9, "seed": 5, "shuffle": True, "epoch": 1, "position": 4}
+    fresh, resumed = PromptSampler(9, 5), PromptSampler(9, 5)
+    fresh.next(13)
+    resumed.load_state_dict(old)
+    assert resumed.next(20) == fresh.next(20) and resumed.consumed == 33
+    with pytest.raises(GrpoError, match="--curriculum was False and is now True"):
+        PromptSampler(9, 5, True, np.ones(9)).load_state_dict(old)
 
 
 @given(seeds, sizes, st.integers(1, 10))

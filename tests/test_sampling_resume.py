@@ -14,6 +14,7 @@ from bad_input_bench import Bench
 from test_bad_input import TRAIN, StubEngine, launch
 
 from megatron_grpo.checkpoint_directory import latest_iteration
+from megatron_grpo.errors import EngineLost
 from megatron_grpo.rollout.engine import Completion
 
 UPDATES, STOP = 6, 3
@@ -26,12 +27,14 @@ FLAGS = f"""--train-iters {UPDATES} --save-interval 2 --dynamic-sample --max-res
 class SeededEngine(StubEngine):
     """A completion's ids and length are drawn from the rollout's seed; one step gives one token to all."""
 
-    rollouts, sigterm_in = 0, None
+    rollouts, sigterm_in, lost_in = 0, None, None
 
     def rollout(self, seed):
         type(self).rollouts += 1
         if self.rollouts == self.sigterm_in:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.rollouts == self.lost_in:
+            raise EngineLost("all servers are gone")
         self.rng, self.running = np.random.default_rng(seed), {}
         return super().rollout(seed)
 
@@ -102,3 +105,15 @@ def test_easy_prompts_come_first(runs):
     """Of the first rollout all that was looked at is among the easiest of the three and four that it may begin."""
     first = {row["row"] for row in rows(runs[0], "completions.jsonl") if row["iteration"] == 1}
     assert {ROWS[row]["pass_rate"] for row in first} <= {0.75, 0.5}
+
+
+def test_an_engine_lost_in_an_evaluation_costs_no_move_of_the_reference(tiny_models, tmp_path, monkeypatch):
+    """It was due after the same update, and a run that goes on from there begins with the next rollout."""
+    monkeypatch.setattr(test_bad_input, "StubEngine", SeededEngine)
+    monkeypatch.setattr(SeededEngine, "rollouts", 0)
+    monkeypatch.setattr(SeededEngine, "lost_in", 2)  # the second is the evaluation after the first update
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    flags = f"--beta 0.1 --sync-ref-model --ref-model-sync-steps 1 --eval-interval 1 --valid-data-path {bench.train}"
+    assert launch(TRAIN, [*bench.good, *flags.split()]) == 1
+    assert latest_iteration(bench.save) == 1
+    assert (bench.save / "iter_0000001" / "reference").is_dir()

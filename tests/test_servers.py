@@ -225,22 +225,17 @@ def test_a_restarted_server_gets_weights_before_it_serves(start, weights, tmp_pa
     pool.close()
 
 
-def away_for(double, times: int) -> None:
-    """Nobody is there for so many calls; one more shows that these have been in vain."""
+def test_a_short_absence_between_rollouts_is_forgiven(start, weights, tmp_path):
+    double = start()
+    pool = synced_pool([double], weights, tmp_path)
     double.fault, calls = "die", len(double.calls)
 
     def watch() -> None:
-        while len(double.calls) <= calls + times:
+        while len(double.calls) < calls + 2:  # the second shows that the first was in vain
             time.sleep(0.01)
         double.fault = ""
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def test_a_short_absence_between_rollouts_is_forgiven(start, weights, tmp_path):
-    double = start()
-    pool = synced_pool([double], weights, tmp_path)
-    away_for(double, 1)
     assert pool.refresh()
     pool.close()
 
@@ -308,18 +303,38 @@ def test_what_cannot_serve_is_refused_at_the_start(start, name):
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({"context_length": 15}, {}, "its context_length is 15, .* are 16"),
+        ({"skip_tokenizer_init": True}, {"stop_words": ["."]}, "start it without --skip-tokenizer-init"),
+    ],
+)
+def test_an_sglang_server_that_cannot_serve_is_refused(start, config, changes, message):
+    pool = make_pool([start("sglang", **config)], kind="sglang", **changes)
+    with pytest.raises(GrpoError, match=message):
+        pool.check()
+    pool.close()
+
+
 def test_raw_log_probs_will_do_at_temperature_1(start):
     pool = make_pool([start(logprobs_mode="raw_logprobs")])
     pool.check()
     pool.close()
 
 
-def test_servers_may_still_be_starting(start, capsys):
-    double = start()
-    away_for(double, 3)
+def test_servers_may_still_be_starting(start, monkeypatch):
+    double, said = start(), []
+    double.fault = "die"
+
+    def note(line: str) -> None:
+        said.append(line)
+        double.fault = ""  # there as soon as the wait for it was told
+
+    monkeypatch.setattr(servers, "print_rank_0", note)
     pool = make_pool([double])
     pool.check()
-    assert f"waiting for server {double.url}" in capsys.readouterr().out
+    assert len(said) == 1 and said[0].startswith(f"waiting for server {double.url}: ")
     pool.close()
 
 

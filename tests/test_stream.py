@@ -31,7 +31,7 @@ def answered(tmp_path_factory):
         sizes = SIZES.get(family, {"head_dim": 32})
         for name, seed in (("first", 17), ("other", 23)):
             make(root / family / name, family, tied=family in ("gemma2", "qwen3"), seed=seed, **sizes)
-    run_torchrun(2, "tests/stream_worker.py", *(root / family for family in FAMILIES), timeout=600)
+    run_torchrun(2, "tests/stream_worker.py", *(root / family for family in FAMILIES))
     return root
 
 

@@ -52,16 +52,21 @@ def test_the_base_is_accepted_and_filled_in():
     assert args_to_json(args)["padded_vocab_size"] == 1024
 
 
+def published_algorithms() -> str:
+    """The table of docs/algorithms.md: algorithm, flags, recipe."""
+    return (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
+
+
 def test_the_flags_of_every_recipe_are_accepted():
     recipes = re.findall(r'^    \[(\w+)\]="(.*?)"', (REPO / "examples/grpo/recipe.sh").read_text(), re.M | re.S)
-    assert len(recipes) >= 16
+    named = re.findall(r"^\| .* \| `(\w+)` \|$", published_algorithms(), re.M)
+    assert len(recipes) >= 16 and sorted(named) == sorted(method for method, _ in recipes)
     for method, flags in recipes:
         assert validated(f"{flags} --steps-per-generation 4").updates_per_rollout == 4, method
 
 
 def test_the_published_algorithms_of_the_docs_are_accepted():
-    table = (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", table, re.M)
+    rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", published_algorithms(), re.M)
     assert {name for name, _ in rows} >= {"Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++", "GDPO"}
     for name, flags in rows:
         functions = "--reward-funcs accuracy format" if name == "GDPO" else ""
@@ -94,6 +99,7 @@ MOE = "--model-family qwen3_moe --num-experts 8"
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
+SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
 REFUSED = {
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
@@ -171,6 +177,7 @@ REFUSED = {
         "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would be those "
         "after them, and cannot be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
     ),
+    f"{SGLANG} --presence-penalty 1": "--presence-penalty 1.0 with SGLang: the engine's log-probabilities would be",
     "--top-k 5 --temperature 0.7 --mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop": (
         "give --temperature 1, or leave out --rollout-importance-sampling-mode"
     ),
@@ -317,6 +324,8 @@ def test_query_groups_and_group_query_attention_go_together():
         "--max-tokens-per-microbatch 4096 --vllm-tensor-parallel-size 2",
         "--top-p 0.9 --repetition-penalty 1.1",
         "--top-p 0.9 --temperature 0.7 --mismatch-sample-rate 0",
+        f"{SGLANG} --top-p 0.9 --temperature 0.7",
+        f"{SGLANG} --presence-penalty 1 --mismatch-sample-rate 0",
         "--temperature 0.7 --rollout-importance-sampling-mode token_mask --mismatch-sample-rate 0",
         "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
         "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads

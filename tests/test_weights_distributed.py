@@ -73,7 +73,7 @@ def models(directory: Path) -> None:
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_family_in_every_layout(ranks, tmp_path, torchrun):
     models(tmp_path)
-    done = torchrun(ranks, __file__, tmp_path, timeout=400)
+    done = torchrun(ranks, __file__, tmp_path)
     assert done.stdout.count("same logits, same bits") == len(CASES[ranks])
 
 

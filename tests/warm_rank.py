@@ -5,13 +5,20 @@ Each line of standard input is a request, {"argv": [script, ...], "env": {...}, 
 lines: the process id of the rank, which is its group's, then its exit status.
 """
 
+import atexit
+import gc
 import json
 import os
 import runpy
 import sys
+import threading
+import traceback
 from typing import Any
 
 import pretrain_grpo  # noqa: F401  with the CPU layer, megatron-core and transformers
+
+gc.collect()
+gc.freeze()  # a rank's collections then need not go through all that was imported
 
 
 def next_rank() -> dict[str, Any]:
@@ -33,4 +40,20 @@ for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (
 os.environ.update(request["env"])
 sys.argv = request["argv"]
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
+status: object = 0
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    status = end.code or 0
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+except BaseException:
+    traceback.print_exc()
+    status = 1
+# What Python does at its end, but for taking all modules apart, which takes longer than many a script.
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)

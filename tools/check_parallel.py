@@ -43,6 +43,7 @@ from megatron_grpo.cpu_backend import device
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.initialize import initialize_distributed, leave_layout
 from megatron_grpo.offload import gradient_tensors, optimizer_tensors, weight_tensors
+from megatron_grpo.policy_term import drop_overlong
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "
@@ -141,6 +142,7 @@ def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: i
 
 # What LOSSES goes over. The thresholds lie amid the values of the made-up rollout.
 OBJECTIVES = (
+    "--loss-type bnpo --micro-batch-size 4",
     "--loss-type dapo --epsilon-high 0.28 --delta 1.5",
     "--loss-type dr_grpo --dual-clip 1.3",
     "--loss-type gspo --epsilon 0.01 --epsilon-high 0.02",
@@ -156,6 +158,7 @@ OBJECTIVES = (
     "--kl-cov-ratio 0.1",
     "--m2po-threshold 0.8",
     "--off-policy-sequence-mask-delta 1",
+    "--overlong-filter",
     "--kl-estimator k2",
     "--kl-estimator unbiased",
     "--advantage-estimator reinforce_plus_plus --kl-in-reward --gamma 0.9",
@@ -169,10 +172,12 @@ def objective_updates(flags: list[str], trainer, batch) -> list[dict]:
     runs = [parse([*flags, *objective.split()], world_size) for objective in OBJECTIVES]
     rows = []
     for args in runs:
+        changed = replace(batch)
         if args.kl_in_reward:  # from the rewards on
-            batch = replace(batch, rewards=batch.advantages[:, None])
-            estimate_advantages(args, batch, batch.rewards[:, 0])
-        rows.append(pretrain_grpo.update(args, trainer, batch, completions))
+            estimate_advantages(args, changed, changed.rewards[:, 0])
+        if args.overlong_filter:
+            drop_overlong(changed)
+        rows.append(pretrain_grpo.update(args, trainer, changed, completions))
     return rows
 
 

@@ -41,8 +41,8 @@ def parse(flags: list[str], world_size: int):
 
 
 def rollout(args, length: int | None = None) -> RolloutBatch:
-    """Completions for two updates with advantages and engine log-probabilities: very different in length, or each of
-    ``length`` tokens with its prompt.
+    """Completions for two updates with advantages, which are their rewards too, and engine log-probabilities: very
+    different in length, or each of ``length`` tokens with its prompt.
     """
     rng = np.random.default_rng(0)
     n, vocabulary = 2 * args.global_batch_size, args.vocab_size - 2
@@ -61,9 +61,10 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
         group_ids=np.arange(n) // args.num_generations,
         row_ids=np.arange(n) // args.num_generations,
         sample_ids=np.arange(n),
-        finish_reasons=[FinishReason.STOP] * n,
+        finish_reasons=[FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)],
     )
     batch.advantages = rng.standard_normal(n).astype(np.float32)
+    batch.rewards = batch.advantages[:, None]
     return batch
 
 

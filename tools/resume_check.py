@@ -131,7 +131,7 @@ class Run:
         """SIGKILL to torchrun and all ranks; False when it has ended already.
 
         torchrun gives each rank a session of its own: they are found as its children. What the ranks have started has
-        to go by itself, GrpoError when it is still there after 10 seconds.
+        to go by itself, GrpoError when it is still there after a minute.
         """
         if self.process.poll() is not None:
             return False
@@ -141,7 +141,7 @@ class Run:
         for process in (torchrun, *ranks):
             _kill(process)
         self.process.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while left := [process for process in family if _alive(process)]:
             if time.monotonic() > deadline:
                 names = ", ".join(f"{process.pid} {process.name()}" for process in left)

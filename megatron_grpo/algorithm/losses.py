@@ -213,7 +213,7 @@ def fipo_weights(
 
 
 def real_advantages(
-    scores: npt.NDArray[np.float64], advantages: npt.NDArray[np.float32], group_ids: npt.NDArray[np.int64], tau: float
+    scores: npt.NDArray[np.float64], advantages: npt.NDArray[np.floating], group_ids: npt.NDArray[np.int64], tau: float
 ) -> npt.NDArray[np.float32]:
     """REAL: completions of a group are classified, right against wrong; what that loss asks of each, as an advantage.
 
@@ -225,20 +225,21 @@ def real_advantages(
 
     Args:
         scores: [n], s at the weights that the gradient is taken at.
-        advantages: [n], whose sign tells positives (above 0) from negatives.
+        advantages: [n], whose sign tells positives (above 0) from negatives; NaN where nothing scored the completion,
+            which is then neither.
         group_ids: [n].
         tau: temperature.
 
     Returns:
-        [n]; 0 in a group without both.
+        [n]; 0 in a group without both, and where nothing scored.
 
-    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026); groups without both, and the
-    sign, as in ms-swift.
+    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026), arXiv:2602.05630; groups
+    without both, and the sign, as in ms-swift.
     """
     result = np.zeros(len(scores))
     groups = np.unique(group_ids)
     for group in groups:
-        members = group_ids == group
+        members = (group_ids == group) & ~np.isnan(advantages)
         for sign, side in ((1, members & (advantages > 0)), (-1, members & (advantages <= 0))):
             if side.sum() in (0, members.sum()):
                 continue

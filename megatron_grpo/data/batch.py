@@ -4,17 +4,8 @@
 carries a meaning (groups have explicit ids). It can be exchanged between ranks, saved, inspected and replayed. Arrays
 are [total], one entry per token of all sequences laid end to end, or [n], one entry per completion.
 
-**The convention for labels, stated once.** In the flat arrays every per-token value lies at the token that it is about:
-`rollout_log_probs[k]` is the log-probability of `tokens[k]` given the tokens before it. The model, however, predicts
-token k at position k - 1. `RolloutBatch.pack` makes this shift, and is the only place that does: in a `Pack` the
-label of token k stands at position k - 1. The model's head computes log-probabilities at the label positions only, so
-all that follows it (losses, advantages, weights) has length L, the number of labels in the pack; `Pack.token_index`
-leads from there back to the flat arrays.
-
-Under context parallelism each rank of the group holds a part of every sequence of a pack, `zigzag` says which, and has
-a `Pack` of its own: its tokens and their labels, in its order. A label is that of one rank only (`Pack.own_labels`);
-what belongs to labels is there on every rank, of all labels in the order of the whole pack, since losses look at whole
-completions.
+In the flat arrays every per-token value lies at the token that it is about: `rollout_log_probs[k]` is the
+log-probability of `tokens[k]` given the tokens before it. What a model is given is laid out by `pack`.
 """
 
 import zipfile
@@ -29,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.npyio import NpzFile
 
-from megatron_grpo.data.zigzag import padded_lengths, sequence_multiple, zigzag
 from megatron_grpo.errors import GrpoError
 
 Array = npt.NDArray[Any]
@@ -38,9 +28,6 @@ Int32 = npt.NDArray[np.int32]
 Int16 = npt.NDArray[np.int16]
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
-Bool = npt.NDArray[np.bool_]
-
-IGNORED_LABEL = -100  # torch's ignore_index: no token of the loss is predicted here
 
 # Which arrays a batch has, in the order in which they travel. The optional ones are None until they have been computed.
 PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_version": np.int32}
@@ -70,39 +57,6 @@ class FinishReason(IntEnum):
     STOP = 0  # end-of-sequence token or stop word
     LENGTH = 1  # cut at the length limit
     ABORT = 2  # given up by the engine or by us
-
-
-@dataclass(frozen=True, eq=False)
-class Pack:
-    """One micro-batch: m completions laid end to end, with L labels, of which this rank holds T tokens with l labels
-    (convention: see the module); both can be 0. Without context parallelism l is L.
-    """
-
-    indices: Int64  # [m], which completions of the batch
-    tokens: Int64  # [T], padding is 0
-    position_ids: Int64  # [T], from 0 in each sequence
-    labels: Int64  # [T], the next token of the same sequence where it is in the loss, else IGNORED_LABEL
-    padding: Bool  # [T], behind a sequence's end or in the padding sequence
-    source: Int64  # [T], where each token lies in the flat arrays of the batch, -1 for padding
-    cu_seqlens: Int32  # [m + 1], or [m + 2] with a padding sequence, the last: whole sequences, over all context ranks
-    max_seqlen: int  # of these
-    own_labels: Int64  # [l], which of the L labels are this rank's
-    token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
-    completion: Int64  # [L], whose label it is, by its number in the pack
-    rollout_log_probs: Float32  # [L], NaN where the engine gave none
-    old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
-    ref_log_probs: Float32 | None  # [L]
-    corrections: Float32 | None  # [L]
-    policy_mask: Float32 | None  # [L]
-    kl_cov: Float32 | None  # [L]
-    advantages: Float32 | None  # [L], of each token or of its completion
-    weights: Float32 | None  # [L]
-    routed_experts: Int16 | None  # [T, moe layers, topk], of the tokens themselves (not labels); -1 on padding
-
-    @property
-    def num_labels(self) -> int:
-        """L, the number of tokens in the loss, over all context ranks."""
-        return len(self.token_index)
 
 
 @dataclass(eq=False)
@@ -154,7 +108,7 @@ class RolloutBatch:
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
-        cu_seqlens = _offsets(lengths)
+        cu_seqlens = offsets(lengths)
         total = int(cu_seqlens[-1])
         batch = cls(
             cu_seqlens=cu_seqlens,
@@ -204,11 +158,22 @@ class RolloutBatch:
     @property
     def loss_lengths(self) -> Int64:
         """[n], tokens in the loss: T_i of the formulas."""
-        return np.diff(_offsets(self.loss_mask)[self.cu_seqlens])
+        return np.diff(offsets(self.loss_mask)[self.cu_seqlens])
+
+    @property
+    def completion_of_tokens(self) -> Int64:
+        """[total], whose token each one is, by its number in the batch."""
+        return np.repeat(np.arange(self.num_completions), self.lengths)
+
+    def token_positions(self, indices: Int64) -> Int64:
+        """Where all tokens of these completions lie in the flat arrays, one completion after the other."""
+        lengths = self.lengths[indices]
+        starts = offsets(lengths)[:-1]
+        return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
 
     def loss_positions(self, indices: Int64) -> Int64:
         """Where the tokens in the loss of these completions lie in the flat arrays, one completion after the other."""
-        flat = self._token_positions(indices)
+        flat = self.token_positions(indices)
         return flat[self.loss_mask[flat] == 1]
 
     def advantages_of(self, tokens: Int64, completion: Int64) -> Float32:
@@ -221,9 +186,9 @@ class RolloutBatch:
     def select(self, indices: npt.ArrayLike) -> "RolloutBatch":
         """The completions with these positions in the batch, in this order, as a new batch."""
         chosen = np.asarray(indices, dtype=np.int64)
-        flat = self._token_positions(chosen)
+        flat = self.token_positions(chosen)
         arrays = {name: array[flat if name in OF_TOKENS else chosen] for name, array in self._arrays().items()}
-        return RolloutBatch(**arrays | {"cu_seqlens": _offsets(self.lengths[chosen])})
+        return RolloutBatch(**arrays | {"cu_seqlens": offsets(self.lengths[chosen])})
 
     def sorted_by_sample(self) -> "RolloutBatch":
         """The batch in its global order, whatever rank or engine each completion came from."""
@@ -236,103 +201,7 @@ class RolloutBatch:
         if any(part.keys() != parts[0].keys() for part in parts):
             raise ValueError(f"batches with different arrays: {[sorted(part) for part in parts]}")
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return RolloutBatch(**arrays | {"cu_seqlens": _offsets(np.concatenate([batch.lengths for batch in batches]))})
-
-    # ---- one micro-batch
-
-    def pack(
-        self,
-        indices: npt.ArrayLike,
-        pad_multiple: int = 1,
-        total_length: int | None = None,
-        cp_size: int = 1,
-        cp_rank: int = 0,
-    ) -> Pack:
-        """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
-
-        Each sequence is padded at its end to `padded_lengths`: attention is causal, so no token sees it. The pack is
-        padded by one more sequence, of zeros. Padding has no label.
-
-        Args:
-            indices: [m], positions in the batch.
-            pad_multiple: each context rank's T is rounded up to a multiple of it.
-            total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
-            cp_size, cp_rank: size of the context-parallel group, and which rank's part to return.
-
-        Raises:
-            ValueError: `total_length` is too small or no such multiple.
-            GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
-                pass that should have computed them did not reach it, or gave NaN.
-        """
-        chosen = np.asarray(indices, dtype=np.int64)
-        flat = self._token_positions(chosen)
-        real, lengths = self.lengths[chosen], padded_lengths(self.lengths[chosen], cp_size)
-        starts = _offsets(lengths)[:-1]
-        at = np.arange(len(flat)) + np.repeat(starts - _offsets(real)[:-1], real)  # where the real tokens go
-
-        used = int(lengths.sum())
-        multiple = pad_multiple * sequence_multiple(cp_size)
-        total = used + -used % multiple if total_length is None else total_length
-        if total < used or total % multiple:
-            raise ValueError(f"a pack of {used} tokens cannot be padded to {total}, in multiples of {multiple}")
-        if total > used:
-            lengths = np.append(lengths, total - used)
-        cu_seqlens = _offsets(lengths)
-
-        source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
-        source[at] = flat
-        label_source = np.full(total, -1)
-        in_loss = self.loss_mask[flat] == 1  # never a sequence's first token: prompts are not empty
-        label_source[at[in_loss] - 1] = flat[in_loss]
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
-
-        labelled = label_source >= 0
-        token_index, sequence = label_source[labelled], sequence[labelled]
-        completion = chosen[sequence]
-        held = zigzag(cu_seqlens, cp_size, cp_rank)
-        own_labels = (np.cumsum(labelled) - 1)[held][labelled[held]]
-        source = source[held]
-        padding = source < 0
-        tokens = np.zeros(len(source), np.int64)
-        tokens[~padding] = self.tokens[source[~padding]]
-        labels = np.full(len(source), IGNORED_LABEL, np.int64)
-        labels[labelled[held]] = self.tokens[token_index[own_labels]]
-        experts = None
-        if self.routed_experts is not None:
-            experts = np.full((len(source), *self.routed_experts.shape[1:]), -1, np.int16)
-            experts[~padding] = self.routed_experts[source[~padding]]
-        pack = Pack(
-            indices=chosen,
-            tokens=tokens,
-            position_ids=position_ids[held],
-            labels=labels,
-            padding=padding,
-            source=source,
-            cu_seqlens=cu_seqlens.astype(np.int32),
-            max_seqlen=int(lengths.max(initial=0)),
-            own_labels=own_labels,
-            token_index=token_index,
-            completion=sequence,
-            rollout_log_probs=self.rollout_log_probs[token_index],
-            old_log_probs=None if self.old_log_probs is None else self.old_log_probs[token_index],
-            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[token_index],
-            corrections=None if self.corrections is None else self.corrections[token_index],
-            policy_mask=None if self.policy_mask is None else self.policy_mask[token_index],
-            kl_cov=None if self.kl_cov is None else self.kl_cov[token_index],
-            advantages=None if self.advantages is None else self.advantages_of(token_index, completion),
-            weights=None if self.weights is None else self.weights[completion],
-            routed_experts=experts,
-        )
-        for name in SCORES:
-            values = getattr(pack, name)
-            if values is not None and np.isnan(values).any():
-                samples = self.sample_ids[chosen].tolist()
-                raise GrpoError(
-                    f"{name} is NaN for {np.isnan(values).sum()} of {pack.num_labels} tokens in the loss of samples "
-                    f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
-                )
-        return pack
+        return RolloutBatch(**arrays | {"cu_seqlens": offsets(np.concatenate([batch.lengths for batch in batches]))})
 
     # ---- travelling and storing
 
@@ -426,13 +295,7 @@ class RolloutBatch:
         """Every array that is not None, by name, in the order of DTYPES."""
         return {name: array for name in DTYPES if (array := getattr(self, name)) is not None}
 
-    def _token_positions(self, indices: Int64) -> Int64:
-        """Positions in the flat arrays of all tokens of these completions, one completion after the other."""
-        lengths = self.lengths[indices]
-        starts = _offsets(lengths)[:-1]
-        return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
 
-
-def _offsets(lengths: Array) -> Int64:
-    """[0, l_0, l_0 + l_1, ...], one longer than `lengths`."""
+def offsets(lengths: Array) -> Int64:
+    """Where sequences of these lengths begin, laid end to end, and where the last ends: [0, l_0, l_0 + l_1, ...]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -110,10 +110,12 @@ class PromptSampler:
             "shuffle": "shuffling (--no-shuffle)",
             "curriculum": "--curriculum",
         }
+        # These three are younger than the first checkpoints.
+        state = dict[str, Any](curriculum=False, returned=[], left_out=0) | state
         for name, flag in flags.items():
             _same(state.get(name), getattr(self, name), flag)
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self.returned, self.left_out = list(state["returned"]), state.get("left_out", 0)
+        self.returned, self.left_out = list(state["returned"]), state["left_out"]
         self._load()
 
 

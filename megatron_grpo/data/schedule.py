@@ -74,7 +74,7 @@ def schedule(
 
     Args:
         lengths: [n], tokens of each sequence, prompt included, at least 1. Under context parallelism as they are in
-            a pack, `batch.padded_lengths`: then the budget holds for all but the pack's last, padding sequence.
+            a pack, `zigzag.padded_lengths`: then the budget holds for all but the pack's last, padding sequence.
         dp_size: number of data-parallel ranks.
         micro_batch_size: completions in a micro-batch.
         max_tokens: most tokens in a micro-batch.

@@ -8,7 +8,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.arguments import transformer_config_from_args
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import IGNORED_LABEL
+from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor

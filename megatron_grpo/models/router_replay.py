@@ -21,7 +21,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from megatron_grpo.data.batch import Int64, Pack, RolloutBatch
+from megatron_grpo.data.batch import Int64, RolloutBatch
+from megatron_grpo.data.pack import Pack
 from megatron_grpo.initialize import host_group
 from megatron_grpo.models.sequence_parallel import own_tokens
 from megatron_grpo.weights.families.moe import moe_layers

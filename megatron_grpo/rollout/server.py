@@ -86,8 +86,6 @@ def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "stop": list(sampling.stop),
-        # The tokenizer's end of sequence and no other, whatever the server's generation_config.json says.
-        "ignore_eos": True,
         "stop_token_ids": [] if sampling.ignore_eos else [eos_id],
     }
 

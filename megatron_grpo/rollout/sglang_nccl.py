@@ -1,6 +1,7 @@
 """Weights to SGLang servers over NCCL: one process group of rank 0 and all servers' ranks, one broadcast a tensor.
 
-Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); never run on GPUs.
+Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); run against SGLang
+0.5.15 on a CPU, with gloo in NCCL's place, and not yet on GPUs.
 """
 
 import datetime

@@ -2,7 +2,8 @@
 
     python -m sglang.launch_server --model-path DIR --port 30000
 
-Written from SGLang's sources (srt/entrypoints/http_server.py, srt/managers/io_struct.py); tests talk to a double of it.
+Written from SGLang's sources (srt/entrypoints/http_server.py, srt/managers/io_struct.py) and run against SGLang 0.5.15;
+tests talk to a double of it.
 """
 
 import os
@@ -32,7 +33,7 @@ def build_sglang_servers(args, eos_id: int) -> ServerEngine:
 class SglangServer(Server):
     """One SGLang server.
 
-    Its log-probabilities are those after the temperature and before truncation, unless it was started with
+    Its log-probabilities are those after penalties and temperature and before truncation, unless it was started with
     SGLANG_RETURN_ORIGINAL_LOGPROB. It heeds seeds only when started with --enable-deterministic-inference.
     """
 
@@ -52,6 +53,8 @@ class SglangServer(Server):
                     f"its {name} is {info[name]}, but --max-prompt-length + --max-completion-length are {longest}: "
                     "start it with at least that"
                 )
+        if info.get("skip_tokenizer_init") and self._args.stop_words:
+            raise Fault("it cannot look for --stop-words: start it without --skip-tokenizer-init")
         if "weight_version" not in await self.call("GET", "/get_model_info", timeout=PROBE_TIMEOUT):
             raise Fault("/get_model_info has no weight_version, so a restart would go unnoticed: take a newer SGLang")
 
@@ -66,6 +69,7 @@ class SglangServer(Server):
         version = self.version
         assert version is not None
         one = {"max_new_tokens": sampling.max_tokens, **sampling_parameters(sampling, self._eos_id)}
+        one["ignore_eos"] = sampling.ignore_eos  # true, it would ignore the ids above too
         body = {
             "input_ids": [prompt] * len(requests),
             # Not "n": its samples would share the seed, and with it be the same.
@@ -100,5 +104,6 @@ class SglangServer(Server):
 
     async def load_weights(self, directory: str, version: int, timeout: float) -> None:
         body = {"model_path": directory, "weight_version": weight_tag(version), "flush_cache": True}
+        body["load_format"] = "auto"  # not that of the server's own start, which may be dummy
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
         await self.call("POST", "/flush_cache", timeout=PROBE_TIMEOUT)  # older ones know no flush_cache above

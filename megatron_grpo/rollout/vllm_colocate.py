@@ -164,7 +164,8 @@ def _build(args, directory: str):
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=args.vllm_max_model_len,
             max_num_seqs=args.vllm_max_num_seqs,
-            enforce_eager=args.vllm_enforce_eager,
+            # On a CPU there are no CUDA graphs, and to compile takes 40 s of CPU time a rank, at every start.
+            enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
             enable_return_routed_experts=args.router_replay_mode == "R3",

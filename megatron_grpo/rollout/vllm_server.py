@@ -147,6 +147,7 @@ class VllmServer(Server):
             "seed": seed,  # of the first; the server counts on from it
             "max_tokens": sampling.max_tokens,
             **sampling_parameters(sampling, self._eos_id),
+            "ignore_eos": True,  # the tokenizer's end of sequence and no other: not generation_config.json's
             "logprobs": 0 if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,

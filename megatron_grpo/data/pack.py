@@ -1,0 +1,155 @@
+"""One micro-batch: completions of a rollout laid end to end, with labels where the model predicts them.
+
+**The convention for labels, stated once.** In a `RolloutBatch` the log-probability of token k, and all else that is
+about it, lies at k. The model, however, predicts token k at position k - 1. `pack_completions` makes this shift, and is
+the only place that does: in a `Pack` the label of token k stands at position k - 1. The model's head computes
+log-probabilities at the label positions only, so all that follows it (losses, advantages, weights) has length L, the
+number of labels in the pack; `Pack.token_index` leads from there back to the flat arrays.
+
+Under context parallelism each rank of the group holds a part of every sequence of a pack, `zigzag` says which, and has
+a `Pack` of its own: its tokens and their labels, in its order. A label is that of one rank only (`Pack.own_labels`);
+what belongs to labels is there on every rank, of all labels in the order of the whole pack, since losses look at whole
+completions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_grpo.data.batch import SCORES, Float32, Int16, Int32, Int64, RolloutBatch, offsets
+from megatron_grpo.data.zigzag import padded_lengths, sequence_multiple, zigzag
+from megatron_grpo.errors import GrpoError
+
+Bool = npt.NDArray[np.bool_]
+
+IGNORED_LABEL = -100  # torch's ignore_index: no token of the loss is predicted here
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """One micro-batch: m completions laid end to end, with L labels, of which this rank holds T tokens with l labels
+    (convention: see the module); both can be 0. Without context parallelism l is L.
+    """
+
+    indices: Int64  # [m], which completions of the batch
+    tokens: Int64  # [T], padding is 0
+    position_ids: Int64  # [T], from 0 in each sequence
+    labels: Int64  # [T], the next token of the same sequence where it is in the loss, else IGNORED_LABEL
+    padding: Bool  # [T], behind a sequence's end or in the padding sequence
+    source: Int64  # [T], where each token lies in the flat arrays of the batch, -1 for padding
+    cu_seqlens: Int32  # [m + 1], or [m + 2] with a padding sequence, the last: whole sequences, over all context ranks
+    max_seqlen: int  # of these
+    own_labels: Int64  # [l], which of the L labels are this rank's
+    token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
+    completion: Int64  # [L], whose label it is, by its number in the pack
+    rollout_log_probs: Float32  # [L], NaN where the engine gave none
+    old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
+    ref_log_probs: Float32 | None  # [L]
+    corrections: Float32 | None  # [L]
+    policy_mask: Float32 | None  # [L]
+    kl_cov: Float32 | None  # [L]
+    advantages: Float32 | None  # [L], of each token or of its completion
+    weights: Float32 | None  # [L]
+    routed_experts: Int16 | None  # [T, moe layers, topk], of the tokens themselves (not labels); -1 on padding
+
+    @property
+    def num_labels(self) -> int:
+        """L, the number of tokens in the loss, over all context ranks."""
+        return len(self.token_index)
+
+
+def pack_completions(
+    batch: RolloutBatch,
+    indices: npt.ArrayLike,
+    pad_multiple: int = 1,
+    total_length: int | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Pack:
+    """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
+
+    Each sequence is padded at its end to `padded_lengths`: attention is causal, so no token sees it. The pack is
+    padded by one more sequence, of zeros. Padding has no label.
+
+    Args:
+        batch: where they lie.
+        indices: [m], positions in the batch.
+        pad_multiple: each context rank's T is rounded up to a multiple of it.
+        total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
+        cp_size, cp_rank: size of the context-parallel group, and which rank's part to return.
+
+    Raises:
+        ValueError: `total_length` is too small or no such multiple.
+        GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
+            pass that should have computed them did not reach it, or gave NaN.
+    """
+    chosen = np.asarray(indices, dtype=np.int64)
+    flat = batch.token_positions(chosen)
+    real, lengths = batch.lengths[chosen], padded_lengths(batch.lengths[chosen], cp_size)
+    starts = offsets(lengths)[:-1]
+    at = np.arange(len(flat)) + np.repeat(starts - offsets(real)[:-1], real)  # where the real tokens go
+
+    used = int(lengths.sum())
+    multiple = pad_multiple * sequence_multiple(cp_size)
+    total = used + -used % multiple if total_length is None else total_length
+    if total < used or total % multiple:
+        raise ValueError(f"a pack of {used} tokens cannot be padded to {total}, in multiples of {multiple}")
+    if total > used:
+        lengths = np.append(lengths, total - used)
+    cu_seqlens = offsets(lengths)
+
+    source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
+    source[at] = flat
+    label_source = np.full(total, -1)
+    in_loss = batch.loss_mask[flat] == 1  # never a sequence's first token: prompts are not empty
+    label_source[at[in_loss] - 1] = flat[in_loss]
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
+
+    labelled = label_source >= 0
+    token_index, sequence = label_source[labelled], sequence[labelled]
+    completion = chosen[sequence]
+    held = zigzag(cu_seqlens, cp_size, cp_rank)
+    own_labels = (np.cumsum(labelled) - 1)[held][labelled[held]]
+    source = source[held]
+    padding = source < 0
+    tokens = np.zeros(len(source), np.int64)
+    tokens[~padding] = batch.tokens[source[~padding]]
+    labels = np.full(len(source), IGNORED_LABEL, np.int64)
+    labels[labelled[held]] = batch.tokens[token_index[own_labels]]
+    experts = None
+    if batch.routed_experts is not None:
+        experts = np.full((len(source), *batch.routed_experts.shape[1:]), -1, np.int16)
+        experts[~padding] = batch.routed_experts[source[~padding]]
+    pack = Pack(
+        indices=chosen,
+        tokens=tokens,
+        position_ids=position_ids[held],
+        labels=labels,
+        padding=padding,
+        source=source,
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        max_seqlen=int(lengths.max(initial=0)),
+        own_labels=own_labels,
+        token_index=token_index,
+        completion=sequence,
+        rollout_log_probs=batch.rollout_log_probs[token_index],
+        old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[token_index],
+        ref_log_probs=None if batch.ref_log_probs is None else batch.ref_log_probs[token_index],
+        corrections=None if batch.corrections is None else batch.corrections[token_index],
+        policy_mask=None if batch.policy_mask is None else batch.policy_mask[token_index],
+        kl_cov=None if batch.kl_cov is None else batch.kl_cov[token_index],
+        advantages=None if batch.advantages is None else batch.advantages_of(token_index, completion),
+        weights=None if batch.weights is None else batch.weights[completion],
+        routed_experts=experts,
+    )
+    for name in SCORES:
+        values = getattr(pack, name)
+        if values is not None and np.isnan(values).any():
+            samples = batch.sample_ids[chosen].tolist()
+            raise GrpoError(
+                f"{name} is NaN for {np.isnan(values).sum()} of {pack.num_labels} tokens in the loss of samples "
+                f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
+            )
+    return pack
