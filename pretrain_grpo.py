@@ -35,6 +35,7 @@ from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
+from megatron_grpo.errors import EngineLost
 from megatron_grpo.initialize import run
 from megatron_grpo.loss_rules import needs_old_log_probs
 from megatron_grpo.models import router_replay
@@ -220,11 +221,15 @@ def train(args, trainer: Trainer) -> None:
                 row = metrics | update(args, trainer, batch, completions)
             row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
             trainer.check_engine(batch, row)
-            trainer.iteration += 1
+            trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
                 trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
-                row |= evaluate(args, trainer)
+                try:
+                    row |= evaluate(args, trainer)
+                except EngineLost:  # the run was saved as of this update, and goes on behind it
+                    trainer.log(row)
+                    raise
             trainer.log(row)
         if trainer.due(args.save_interval):
             trainer.save()

@@ -283,10 +283,14 @@ class Trainer:
                 row[f"reward/{name}/std"] = float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
         return row | self.sampling_metrics | self.memory
 
+    def advance(self, metrics: dict[str, float]) -> None:
+        """Count an update that is done, and the tokens that it learnt from."""
+        self.iteration += 1
+        self.tokens += metrics["tokens/update"]
+
     def log(self, metrics: dict[str, float]) -> None:
         """Hand one update's metrics (or an evaluation's, before the first) to the logger, with the seconds spent."""
         if "tokens/update" in metrics:
-            self.tokens += metrics["tokens/update"]
             metrics = metrics | {
                 "tokens/total": self.tokens,
                 "consumed/prompts": self.sampler.consumed,

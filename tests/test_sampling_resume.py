@@ -107,8 +107,8 @@ def test_easy_prompts_come_first(runs):
     assert {ROWS[row]["pass_rate"] for row in first} <= {0.75, 0.5}
 
 
-def test_an_engine_lost_in_an_evaluation_costs_no_move_of_the_reference(tiny_models, tmp_path, monkeypatch):
-    """It was due after the same update, and a run that goes on from there begins with the next rollout."""
+def test_an_engine_lost_in_an_evaluation_costs_nothing_of_the_update_before(tiny_models, tmp_path, monkeypatch):
+    """The reference's move was due after it, and its metrics: a run that goes on begins with the next rollout."""
     monkeypatch.setattr(test_bad_input, "StubEngine", SeededEngine)
     monkeypatch.setattr(SeededEngine, "rollouts", 0)
     monkeypatch.setattr(SeededEngine, "lost_in", 2)  # the second is the evaluation after the first update
@@ -117,3 +117,10 @@ def test_an_engine_lost_in_an_evaluation_costs_no_move_of_the_reference(tiny_mod
     assert launch(TRAIN, [*bench.good, *flags.split()]) == 1
     assert latest_iteration(bench.save) == 1
     assert (bench.save / "iter_0000001" / "reference").is_dir()
+    (row,) = rows(bench.save)
+    assert row["iteration"] == 1 and row["tokens/total"] == row["tokens/update"] > 0
+    monkeypatch.setattr(SeededEngine, "lost_in", None)
+    assert launch(TRAIN, [*bench.good, *flags.split(), "--load", str(bench.save)]) == 0
+    first, second, *_ = rows(bench.save)
+    assert [first["iteration"], second["iteration"]] == [1, 2]
+    assert second["tokens/total"] == first["tokens/update"] + second["tokens/update"]
