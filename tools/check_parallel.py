@@ -243,6 +243,11 @@ def worker(layouts: list[str], flags: list[str], out: Path) -> None:
         dist.destroy_process_group()
 
 
+def relative_gap(key: str, row: dict[str, float], want: dict[str, float]) -> float:
+    """The difference over the value, or over a least one: in a loss terms of order 1 cancel, whose rounding stays."""
+    return abs(row[key] - want[key]) / max(abs(want[key]), 0.1 if key == "loss" else 1e-2)
+
+
 def verdict(result: dict, first: dict, tolerance: float) -> str:
     """ "same", or what differs by how much."""
     if "error" in result:
@@ -251,15 +256,13 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     updates = result["updates"][: None if result["float32"] else 1]
     for number, (row, want) in enumerate(zip(updates, first["updates"], strict=False), start=1):
         for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys())]:
-            gap = abs(row[key] - want[key])
-            if not gap <= tolerance * max(abs(want[key]), 1e-2):
-                return f"DIFFERS: {key} of update {number} by {gap / max(abs(want[key]), 1e-2):.1e}"
+            if not (gap := relative_gap(key, row, want)) <= tolerance:
+                return f"DIFFERS: {key} of update {number} by {gap:.1e}"
     pairs = zip(result.get("objectives", []), first.get("objectives", []), strict=False)
     for objective, (row, want) in zip(OBJECTIVES, pairs, strict=False):
         for key in COMPARED:
-            gap = abs(row[key] - want[key])
-            if not gap <= tolerance * max(abs(want[key]), 1e-2):
-                return f"DIFFERS: {key} of {objective} by {gap / max(abs(want[key]), 1e-2):.1e}"
+            if not (gap := relative_gap(key, row, want)) <= tolerance:
+                return f"DIFFERS: {key} of {objective} by {gap:.1e}"
     if not result.get("gap", 0.0) <= tolerance:
         return f"DIFFERS: {result['worst_tensor']} by {result['gap']:.1e}"
     return "same"
