@@ -1,5 +1,6 @@
 """Whole runs on two ranks, as a user starts them: tools, torchrun, vLLM, files; and a run that loses a rank."""
 
+import contextlib
 import json
 import math
 import os
@@ -186,13 +187,17 @@ async def few_digits(sample: Sample) -> float:
 
 def children(pid: int) -> list[int]:
     """Processes that a process has started."""
-    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
         return False
 
 

@@ -452,7 +452,7 @@ def test_samples_travel_together(monkeypatch):
 def alive(pid):
     try:
         return re.search(r"State:\s+[^ZX]", Path(f"/proc/{pid}/status").read_text()) is not None
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
         return False
 
 

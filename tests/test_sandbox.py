@@ -226,6 +226,13 @@ def test_time_for_all_tests_together(box):
     assert results[0] == {"fault": "took longer than 0.5 s"} and results[2] == {"fault": "the tests before took 0.8 s"}
 
 
+def runs(pid):
+    try:
+        return Path("/proc", pid, "stat").read_text().split()[2] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
+        return False
+
+
 def test_the_sandbox_ends_with_its_worker(tmp_path):
     program = f"""
 import sys
@@ -248,11 +255,9 @@ sys.stdin.read()
     worker.kill()
     worker.communicate()
     deadline = time.monotonic() + 60
-    alive = pids
-    while alive and time.monotonic() < deadline:
-        states = {pid: Path("/proc", pid, "stat") for pid in pids}
-        alive = [pid for pid, stat in states.items() if stat.exists() and stat.read_text().split()[2] not in "ZX"]
-    assert not alive
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(runs, pids))
 
 
 def test_no_sandbox_at_all(monkeypatch):
