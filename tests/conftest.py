@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -124,6 +126,22 @@ def pytest_sessionfinish() -> None:
     for process in _warm:
         process.stdin.close()
         process.wait()
+
+
+def alive(pid: int | str) -> bool:
+    """Whether a process runs: one that has ended and that nobody has asked for its status does not."""
+    try:
+        return re.search(r"State:\s+[^ZX]", Path(f"/proc/{pid}/status").read_text()) is not None
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
+        return False
+
+
+def gone(pids: Collection[int | str]) -> bool:
+    """Whether these processes end within a minute."""
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
 
 
 @pytest.fixture(scope="session")

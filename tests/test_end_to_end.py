@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run_torchrun
+from conftest import REPO, alive, run_torchrun
 from safetensors.torch import load_file
 from sharp_model import make_sharp_model
 
@@ -192,13 +192,6 @@ def children(pid: int) -> list[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
             found += map(int, file.read_text().split())
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
-        return False
 
 
 def newest(save: Path) -> int:

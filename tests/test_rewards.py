@@ -3,7 +3,6 @@
 import math
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import alive, gone
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards import registry
@@ -447,20 +447,6 @@ def test_samples_travel_together(monkeypatch):
     assert pool.score([Sample("1+1=", "2", {"answer": "2"}) for _ in range(1000)])[0].sum() == 1000
     pool.close()
     assert sum(sent) == 1000 and len(sent) < 100
-
-
-def alive(pid):
-    try:
-        return re.search(r"State:\s+[^ZX]", Path(f"/proc/{pid}/status").read_text()) is not None
-    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
-        return False
-
-
-def gone(pids):
-    deadline = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 def test_close_ends_workers_and_what_they_started(make_pool, tmp_path):

@@ -7,11 +7,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import gone
 
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards import sandbox as module
@@ -226,13 +226,6 @@ def test_time_for_all_tests_together(box):
     assert results[0] == {"fault": "took longer than 0.5 s"} and results[2] == {"fault": "the tests before took 0.8 s"}
 
 
-def runs(pid):
-    try:
-        return Path("/proc", pid, "stat").read_text().split()[2] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
-        return False
-
-
 def test_the_sandbox_ends_with_its_worker(tmp_path):
     program = f"""
 import sys
@@ -254,10 +247,7 @@ sys.stdin.read()
     assert pids and all(Path("/proc", pid).exists() for pid in pids)
     worker.kill()
     worker.communicate()
-    deadline = time.monotonic() + 60
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(runs, pids))
+    assert gone(pids)
 
 
 def test_no_sandbox_at_all(monkeypatch):
