@@ -68,8 +68,11 @@ class SglangServer(Server):
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
         version = self.version
         assert version is not None
-        one = {"max_new_tokens": sampling.max_tokens, **sampling_parameters(sampling, self._eos_id)}
-        one["ignore_eos"] = sampling.ignore_eos  # true, it would ignore the ids above too
+        one = {
+            "max_new_tokens": sampling.max_tokens,
+            **sampling_parameters(sampling, self._eos_id),
+            "ignore_eos": sampling.ignore_eos,  # where it is true, stop_token_ids are ignored too
+        }
         body = {
             "input_ids": [prompt] * len(requests),
             # Not "n": its samples would share the seed, and with it be the same.
@@ -103,7 +106,11 @@ class SglangServer(Server):
         return Completion(request.id, ids, log_probs, reason, version)
 
     async def load_weights(self, directory: str, version: int, timeout: float) -> None:
-        body = {"model_path": directory, "weight_version": weight_tag(version), "flush_cache": True}
-        body["load_format"] = "auto"  # not that of the server's own start, which may be dummy
+        body = {
+            "model_path": directory,
+            "load_format": "auto",  # not that of the server's own start, which may be dummy
+            "weight_version": weight_tag(version),
+            "flush_cache": True,
+        }
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
         await self.call("POST", "/flush_cache", timeout=PROBE_TIMEOUT)  # older ones know no flush_cache above
