@@ -33,6 +33,10 @@ def initialize_distributed(args) -> None:
             os.environ.setdefault(name, value)
         if "MASTER_PORT" not in os.environ:
             os.environ["MASTER_PORT"] = str(free_port())
+        if (
+            args.rollout_engine == "sglang"
+        ):  # its servers set it so, and NCCL's ranks of one host must share memory alike
+            os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             # Without a device_id: with one, each of megatron-core's groups would take its memory (7 GiB of one GPU) at

@@ -5,6 +5,7 @@ Python's own HTTP server, a thread a connection: unlike with a web framework, a 
 """
 
 import contextlib
+import datetime
 import json
 import re
 import threading
@@ -13,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,11 +54,13 @@ class Double(ThreadingHTTPServer):
         self.model, self.weight_version = make_model(), "default"
         self.reloads: list[str] = []
         self.generated, self.fail_after = 0, None  # requests; after so many it dies
+        self.groups: dict[str, dist.ProcessGroup] = {}
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
         """Another process in its place, with the weights that it was started with."""
         self.started += 1.0
+        self.groups.clear()
         self.model, self.weight_version = self.make_model(), "default"
 
     def stop(self) -> None:
@@ -313,9 +317,38 @@ class SglangHandler(Handler):
                     return 400, {"success": False, "message": f"Failed to update weights: {error}"}
                 double.weight_version = body["weight_version"]
                 return 200, {"success": True, "message": "Succeeded to update model weights."}
+            case "/init_weights_update_group":
+                assert body["group_name"] not in double.groups, "The specified group name has already been created"
+                double.groups[body["group_name"]] = self.join(body)
+                return 200, {"success": True, "message": "Succeeded to initialize custom process group."}
+            case "/destroy_weights_update_group":
+                assert double.groups.pop(body["group_name"], None), "The group to be destroyed does not exist."
+                return 200, {"success": True, "message": "Succeeded to destroy custom process group."}
+            case "/update_weights_from_distributed":
+                self.receive(double.groups[body["group_name"]], body)
+                return 200, {"success": True, "message": "Succeeded to update parameter online."}
+            case "/update_weight_version":
+                double.weight_version = body["new_version"]
+                return 200, {"success": True, "new_version": body["new_version"]}
             case "/generate":
                 return 200, self.generate(body)
         return 404, {"detail": "Not Found"}
+
+    @staticmethod
+    def join(body: dict) -> dist.ProcessGroup:
+        """A group like torch's, with its prefixes, but unknown to it: the other members are in this very process."""
+        store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False)
+        for prefix in (body["group_name"], f"{body['group_name']}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        return dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], datetime.timedelta(seconds=60))
+
+    def receive(self, group: dist.ProcessGroup, body: dict) -> None:
+        own = self.server.model.state_dict()
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            own[name].copy_(tensor)
+        assert self.server.fault != "400 received", "no room"
 
     def generate(self, body: dict) -> list[dict]:
         double, answers = self.server, []

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from server_double import EOS, HIDDEN, LAYERS, VOCABULARY, Double, called, sample, tiny_model
 
 from megatron_grpo import cpu_backend
@@ -15,9 +16,11 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import EngineLost, GrpoError
-from megatron_grpo.rollout import servers
+from megatron_grpo.http_client import Fault
+from megatron_grpo.rollout import servers, sglang_nccl, weight_transfer_nccl
 from megatron_grpo.rollout.engine import Request, Sampling
 from megatron_grpo.rollout.servers import ServerPool
+from megatron_grpo.rollout.sglang_nccl import SglangNcclTransfer
 from megatron_grpo.rollout.sglang_server import SglangServer
 from megatron_grpo.rollout.vllm_server import VllmServer
 from megatron_grpo.rollout.weight_transfer import CheckpointTransfer
@@ -375,3 +378,69 @@ def test_a_full_disk_ends_the_stream_too(tmp_path, weights):
     with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written"):
         CheckpointTransfer(str(tmp_path / "absent" / "directory")).send(left, 1, object())
     assert next(left, None) is None
+
+
+@pytest.fixture
+def trainer_group(tmp_path):
+    """A process group of one, as a trainer has it."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sglang_servers_take_broadcasts(start, weights, trainer_group, monkeypatch):
+    """Of a run, of the next one with the same servers, and of one in which a server fails and comes back."""
+    monkeypatch.setattr(sglang_nccl, "BUCKET_BYTES", 4000)
+    doubles = [start("sglang"), start("sglang")]
+    for version in (3, 4):  # two runs, one after the other: the servers still have the first one's group
+        pool, transfer = make_pool(doubles, kind="sglang"), SglangNcclTransfer("gloo")
+        pool.check()
+        assert not pool.refresh()
+        transfer.send(iter(weights.items()), version, pool)
+        assert pool.refresh()
+        assert {c.weight_version for c in finish(pool)} == {version}
+        for double in doubles:
+            assert called(double, "/update_weights_from_distributed") > 2
+            assert_same(double.model, weights)
+        if version == 3:
+            dist.destroy_process_group(transfer._group)  # the process ended
+            pool.close()
+    joined, doubles[1].fault = called(doubles[0], "/init_weights_update_group"), "400 received"
+    newer = {name: tensor + 1 for name, tensor in weights.items()}
+    transfer.send(iter(newer.items()), 5, pool)
+    assert "no room" in pool.servers[1].lost
+    assert called(doubles[0], "/init_weights_update_group") == joined + 1
+    assert_same(doubles[0].model, newer)
+    doubles[1].fault = ""
+    doubles[1].restart()
+    assert not pool.refresh()
+    transfer.send(iter(weights.items()), 6, pool)
+    assert [server.version for server in pool.servers] == [6, 6]
+    assert_same(doubles[1].model, weights)
+    pool.close()
+
+
+def assert_same(model, weights) -> None:
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_broadcast_that_a_server_has_left_ends_the_program(start, weights, trainer_group, capfd, monkeypatch):
+    double, ends = start("sglang"), []
+
+    def end(code: int):
+        ends.append(code)
+        stop.set()
+
+    stop = threading.Event()
+    monkeypatch.setattr(weight_transfer_nccl, "STUCK", 1.0)
+    monkeypatch.setattr(weight_transfer_nccl.os, "_exit", end)
+    pool = make_pool([double], kind="sglang")
+
+    async def fail(server) -> None:
+        raise Fault("it is out of memory")
+
+    weight_transfer_nccl.together(pool, fail, stop.wait)
+    assert ends == [1]
+    told = capfd.readouterr().err
+    assert f"server {double.url} failed in an exchange by NCCL, which cannot be taken back: it is out of memory" in told
+    pool.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.rollout.weight_transfer_nccl import SparseTransfer, _address_for, runtime_places
+from megatron_grpo.rollout.weight_transfer_nccl import SparseTransfer, address_for, runtime_places
 from megatron_grpo.weights.stream import Described
 
 SHAPES = {
@@ -80,7 +80,7 @@ def test_a_sign_is_a_change(transfer):
 
 
 def test_this_hosts_address_as_the_servers_see_it():
-    assert _address_for(["http://127.0.0.1:8000", "http://localhost:8001"]) == "127.0.0.1"
+    assert address_for(["http://127.0.0.1:8000", "http://localhost:8001"]) == "127.0.0.1"
 
 
 @pytest.mark.parametrize("more", [{"num_experts": 4}, {"multi_latent_attention": True}])

@@ -59,9 +59,10 @@ class ServerEngine:
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         with led_by_rank_0():
-            if self._pool:
-                self._transfer.send(weights, version, self._pool)
-            else:  # the ranks gather the weights together
+            try:
+                if self._pool:
+                    self._transfer.send(weights, version, self._pool)
+            finally:  # the ranks gather the weights together, so rank 0 goes on to the end after an error, too
                 for _ in weights:
                     pass
         self.has_weights, self._version = True, version

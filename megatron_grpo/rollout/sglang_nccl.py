@@ -1,23 +1,22 @@
 """Weights to SGLang servers over NCCL: one process group of rank 0 and all servers' ranks, one broadcast a tensor.
 
 Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); run against SGLang
-0.5.15 on a CPU, with gloo in NCCL's place, and not yet on GPUs.
+0.5.15 on GPUs, and on a CPU with gloo in NCCL's place.
 """
 
+import contextlib
 import datetime
-import socket
-import threading
-from collections.abc import Callable, Coroutine
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.http_client import Fault
 from megatron_grpo.initialize import free_port
 from megatron_grpo.rollout.server import Server, weight_tag
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.rollout.weight_transfer import Weights
+from megatron_grpo.rollout.weight_transfer_nccl import STUCK, address_for, together
 
 GROUP = "megatron_grpo_weights"
 BUCKET_BYTES = 2**30
@@ -32,15 +31,14 @@ class SglangNcclTransfer:
         self._members: list[tuple[str, str]] = []
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        if self._members != servers.members():
-            self._join(servers)
         bucket: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
             bucket.append((name, tensor.contiguous()))
             if sum(tensor.nbytes for _, tensor in bucket) >= BUCKET_BYTES:
                 self._broadcast(bucket, servers)
                 bucket = []
-        self._broadcast(bucket, servers)
+        if bucket:
+            self._broadcast(bucket, servers)
 
         async def finish(server: Server) -> None:
             await server.call("POST", "/update_weight_version", {"new_version": weight_tag(version)}, servers.timeout)
@@ -51,12 +49,12 @@ class SglangNcclTransfer:
 
     def _join(self, servers: ServerPool) -> None:
         """Make a process group of this rank and those servers that answer now."""
-        offsets, world_size = {}, 1
+        members, offsets, world_size = servers.members(), {}, 1
         for server in servers.serving():
             offsets[server.url] = world_size
             world_size += server.tensor_parallel_size
-        address, port = socket.gethostbyname(socket.gethostname()), free_port()
-        timeout = datetime.timedelta(seconds=servers.timeout)
+        address, port = address_for(list(offsets)), free_port()
+        timeout = datetime.timedelta(seconds=servers.timeout + 2 * STUCK)  # `together` comes first, and says more
         body = {
             "master_address": address,
             "master_port": port,
@@ -66,12 +64,14 @@ class SglangNcclTransfer:
         }
 
         async def join(server: Server) -> None:
-            if self._group is not None and any(url == server.url for url, _ in self._members):
+            with contextlib.suppress(Fault):  # that there is none; there is one of an earlier run, or of other members
                 await server.call("POST", "/destroy_weights_update_group", {"group_name": GROUP}, servers.timeout)
             offset = {"rank_offset": offsets[server.url]}
             await server.call("POST", "/init_weights_update_group", body | offset, servers.timeout)
 
         def join_here() -> None:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
             store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
             # What torch's init_process_group does, for a second group that has other processes than the first.
             self._group, _ = c10d._new_process_group_helper(
@@ -79,9 +79,12 @@ class SglangNcclTransfer:
             )
             c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
-        _together(servers, join, join_here)
+        together(servers, join, join_here)
+        self._members = members
 
     def _broadcast(self, bucket: list[tuple[str, torch.Tensor]], servers: ServerPool) -> None:
+        while self._members != servers.members():  # one that failed in it, or in the bucket before, is left out
+            self._join(servers)
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -97,30 +100,10 @@ class SglangNcclTransfer:
         def send() -> None:
             for work in [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]:
                 work.wait()
+            if torch.cuda.is_available():  # until then they are only on their way
+                torch.cuda.current_stream().synchronize()
 
-        _together(servers, receive, send)
+        together(servers, receive, send)
 
     def close(self) -> None:
         """Nothing: the group goes with the process."""
-
-
-def _together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
-    """Ask every server in a thread for ``theirs`` and do ``ours``, which waits for it, here."""
-    errors: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            servers.each(theirs)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        ours()
-    except RuntimeError as error:
-        thread.join()
-        raise errors[0] if errors else GrpoError(f"the weights did not reach the SGLang servers: {error}") from error
-    thread.join()
-    if errors:
-        raise errors[0]

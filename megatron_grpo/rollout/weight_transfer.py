@@ -26,7 +26,7 @@ class WeightTransfer(Protocol):
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
 
-        For rank 0, while the other ranks iterate theirs to the end; errors are passed on by the caller.
+        For rank 0, while the other ranks iterate theirs to the end; after an error the caller does so here.
         """
 
     def close(self) -> None:
@@ -71,8 +71,6 @@ class CheckpointTransfer:
             if part:
                 save_file(part, self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
         except Exception as error:  # safetensors has its own for a full disk
-            for _ in weights:  # the other ranks wait for this one in the stream
-                pass
             if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
                 raise GrpoError(f"--weight-sync-dir {self._shared}: the weights cannot be written: {error}") from error
             raise

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
@@ -73,7 +73,7 @@ class NcclTransfer:
         offsets, world = {}, 1
         for url, _ in members:
             offsets[url], world = world, world + sizes[url]
-        address, port = _address_for([url for url, _ in members]), free_port()
+        address, port = address_for([url for url, _ in members]), free_port()
         packing = PACKED if self.packs and _packing_at_start() else {}
 
         async def join(server: Server) -> None:
@@ -81,11 +81,11 @@ class NcclTransfer:
             info = {**place, "world_size": world, **packing}
             await server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout=servers.timeout)
 
-        with ThreadPoolExecutor(1) as others:
-            joined = others.submit(servers.each, join)
+        def join_here() -> None:
             group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
             self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
-            joined.result()
+
+        together(servers, join, join_here)
         self._members = members
 
     def close(self) -> None:
@@ -186,42 +186,56 @@ def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:
     return places
 
 
-def _update(servers: ServerPool, version: int, update: dict | None, broadcast) -> None:
+def _update(servers: ServerPool, version: int, update: dict | None, broadcast: Callable[[], None]) -> None:
     """Have every server receive what ``broadcast`` sends; without ``update`` there is nothing to send."""
-    sent = threading.Event()
 
-    async def give(server: Server) -> None:
+    async def receive(server: Server) -> None:
+        server.version = None  # whatever becomes of it, the old ones are gone
         await server.call("POST", "/start_weight_update", timeout=servers.timeout)
         if update is not None:
-            try:
-                await server.call("POST", "/update_weights", {"update_info": update}, timeout=servers.timeout)
-            except Fault as fault:
-                await _end_if_stuck(server, fault, sent)
-                raise
+            await server.call("POST", "/update_weights", {"update_info": update}, timeout=servers.timeout)
+
+    async def finish(server: Server) -> None:
         await server.call("POST", "/finish_weight_update", timeout=servers.timeout)
         await server.weights_are(version)
 
+    together(servers, receive, broadcast if update is not None else lambda: None)
+    servers.give_weights(version, finish)
+
+
+def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
+    """Ask every server for ``theirs`` in a thread, and do ``ours`` here: each waits for the other.
+
+    A server that fails is given up; when ``ours`` goes on to wait for it, the program ends: nothing else ends that.
+    """
+    done = threading.Event()
+
+    async def ask(server: Server) -> None:
+        try:
+            await theirs(server)
+        except Fault as fault:
+            for _ in range(int(STUCK)):
+                if done.is_set():
+                    raise
+                await asyncio.sleep(1.0)
+            print(
+                f"pretrain_grpo.py: error: server {server.url} failed in an exchange by NCCL, which cannot be taken "
+                f"back: {fault}. Start it again, and this run from its last checkpoint by --load",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
     with ThreadPoolExecutor(1) as others:
-        given = others.submit(servers.give_weights, version, give)
-        if update is not None:
-            broadcast()
-        sent.set()
-        given.result()
-
-
-async def _end_if_stuck(server: Server, fault: Fault, sent: threading.Event) -> None:
-    """End the program when a broadcast waits for a server that has left it: nothing else ends that."""
-    for _ in range(int(STUCK)):
-        if sent.is_set():
-            return
-        await asyncio.sleep(1.0)
-    print(
-        f"pretrain_grpo.py: error: server {server.url} failed while weights were sent to it by NCCL, which cannot be "
-        f"taken back: {fault}. Start it again, and this run from its last checkpoint by --load",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
+        asked = others.submit(servers.each, ask)
+        try:
+            ours()
+        except RuntimeError as error:
+            done.set()
+            asked.result()  # says more, when no server is left
+            raise GrpoError(f"the servers could not be reached by NCCL: {error}") from error
+        done.set()
+        asked.result()
 
 
 def _packing_at_start() -> bool:
@@ -244,7 +258,7 @@ def _one_stream_after_the_other(weights: Weights) -> Weights:
         yield pair
 
 
-def _address_for(urls: list[str]) -> str:
+def address_for(urls: list[str]) -> str:
     """This host's address as the servers see it."""
     hosts = [urlsplit(url).hostname or "localhost" for url in urls]
     addresses = [socket.gethostbyname(host) for host in hosts]
