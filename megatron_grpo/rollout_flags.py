@@ -6,7 +6,7 @@ BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("vllm", "megatron", "sglang")
 VLLM_MODES = ("colocate", "server")
-WEIGHT_SYNC = ("nccl", "m2n", "sparse", "checkpoint", "gloo")
+WEIGHT_SYNC = ("nccl", "ipc", "m2n", "sparse", "checkpoint", "gloo")
 
 # Rows of ``arguments.FLAGS``.
 ROLLOUT_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (

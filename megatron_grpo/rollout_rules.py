@@ -51,7 +51,7 @@ def _check_servers(args: Namespace) -> None:
     if len({(url.hostname, url.port) for url in urls}) < len(urls):
         raise GrpoError(f"{flag(url_flag)} names a server twice: name each once")
     for dest in ENGINES_OWN:
-        if dest in args.explicit:
+        if dest in args.explicit and (kind, dest) != ("sglang", "sleep_level"):
             raise GrpoError(f"{flag(dest)} is for an engine in the training processes: start the server with its own")
     if args.router_replay_mode == "R3":
         raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
@@ -64,11 +64,16 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
     method = args.weight_sync_method
     if method == "gloo":
         raise GrpoError("--weight-sync-method gloo is not here: where there is no NCCL, checkpoint goes through files")
+    if method == "ipc":
+        if kind != "sglang":
+            raise GrpoError("--weight-sync-method ipc is for --rollout-engine sglang: give nccl or checkpoint")
+        if not on_one_host:
+            raise GrpoError("--weight-sync-method ipc needs servers on rank 0's host, as http://127.0.0.1: give nccl")
     if method != "checkpoint":
         if not args.dry_run and not torch.cuda.is_available():
             raise GrpoError(f"--weight-sync-method {method} needs GPUs: give checkpoint")
-        if kind == "sglang" and method != "nccl":
-            raise GrpoError(f"--weight-sync-method {method} is vLLM's: give nccl or checkpoint")
+        if kind == "sglang" and method not in ("nccl", "ipc"):
+            raise GrpoError(f"--weight-sync-method {method} is vLLM's: give nccl, ipc or checkpoint")
         if args.weight_sync_dir is not None:
             raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: nothing else goes through files")
         return
@@ -113,7 +118,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     if ours:
         raise GrpoError(f"--vllm-engine-kwargs: {', '.join(ours)} is decided by this program: leave it out")
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError("--sleep-level needs a GPU: on a CPU vLLM cannot give memory back, leave it out")
+        raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can give memory back, leave it out")
     within(args, "temperature", 0.01, 2)  # vLLM samples at 0.01 when asked for less, and refuses more
     positive(args, "repetition_penalty")
     for dest in ("presence_penalty", "frequency_penalty"):

@@ -198,8 +198,8 @@ class Trainer:
                 if new_weights and self.args.check_weight_sync:
                     probe = self._probe_engine()
                 yield
-            finally:
                 self.engine.sleep()
+            finally:
                 memory["asleep"] = self._memory()
                 with self.timers("offload"):
                     self.weight_offloader.to_device()

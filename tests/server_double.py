@@ -4,9 +4,11 @@ load weights from files, and fail in the ways that a test asks for.
 Python's own HTTP server, a thread a connection: unlike with a web framework, a connection can be broken off anywhere.
 """
 
+import base64
 import contextlib
 import datetime
 import json
+import pickle
 import re
 import threading
 import time
@@ -55,12 +57,14 @@ class Double(ThreadingHTTPServer):
         self.reloads: list[str] = []
         self.generated, self.fail_after = 0, None  # requests; after so many it dies
         self.groups: dict[str, dist.ProcessGroup] = {}
+        self.asleep: set[str] = set()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
         """Another process in its place, with the weights that it was started with."""
         self.started += 1.0
         self.groups.clear()
+        self.asleep.clear()
         self.model, self.weight_version = self.make_model(), "default"
 
     def stop(self) -> None:
@@ -209,6 +213,9 @@ class VllmHandler(Handler):
             case "/update_weight_version":
                 double.weight_version = body["new_version"]
                 return 200, {"success": True, "new_version": body["new_version"]}
+            case "/start_weight_update" | "/update_weights" | "/finish_weight_update":
+                assert double.fault != f"400 {path}", "no room"
+                return 200, {"message": "done"}
             case "/reset_prefix_cache":
                 return 200, {"success": True}
             case "/collective_rpc" if body["method"] == "get_model_inspection":
@@ -305,9 +312,31 @@ class SglangHandler(Handler):
             case "/get_model_info":
                 return 200, {"model_path": "toy", "is_generation": True, "weight_version": double.weight_version}
             case "/get_server_info":
-                return 200, {"tp_size": 1, "context_length": None, "max_total_num_tokens": 4096} | config
-            case "/health_generate" | "/flush_cache":
+                info = {"tp_size": 1, "context_length": None, "max_total_num_tokens": 4096}
+                info |= {"enable_memory_saver": False, "enable_weights_cpu_backup": False}
+                return 200, info | config
+            case "/health_generate":
                 return 200, "ok"
+            case "/flush_cache":
+                return (400, "Timeout waiting for idle") if double.running else (200, "ok")
+            case "/weights_checker":
+                if not config.get("checker"):
+                    return 400, {"success": False, "message": "Found no NVIDIA driver on your system."}
+                sums = {name: hash(tensor.numpy().tobytes()) for name, tensor in double.model.state_dict().items()}
+                return 200, {"success": True, "message": "Success.", "ranks": [{"checksums": sums}]}
+            case "/release_memory_occupation":
+                self.or_die(not double.running and not double.asleep & set(body["tags"]))
+                double.asleep |= set(body["tags"])
+                return 200, None
+            case "/resume_memory_occupation":
+                self.or_die(double.asleep >= set(body["tags"]))
+                double.asleep -= set(body["tags"])
+                return 200, None
+            case "/update_weights_from_tensor":
+                self.or_die("weights" not in double.asleep)
+                (handles,) = body["serialized_named_tensors"]
+                double.model.load_state_dict(dict(pickle.loads(base64.b64decode(handles))), strict=False)
+                return 200, {"success": True, "message": "Success"}
             case "/update_weights_from_disk":
                 # One started with --load-format dummy would answer 400 without it.
                 assert body["load_format"] == "auto"
@@ -315,7 +344,6 @@ class SglangHandler(Handler):
                     double.load(body["model_path"])
                 except (AssertionError, RuntimeError) as error:
                     return 400, {"success": False, "message": f"Failed to update weights: {error}"}
-                double.weight_version = body["weight_version"]
                 return 200, {"success": True, "message": "Succeeded to update model weights."}
             case "/init_weights_update_group":
                 assert body["group_name"] not in double.groups, "The specified group name has already been created"
@@ -331,8 +359,15 @@ class SglangHandler(Handler):
                 double.weight_version = body["new_version"]
                 return 200, {"success": True, "new_version": body["new_version"]}
             case "/generate":
+                self.or_die(not double.asleep)
                 return 200, self.generate(body)
         return 404, {"detail": "Not Found"}
+
+    def or_die(self, fine: bool) -> None:
+        """What its scheduler asserts, and ends by."""
+        if not fine:
+            self.server.fault = "die"
+            raise RuntimeError("the scheduler has died")
 
     @staticmethod
     def join(body: dict) -> dist.ProcessGroup:

@@ -24,7 +24,7 @@ OTHERS += ["--capture-range"]  # of nsys
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()
-OTHERS += "--attention-backend --sampling-backend".split()
+OTHERS += "--attention-backend --sampling-backend --enable-memory-saver --enable-weights-cpu-backup --tp".split()
 OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
 

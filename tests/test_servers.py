@@ -1,28 +1,31 @@
 """Engines over HTTP against doubles of their servers (server_double.py): what comes back, and what faults do."""
 
+import io
 import threading
 import time
 from argparse import Namespace
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from server_double import EOS, HIDDEN, LAYERS, VOCABULARY, Double, called, sample, tiny_model
+from torch.multiprocessing import reductions
 
-from megatron_grpo import cpu_backend
+from megatron_grpo import cpu_backend, initialize
 
 cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.errors import EngineLost, GrpoError
 from megatron_grpo.http_client import Fault
-from megatron_grpo.rollout import servers, sglang_nccl, weight_transfer_nccl
-from megatron_grpo.rollout.engine import Request, Sampling
+from megatron_grpo.rollout import servers, sglang_ipc, sglang_nccl, weight_transfer_nccl
+from megatron_grpo.rollout.engine import Request, Sampling, generate
 from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.rollout.sglang_nccl import SglangNcclTransfer
-from megatron_grpo.rollout.sglang_server import SglangServer
-from megatron_grpo.rollout.vllm_server import VllmServer
+from megatron_grpo.rollout.sglang_server import SglangServer, build_sglang_servers
+from megatron_grpo.rollout.vllm_server import VllmServer, build_vllm_servers
 from megatron_grpo.rollout.weight_transfer import CheckpointTransfer
 
 SAMPLING = Sampling(max_tokens=4, log_probs=True)
@@ -73,6 +76,14 @@ def start():
 @pytest.fixture
 def weights() -> dict[str, torch.Tensor]:
     return dict(tiny_model(0).state_dict())
+
+
+@pytest.fixture
+def trainer_group(tmp_path):
+    """A process group of one, as a trainer has it."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def make_pool(doubles, kind="vllm", timeout=10.0, max_in_flight=8, **changes) -> ServerPool:
@@ -310,6 +321,8 @@ def test_what_cannot_serve_is_refused_at_the_start(start, name):
     ("config", "changes", "message"),
     [
         ({"context_length": 15}, {}, "its context_length is 15, .* are 16"),
+        ({}, {"sleep_level": 2}, "it cannot sleep: start it with --enable-memory-saver"),
+        ({"enable_memory_saver": True}, {"sleep_level": 1}, "start it with --enable-weights-cpu-backup"),
         ({"skip_tokenizer_init": True}, {"stop_words": ["."]}, "start it without --skip-tokenizer-init"),
     ],
 )
@@ -372,20 +385,22 @@ def test_weights_travel_in_bounded_pieces(tmp_path, weights, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_ends_the_stream_too(tmp_path, weights):
-    """Other ranks wait in the stream for rank 0."""
-    left = iter(weights.items())
+def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, trainer_group):
+    """Other ranks wait in it for rank 0: at a full disk, and when no server takes the weights."""
+    directory, left = str(tmp_path / "absent" / "directory"), iter(weights.items())
+    double = start()
+    args = arguments(vllm_server_base_url=[double.url], weight_sync_dir=directory, vllm_mode="server")
+    engine = build_vllm_servers(args, EOS)
     with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written"):
-        CheckpointTransfer(str(tmp_path / "absent" / "directory")).send(left, 1, object())
+        engine.update_weights(left, 1)
     assert next(left, None) is None
-
-
-@pytest.fixture
-def trainer_group(tmp_path):
-    """A process group of one, as a trainer has it."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    args.weight_sync_dir, left = str(tmp_path), iter(weights.items())
+    engine = build_vllm_servers(args, EOS)
+    double.fault = "die"
+    with pytest.raises(EngineLost, match="no server is left"):
+        engine.update_weights(left, 1)
+    assert next(left, None) is None
+    engine.close()
 
 
 def test_sglang_servers_take_broadcasts(start, weights, trainer_group, monkeypatch):
@@ -424,6 +439,47 @@ def assert_same(model, weights) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
+def test_vllm_servers_are_asked_in_order_while_rank_0_sends(start):
+    """And one that ends badly when all is sent is done without."""
+    doubles = [start(), start()]
+    pool, sent = make_pool(doubles), []
+    pool.check()
+    assert not pool.refresh()
+    doubles[1].fault = "400 /finish_weight_update"
+
+    def broadcast() -> None:
+        deadline = time.monotonic() + 60
+        while not all(called(double, "/update_weights") for double in doubles):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        sent.append(all(called(double, "/finish_weight_update") == 0 for double in doubles))
+
+    weight_transfer_nccl._update(pool, 5, {"names": []}, broadcast)
+    assert sent == [True]
+    assert [server.version for server in pool.servers] == [5, None] and "no room" in pool.servers[1].lost
+    expected = "/start_weight_update /update_weights /finish_weight_update /reset_prefix_cache /update_weight_version"
+    assert [path for path, _ in doubles[0].calls if path in expected] == expected.split()
+    pool.close()
+
+
+def test_sglang_servers_tell_which_tensor_changes(start, weights, trainer_group, monkeypatch):
+    """One that a server loses on the way: not when it cannot tell."""
+    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
+    double, other = start("sglang", checker=True), start("sglang")
+    engine = build_sglang_servers(arguments(sglang_server_base_url=[double.url], weight_sync_method="ipc"), EOS)
+    engine.wake_weights()
+    engine.update_weights(iter(weights.items()), 1)
+    assert engine.compare_weights(iter(weights.items())) == []
+    double.model.get_parameter("model.norm.weight").data[3] = 7
+    (line,) = engine.compare_weights(iter(weights.items()))
+    assert line.startswith(f"model.norm.weight of rank 0 of {double.url}: it changes")
+    engine.close()
+    engine = build_sglang_servers(arguments(sglang_server_base_url=[other.url], weight_sync_method="ipc"), EOS)
+    engine.wake_weights()
+    assert engine.compare_weights(iter(weights.items())) is None
+    engine.close()
+
+
 def test_a_broadcast_that_a_server_has_left_ends_the_program(start, weights, trainer_group, capfd, monkeypatch):
     double, ends = start("sglang"), []
 
@@ -444,3 +500,48 @@ def test_a_broadcast_that_a_server_has_left_ends_the_program(start, weights, tra
     told = capfd.readouterr().err
     assert f"server {double.url} failed in an exchange by NCCL, which cannot be taken back: it is out of memory" in told
     pool.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sglang_servers_sleep(start, weights, trainer_group, level, monkeypatch):
+    """In two stages and back, with their weights or without; the double ends itself when asked out of turn."""
+    monkeypatch.setattr(sglang_ipc, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
+    saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": level == 1}
+    doubles = [start("sglang", **saver), start("sglang", **saver)]
+    urls, version = [double.url for double in doubles], 0
+    args = arguments(sglang_server_base_url=urls, weight_sync_method="ipc", sleep_level=level, rollout_engine="sglang")
+    for run in range(2):  # the second finds them as the first has left them
+        engine = build_sglang_servers(args, EOS)
+        for turn in range(3):
+            if turn == 2:
+                doubles[1].restart()  # awake, with the weights of its start
+            engine.wake_weights()
+            assert all("weights" not in double.asleep for double in doubles)
+            assert engine.has_weights == (level == 1 and turn == 1)
+            if not engine.has_weights:
+                version += 1
+                engine.update_weights(iter(weights.items()), version)
+            assert doubles[0].asleep == ({"kv_cache"} if (run, turn) > (0, 0) else set())
+            engine.wake_cache()
+            with engine.rollout(seed=1):
+                done = list(generate(engine, REQUESTS))
+            assert {completion.weight_version for completion in done} == {version} and len(done) == len(REQUESTS)
+            for double in doubles:
+                assert_same(double.model, weights)
+            engine.sleep()
+            assert all(double.asleep == {"kv_cache", "weights"} for double in doubles)
+        engine.close()
+
+
+def test_a_gpu_is_named_by_its_uuid(monkeypatch):
+    """In a handle: the server may have another number for it."""
+    rebuild = (
+        reductions.rebuild_cuda_tensor,
+        (torch.Tensor, (2,), (1,), 0, torch.UntypedStorage, torch.float32, 3, b"h"),
+    )
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: rebuild)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(uuid=f"GPU-of-{device}"))
+    found = sglang_ipc._Pickler(io.BytesIO()).reducer_override(mock.Mock(spec=torch.Tensor, is_cuda=True))
+    assert found[0] is reductions.rebuild_cuda_tensor
+    assert found[1][6] == "GPU-of-3" and found[1][:6] + found[1][7:] == rebuild[1][:6] + rebuild[1][7:]

@@ -156,6 +156,11 @@ REFUSED = {
     f"{SERVER} http://a:1 --sleep-level 1": "--sleep-level is for an engine in the training processes",
     f"{SERVER} http://a:1 --router-replay-mode R3 {MOE}": "--router-replay-mode R3 needs --rollout-engine",
     f"{SERVER} http://a:1 --weight-sync-method gloo": "checkpoint goes through files",
+    f"{SERVER} http://localhost:1 --weight-sync-method ipc": "--weight-sync-method ipc is for --rollout-engine sglang",
+    f"{SGLANG} http://a:1 --weight-sync-method ipc": "--weight-sync-method ipc needs servers on rank 0's host",
+    f"{SGLANG} --weight-sync-method ipc": "--weight-sync-method ipc needs GPUs: give checkpoint",
+    f"{SGLANG} --sleep-level 2": "--sleep-level needs a GPU",
+    f"{SGLANG} --vllm-dtype float32": "--vllm-dtype is for an engine in the training processes",
     f"{SERVER} http://a:1 --weight-sync-method checkpoint": "--weight-sync-dir is missing: with servers on other hosts",
     "--rollout-engine megatron --vllm-max-num-seqs 64": (
         "--vllm-max-num-seqs is vLLM's, and --rollout-engine megatron runs without vLLM"

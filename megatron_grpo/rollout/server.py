@@ -52,6 +52,16 @@ class Server(Client, ABC):
     async def load_weights(self, directory: str, version: int, timeout: float) -> None:
         """Take the weights in the safetensors files of ``directory``, and forget what was cached of the old ones."""
 
+    @abstractmethod
+    async def weights_are(self, version: int) -> None:
+        """Finish an update: nothing that was computed with the old weights is left, and the server has the version."""
+
+    async def wake(self, part: str) -> None:
+        """Take the device's memory for ``"weights"`` or ``"kv_cache"`` back; nothing where it has it."""
+
+    async def sleep(self) -> None:
+        """Leave the device's memory to the trainer."""
+
     async def checksums(self) -> dict[str, str] | None:
         """A checksum of each tensor as it lies in the server's memory; None where servers of this kind do not tell."""
         return None

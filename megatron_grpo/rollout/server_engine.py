@@ -22,11 +22,18 @@ class ServerEngine:
     Now and then a sample therefore differs from run to run, and everything after it.
     """
 
-    def __init__(self, servers: Sequence[Server], transfer: WeightTransfer, timeout: float, max_in_flight: int):
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        transfer: WeightTransfer,
+        timeout: float,
+        max_in_flight: int,
+        sleep_level: int = 0,
+    ):
         self.is_lead = dist.get_rank() == 0
         self.replica, self.num_replicas = 0 if self.is_lead else None, 1
         self.has_weights = False
-        self._transfer = transfer
+        self._transfer, self._sleep_level = transfer, sleep_level
         self._seed = self._version = 0
         self._pool = ServerPool(servers, timeout, max_in_flight) if self.is_lead else None
         with led_by_rank_0():
@@ -88,14 +95,22 @@ class ServerEngine:
         """Look at all servers: one that was started anew, or is back, needs the weights, so all ranks send them."""
         with led_by_rank_0():
             current = torch.tensor(self._pool.refresh() if self._pool else False)
+            if self._pool:
+                self._pool.each(lambda server: server.wake("weights"), "wake up")
         dist.broadcast(current, src=0, group=host_group())
         self.has_weights = bool(current)
 
     def wake_cache(self) -> None:
-        """Nothing: servers keep their memory."""
+        with led_by_rank_0():
+            if self._pool:
+                self._pool.each(lambda server: server.wake("kv_cache"), "wake up")
 
     def sleep(self) -> None:
-        """Nothing: servers keep their memory."""
+        """With --sleep-level the servers' memory is free when this returns; without, they keep it."""
+        if self._sleep_level:
+            with led_by_rank_0():
+                if self._pool:
+                    self._pool.sleep(keeps_weights=self._sleep_level < 2)
 
     def close(self) -> None:
         self._transfer.close()

@@ -133,7 +133,25 @@ class ServerPool:
 
         self.each(give_one)
 
-    def each(self, function: Callable[[Server], Coroutine]) -> None:
+    def finish_weights(self, version: int) -> None:
+        """Every server that answers has been sent all of ``version``."""
+
+        async def finish(server: Server) -> None:
+            await server.weights_are(version)
+
+        self.give_weights(version, finish)
+
+    def sleep(self, keeps_weights: bool) -> None:
+        """Every server that answers leaves its device to the trainer."""
+
+        async def sleep_one(server: Server) -> None:
+            await server.sleep()
+            if not keeps_weights:
+                server.version = None
+
+        self.each(sleep_one, "go to sleep")
+
+    def each(self, function: Callable[[Server], Coroutine], purpose: str = "take the weights") -> None:
         """Await ``function`` for every server that answers, all at the same time; one that fails in it is given up.
 
         May be called in another thread, while this one sends what the servers wait for.
@@ -141,7 +159,7 @@ class ServerPool:
         servers = self.serving()
         for server, outcome in zip(servers, self._all(function, servers), strict=True):
             if isinstance(outcome, Fault):
-                self._lose(server, f"it did not take the weights: {outcome}")
+                self._lose(server, f"it did not {purpose}: {outcome}")
 
     def _all(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
         """What ``function`` returns for each server, or the Fault or GrpoError that it raises."""

@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_grpo.http_client import Fault
 from megatron_grpo.initialize import free_port
-from megatron_grpo.rollout.server import Server, weight_tag
+from megatron_grpo.rollout.server import Server
 from megatron_grpo.rollout.servers import ServerPool
-from megatron_grpo.rollout.weight_transfer import Weights
+from megatron_grpo.rollout.weight_transfer import Bucket, Weights, buckets
 from megatron_grpo.rollout.weight_transfer_nccl import STUCK, address_for, together
 
 GROUP = "megatron_grpo_weights"
@@ -31,20 +31,9 @@ class SglangNcclTransfer:
         self._members: list[tuple[str, str]] = []
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        bucket: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in weights:
-            bucket.append((name, tensor.contiguous()))
-            if sum(tensor.nbytes for _, tensor in bucket) >= BUCKET_BYTES:
-                self._broadcast(bucket, servers)
-                bucket = []
-        if bucket:
-            self._broadcast(bucket, servers)
-
-        async def finish(server: Server) -> None:
-            await server.call("POST", "/update_weight_version", {"new_version": weight_tag(version)}, servers.timeout)
-            await server.call("POST", "/flush_cache", timeout=servers.timeout)
-
-        servers.give_weights(version, finish)
+        for bucket in buckets(weights, BUCKET_BYTES):
+            self._broadcast([(name, tensor.contiguous()) for name, tensor in bucket], servers)
+        servers.finish_weights(version)
         self._members = servers.members()
 
     def _join(self, servers: ServerPool) -> None:
@@ -82,7 +71,7 @@ class SglangNcclTransfer:
         together(servers, join, join_here)
         self._members = members
 
-    def _broadcast(self, bucket: list[tuple[str, torch.Tensor]], servers: ServerPool) -> None:
+    def _broadcast(self, bucket: Bucket, servers: ServerPool) -> None:
         while self._members != servers.members():  # one that failed in it, or in the bucket before, is left out
             self._join(servers)
         body = {

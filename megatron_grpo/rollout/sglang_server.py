@@ -14,20 +14,25 @@ from megatron_grpo.http_client import PROBE_TIMEOUT, Fault
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.server import Server, Signs, sampling_parameters, weight_tag
 from megatron_grpo.rollout.server_engine import ServerEngine
+from megatron_grpo.rollout.sglang_ipc import SglangIpcTransfer
+from megatron_grpo.rollout.sglang_nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_transfer import CheckpointTransfer, WeightTransfer
+
+_ASLEEP = "/asleep "  # in the name of its weights, before the parts of its memory that it has given away
 
 
 def build_sglang_servers(args, eos_id: int) -> ServerEngine:
     """The engine of ``--rollout-engine sglang``."""
     servers = [SglangServer(url, args, eos_id) for url in args.sglang_server_base_url]
     transfer: WeightTransfer
-    if args.weight_sync_method == "checkpoint":
-        transfer = CheckpointTransfer(args.weight_sync_dir)
-    else:
-        from megatron_grpo.rollout.sglang_nccl import SglangNcclTransfer
-
-        transfer = SglangNcclTransfer()
-    return ServerEngine(servers, transfer, args.sglang_server_timeout, args.vllm_max_num_seqs)
+    match args.weight_sync_method:
+        case "checkpoint":
+            transfer = CheckpointTransfer(args.weight_sync_dir)
+        case "ipc":
+            transfer = SglangIpcTransfer()
+        case _:
+            transfer = SglangNcclTransfer()
+    return ServerEngine(servers, transfer, args.sglang_server_timeout, args.vllm_max_num_seqs, args.sleep_level)
 
 
 class SglangServer(Server):
@@ -42,9 +47,14 @@ class SglangServer(Server):
     def __init__(self, url: str, args, eos_id: int):
         super().__init__(url, args.sglang_server_api_key or os.environ.get("SGLANG_API_KEY"))
         self._args, self._eos_id = args, eos_id
+        self._asleep: list[str] = []
 
     async def check(self) -> None:
         info = await self.call("GET", "/get_server_info", timeout=PROBE_TIMEOUT)
+        if self._args.sleep_level and not info["enable_memory_saver"]:
+            raise Fault("it cannot sleep: start it with --enable-memory-saver, or leave --sleep-level out")
+        if self._args.sleep_level == 1 and not info["enable_weights_cpu_backup"]:
+            raise Fault("it would lose its weights: start it with --enable-weights-cpu-backup, or give --sleep-level 2")
         self.tensor_parallel_size = info["tp_size"]
         longest = self._args.max_prompt_length + self._args.max_completion_length
         for name in ("context_length", "max_total_num_tokens"):
@@ -62,7 +72,9 @@ class SglangServer(Server):
         model = await self.call("GET", "/get_model_info", timeout=timeout)
         if self.in_flight:  # has it generate one token, if it does not generate anyway
             await self.call("GET", "/health_generate", timeout=timeout)
-        return Signs(model["weight_version"], None)
+        name, _, asleep = model["weight_version"].partition(_ASLEEP)
+        self._asleep = asleep.split()
+        return Signs(name, None)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
@@ -109,8 +121,47 @@ class SglangServer(Server):
         body = {
             "model_path": directory,
             "load_format": "auto",  # not that of the server's own start, which may be dummy
-            "weight_version": weight_tag(version),
-            "flush_cache": True,
+            "flush_cache": False,
         }
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
-        await self.call("POST", "/flush_cache", timeout=PROBE_TIMEOUT)  # older ones know no flush_cache above
+        await self.weights_are(version)
+
+    async def checksums(self) -> dict[str, str] | None:
+        try:
+            answer = await self.call(
+                "POST", "/weights_checker", {"action": "checksum"}, self._args.sglang_server_timeout
+            )
+        except Fault as fault:  # it has none on a CPU
+            if fault.passing:
+                raise
+            return None
+        ranks = enumerate(answer["ranks"])
+        return {f"{name} of rank {i}": value for i, rank in ranks for name, value in rank["checksums"].items()}
+
+    async def weights_are(self, version: int) -> None:
+        await self._name(weight_tag(version), self._asleep)
+        await self._flush()
+
+    async def wake(self, part: str) -> None:
+        if part in self._asleep:
+            await self.call("POST", "/resume_memory_occupation", {"tags": [part]}, timeout=PROBE_TIMEOUT)
+            await self._name(self.process, [other for other in self._asleep if other != part])
+
+    async def sleep(self) -> None:
+        parts = [part for part in ("kv_cache", "weights") if part not in self._asleep]
+        if parts:
+            await self._flush()
+            await self.call("POST", "/release_memory_occupation", {"tags": parts}, timeout=PROBE_TIMEOUT)
+            await self._name(self.process, [*self._asleep, *parts])
+
+    async def _name(self, name: str, asleep: list[str]) -> None:
+        """Name its weights and what of its memory it has given away, for whoever comes next: asked for it again, it
+        dies.
+        """
+        name += _ASLEEP + " ".join(asleep) if asleep else ""
+        await self.call("POST", "/update_weight_version", {"new_version": name}, timeout=PROBE_TIMEOUT)
+        self._asleep = asleep
+
+    async def _flush(self) -> None:
+        """Drop what was computed with the old weights, when the requests that were aborted have ended."""
+        await self.call("POST", f"/flush_cache?timeout={PROBE_TIMEOUT:g}", timeout=2 * PROBE_TIMEOUT)

@@ -186,7 +186,6 @@ class VllmServer(Server):
         await self.weights_are(version)
 
     async def weights_are(self, version: int) -> None:
-        """Finish an update: nothing that was computed with the old weights is left, and the server has the version."""
         if not (await self.call("POST", "/reset_prefix_cache", timeout=PROBE_TIMEOUT))["success"]:
             raise Fault("it could not drop its prefix cache: has it requests of others?")
         try:

@@ -17,7 +17,22 @@ from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.rollout.weight_transfer_nccl import NcclTransfer, SparseTransfer
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+Bucket = list[tuple[str, torch.Tensor]]
 FILE_BYTES = 2**30
+
+
+def buckets(weights: Weights, size: int) -> Iterator[Bucket]:
+    """The same in lists of ``size`` bytes and at most one tensor more."""
+    bucket: Bucket = []
+    held = 0
+    for name, tensor in weights:
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
 
 
 class WeightTransfer(Protocol):
@@ -60,16 +75,9 @@ class CheckpointTransfer:
         try:
             _remove_those_of_dead_processes(self._shared)
             self._directory.mkdir()
-            part: dict[str, torch.Tensor] = {}
-            number = size = 0
-            for name, tensor in weights:
-                part[name] = tensor.cpu().contiguous()
-                size += tensor.nbytes
-                if size >= FILE_BYTES:
-                    save_file(part, self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
-                    part, number, size = {}, number + 1, 0
-            if part:
-                save_file(part, self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
+            on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
+            for number, part in enumerate(buckets(on_host, FILE_BYTES)):
+                save_file(dict(part), self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
         except Exception as error:  # safetensors has its own for a full disk
             if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
                 raise GrpoError(f"--weight-sync-dir {self._shared}: the weights cannot be written: {error}") from error

@@ -1,0 +1,63 @@
+"""Weights to SGLang servers of this host by handles of the GPU's memory (CUDA IPC).
+
+What is sent is where the tensors lie; a server maps them and copies (``/update_weights_from_tensor``). There is no
+process group, so a server may have the trainer's own GPU, on which NCCL would refuse a second rank.
+"""
+
+import base64
+import io
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from megatron_grpo.rollout.server import Server
+from megatron_grpo.rollout.servers import ServerPool
+from megatron_grpo.rollout.weight_transfer import Bucket, Weights, buckets
+
+BUCKET_BYTES = 2**30
+_DEVICE = 6  # its place among the arguments of torch's rebuild_cuda_tensor
+
+
+class SglangIpcTransfer:
+    """``--rollout-engine sglang --weight-sync-method ipc``: tensors in buckets of ``BUCKET_BYTES`` and one more."""
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        for bucket in buckets(weights, BUCKET_BYTES):
+            # Copies: a parameter's own memory, once shared, could not be moved to the host any more.
+            copies = [(name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in bucket]
+            if torch.cuda.is_available():  # not in tests
+                torch.cuda.current_stream().synchronize()
+
+            async def receive(server: Server, copies: Bucket = copies) -> None:
+                server.version = None
+                # A handle counts who uses it, so each of the server's ranks has its own.
+                ranks = [handles(copies) for _ in range(server.tensor_parallel_size)]
+                body = {"serialized_named_tensors": ranks, "flush_cache": False}
+                await server.call("POST", "/update_weights_from_tensor", body, servers.timeout)
+
+            servers.each(receive)
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()
+        servers.finish_weights(version)
+
+    def close(self) -> None:
+        """Nothing: what was shared goes with each bucket."""
+
+
+def handles(bucket: Bucket) -> str:
+    """Where the tensors lie, as SGLang's MultiprocessingSerializer writes it."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(bucket)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        """A GPU is named by its UUID, since it may have another number in the server."""
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
+        return rebuild, (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
