@@ -198,7 +198,7 @@ class Trainer:
                 if new_weights and self.args.check_weight_sync:
                     probe = self._probe_engine()
                 yield
-                self.engine.sleep()
+                self.engine.sleep()  # not after an error, which another rank may not have
             finally:
                 memory["asleep"] = self._memory()
                 with self.timers("offload"):

@@ -39,6 +39,7 @@ class ServerEngine:
         with led_by_rank_0():
             if self._pool:
                 self._pool.check()
+        self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
         if self._pool:
