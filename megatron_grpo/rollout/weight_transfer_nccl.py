@@ -6,6 +6,7 @@ one place.
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import socket
@@ -226,16 +227,19 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
             )
             os._exit(1)
 
-    with ThreadPoolExecutor(1) as others:
-        asked = others.submit(servers.each, ask)
-        try:
-            ours()
-        except RuntimeError as error:
-            done.set()
-            asked.result()  # says more, when no server is left
-            raise GrpoError(f"the servers could not be reached by NCCL: {error}") from error
+    others = ThreadPoolExecutor(1)
+    asked = others.submit(servers.each, ask)
+    try:
+        ours()
+    except RuntimeError as error:
         done.set()
-        asked.result()
+        with contextlib.suppress(TimeoutError):
+            asked.result(timeout=STUCK)  # says more, when no server is left
+        raise GrpoError(f"the servers could not be reached by NCCL: {error}") from error
+    finally:
+        done.set()
+        others.shutdown(wait=False)
+    asked.result()
 
 
 def _packing_at_start() -> bool:
