@@ -33,9 +33,8 @@ def initialize_distributed(args) -> None:
             os.environ.setdefault(name, value)
         if "MASTER_PORT" not in os.environ:
             os.environ["MASTER_PORT"] = str(free_port())
-        if (
-            args.rollout_engine == "sglang"
-        ):  # its servers set it so, and NCCL's ranks of one host must share memory alike
+        if args.rollout_engine == "sglang":
+            # As its servers do for themselves: NCCL's ranks of one host must share memory in the same way.
             os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

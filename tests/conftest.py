@@ -144,6 +144,19 @@ def gone(pids: Collection[int | str]) -> bool:
     return not any(map(alive, pids))
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """A process group of this process alone, as a trainer has it."""
+    import torch.distributed as dist
+
+    from megatron_grpo import initialize  # now that the test has prepared for machines without a GPU
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory) -> dict[str, str]:
     """Hugging Face directories of tiny random models by family, with a byte tokenizer that has a chat template."""

@@ -334,7 +334,7 @@ class SglangHandler(Handler):
                 return 200, None
             case "/update_weights_from_tensor":
                 self.or_die("weights" not in double.asleep)
-                (handles,) = body["serialized_named_tensors"]
+                (handles,) = body["serialized_named_tensors"]  # of tensors of this very process
                 double.model.load_state_dict(dict(pickle.loads(base64.b64decode(handles))), strict=False)
                 return 200, {"success": True, "message": "Success"}
             case "/update_weights_from_disk":

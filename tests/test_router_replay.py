@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import run_torchrun
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -40,13 +39,10 @@ PADDED = ["--micro-batch-size", "2", "--moe-token-dispatcher-type", "allgather"]
 
 
 @pytest.fixture
-def one_rank(monkeypatch):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
+def one_rank(one_process):
+    """A process group of this process alone, without a layout afterwards."""
     yield
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def start(mode: str, *flags: str):

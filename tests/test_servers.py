@@ -13,7 +13,7 @@ import torch.distributed as dist
 from server_double import EOS, HIDDEN, LAYERS, VOCABULARY, Double, called, sample, tiny_model
 from torch.multiprocessing import reductions
 
-from megatron_grpo import cpu_backend, initialize
+from megatron_grpo import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
@@ -76,14 +76,6 @@ def start():
 @pytest.fixture
 def weights() -> dict[str, torch.Tensor]:
     return dict(tiny_model(0).state_dict())
-
-
-@pytest.fixture
-def trainer_group(tmp_path):
-    """A process group of one, as a trainer has it."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_pool(doubles, kind="vllm", timeout=10.0, max_in_flight=8, **changes) -> ServerPool:
@@ -385,7 +377,7 @@ def test_weights_travel_in_bounded_pieces(tmp_path, weights, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, trainer_group):
+def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, one_process):
     """Other ranks wait in it for rank 0: at a full disk, and when no server takes the weights."""
     directory, left = str(tmp_path / "absent" / "directory"), iter(weights.items())
     double = start()
@@ -403,7 +395,7 @@ def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, tra
     engine.close()
 
 
-def test_sglang_servers_take_broadcasts(start, weights, trainer_group, monkeypatch):
+def test_sglang_servers_take_broadcasts(start, weights, one_process, monkeypatch):
     """Of a run, of the next one with the same servers, and of one in which a server fails and comes back."""
     monkeypatch.setattr(sglang_nccl, "BUCKET_BYTES", 4000)
     doubles = [start("sglang"), start("sglang")]
@@ -462,9 +454,8 @@ def test_vllm_servers_are_asked_in_order_while_rank_0_sends(start):
     pool.close()
 
 
-def test_sglang_servers_tell_which_tensor_changes(start, weights, trainer_group, monkeypatch):
+def test_sglang_servers_tell_which_tensor_changes(start, weights, one_process):
     """One that a server loses on the way: not when it cannot tell."""
-    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
     double, other = start("sglang", checker=True), start("sglang")
     engine = build_sglang_servers(arguments(sglang_server_base_url=[double.url], weight_sync_method="ipc"), EOS)
     engine.wake_weights()
@@ -480,7 +471,7 @@ def test_sglang_servers_tell_which_tensor_changes(start, weights, trainer_group,
     engine.close()
 
 
-def test_a_broadcast_that_a_server_has_left_ends_the_program(start, weights, trainer_group, capfd, monkeypatch):
+def test_a_broadcast_that_a_server_has_left_ends_the_program(start, capfd, monkeypatch):
     double, ends = start("sglang"), []
 
     def end(code: int):
@@ -503,10 +494,9 @@ def test_a_broadcast_that_a_server_has_left_ends_the_program(start, weights, tra
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sglang_servers_sleep(start, weights, trainer_group, level, monkeypatch):
+def test_sglang_servers_sleep(start, weights, one_process, level, monkeypatch):
     """In two stages and back, with their weights or without; the double ends itself when asked out of turn."""
     monkeypatch.setattr(sglang_ipc, "BUCKET_BYTES", 4000)
-    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
     saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": level == 1}
     doubles = [start("sglang", **saver), start("sglang", **saver)]
     urls, version = [double.url for double in doubles], 0

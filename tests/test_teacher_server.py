@@ -5,14 +5,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from server_double import VOCABULARY, Double, called, tiny_model
 
 from megatron_grpo import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo import initialize
 from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.errors import GrpoError
@@ -21,13 +19,9 @@ from megatron_grpo.rollout.teacher_server import TeacherServer
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """A process group of this process; pauses between attempts are short."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)
+def alone(one_process, monkeypatch):
+    """Pauses between attempts are short."""
     monkeypatch.setattr(teacher_server, "PAUSES", (0.05, 0.1))
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

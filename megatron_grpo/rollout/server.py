@@ -49,12 +49,21 @@ class Server(Client, ABC):
         """Completions of requests with one prompt and one ``Sampling``."""
 
     @abstractmethod
-    async def load_weights(self, directory: str, version: int, timeout: float) -> None:
-        """Take the weights in the safetensors files of ``directory``, and forget what was cached of the old ones."""
+    async def load_weights(self, directory: str, timeout: float) -> None:
+        """Take the weights in the safetensors files of ``directory``; `weights_are` comes next."""
 
     @abstractmethod
     async def weights_are(self, version: int) -> None:
         """Finish an update: nothing that was computed with the old weights is left, and the server has the version."""
+
+    async def call_if_able(self, method: str, path: str, body: dict, timeout: float) -> Any:
+        """As ``call``; None from a server that does not know this, or cannot do it where it runs."""
+        try:
+            return await self.call(method, path, body, timeout)
+        except Fault as fault:
+            if fault.passing:
+                raise
+            return None
 
     async def wake(self, part: str) -> None:
         """Take the device's memory for ``"weights"`` or ``"kv_cache"`` back; nothing where it has it."""

@@ -122,24 +122,21 @@ class ServerPool:
         """(URL, process) of those that are not given up: who can be in a group for weights."""
         return [(server.url, server.process) for server in self.serving()]
 
-    def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]]) -> None:
-        """Have ``give`` bring weights to every server that answers, all at the same time; they are ``version``."""
+    def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]] | None = None) -> None:
+        """Have ``give`` bring weights to every server that answers, all at the same time; they are ``version``.
+
+        Without it they are there already.
+        """
 
         async def give_one(server: Server) -> None:
             server.version = None  # whatever becomes of it, the old ones are gone
-            await give(server)
+            if give:
+                await give(server)
+            await server.weights_are(version)
             server.process = (await server.look(PROBE_TIMEOUT)).process
             server.version = version
 
         self.each(give_one)
-
-    def finish_weights(self, version: int) -> None:
-        """Every server that answers has been sent all of ``version``."""
-
-        async def finish(server: Server) -> None:
-            await server.weights_are(version)
-
-        self.give_weights(version, finish)
 
     def sleep(self, keeps_weights: bool) -> None:
         """Every server that answers leaves its device to the trainer."""

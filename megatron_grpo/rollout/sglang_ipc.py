@@ -27,8 +27,7 @@ class SglangIpcTransfer:
         for bucket in buckets(weights, BUCKET_BYTES):
             # Copies: a parameter's own memory, once shared, could not be moved to the host any more.
             copies = [(name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in bucket]
-            if torch.cuda.is_available():  # not in tests
-                torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize()
 
             async def receive(server: Server, copies: Bucket = copies) -> None:
                 server.version = None
@@ -38,9 +37,9 @@ class SglangIpcTransfer:
                 await server.call("POST", "/update_weights_from_tensor", body, servers.timeout)
 
             servers.each(receive)
-            if torch.cuda.is_available():
+            if torch.cuda.is_available():  # not in tests
                 torch.cuda.ipc_collect()
-        servers.finish_weights(version)
+        servers.give_weights(version)
 
     def close(self) -> None:
         """Nothing: what was shared goes with each bucket."""

@@ -33,7 +33,7 @@ class SglangNcclTransfer:
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
             self._broadcast([(name, tensor.contiguous()) for name, tensor in bucket], servers)
-        servers.finish_weights(version)
+        servers.give_weights(version)
         self._members = servers.members()
 
     def _join(self, servers: ServerPool) -> None:
@@ -89,8 +89,7 @@ class SglangNcclTransfer:
         def send() -> None:
             for work in [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]:
                 work.wait()
-            if torch.cuda.is_available():  # until then they are only on their way
-                torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize()  # until then they are only on their way
 
         together(servers, receive, send)
 

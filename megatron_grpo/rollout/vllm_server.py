@@ -172,28 +172,18 @@ class VllmServer(Server):
 
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.vllm_server_timeout
-        try:
-            answer = await self.call("POST", "/weight_checker", {"action": "checksum"}, timeout=timeout)
-        except Fault as fault:  # vLLM 0.26 has none
-            if fault.passing:
-                raise
-            return None
-        return answer["checksums"]
+        answer = await self.call_if_able("POST", "/weight_checker", {"action": "checksum"}, timeout)
+        return answer and answer["checksums"]  # vLLM 0.26 has none
 
-    async def load_weights(self, directory: str, version: int, timeout: float) -> None:
+    async def load_weights(self, directory: str, timeout: float) -> None:
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self.call("POST", "/collective_rpc", body, timeout=timeout)
-        await self.weights_are(version)
 
     async def weights_are(self, version: int) -> None:
         if not (await self.call("POST", "/reset_prefix_cache", timeout=PROBE_TIMEOUT))["success"]:
             raise Fault("it could not drop its prefix cache: has it requests of others?")
-        try:
-            body = {"new_version": weight_tag(version)}
-            await self.call("POST", "/update_weight_version", body, timeout=PROBE_TIMEOUT)
-        except Fault as fault:  # vLLM 0.26 has none
-            if fault.passing:
-                raise
+        body = {"new_version": weight_tag(version)}
+        await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # vLLM 0.26 has none
 
 
 def model_sizes(text: str) -> dict[str, int]:

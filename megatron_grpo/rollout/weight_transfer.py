@@ -65,7 +65,7 @@ class CheckpointTransfer:
             self._write(weights)
 
             async def load(server: Server) -> None:
-                await server.load_weights(str(self._directory), version, servers.timeout)
+                await server.load_weights(str(self._directory), servers.timeout)
 
             servers.give_weights(version, load)
         finally:

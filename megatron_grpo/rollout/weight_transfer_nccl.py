@@ -198,7 +198,6 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
 
     async def finish(server: Server) -> None:
         await server.call("POST", "/finish_weight_update", timeout=servers.timeout)
-        await server.weights_are(version)
 
     together(servers, receive, broadcast if update is not None else lambda: None)
     servers.give_weights(version, finish)
