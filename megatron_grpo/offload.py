@@ -81,12 +81,19 @@ class Offloader:
 
     @torch.no_grad()
     def to_device(self) -> Transfer:
-        """Take the device's memory back and fill it; without effect when it is there."""
+        """Take the device's memory back and fill it; without effect when it is there. GrpoError when it is taken."""
         if not self.is_out:
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
-        for storage, size in self._copied + self._dropped:
-            storage.resize_(size)
+        try:
+            for storage, size in self._copied + self._dropped:
+                storage.resize_(size)
+        except torch.OutOfMemoryError as error:
+            size = sum(size for _, size in self._copied + self._dropped)
+            raise GrpoError(
+                f"the trainer gave up {size / 2**30:.2f} GiB of the GPU for the engine's turn, and cannot take it all "
+                "back: is there an inference server that still holds it? End that, and go on with --load"
+            ) from error
         for data, host in self._pieces():
             data.copy_(host, non_blocking=True)
         for storage, _ in self._dropped:

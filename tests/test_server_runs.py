@@ -78,3 +78,13 @@ def test_a_run_that_lost_all_servers_goes_on_as_if_it_had_not(flags, double, tmp
     double.restart()
     assert f"resumed from {save} at iteration 1" in run(flags, double, save).stdout
     assert rows(save) == expected
+
+
+def test_check_engine_with_several_ranks(flags, double):
+    """Only rank 0 has the completions of servers; all ranks compute their log-probabilities."""
+    words = ["--load-hf", flags[flags.index("--load-hf") + 1], "--transformer-impl", "local"]
+    words += ["--tensor-model-parallel-size", "2", "--vllm-mode", "server", "--vllm-server-base-url", double.url]
+    done = run_torchrun(2, "tools/check_engine.py", *words)
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    mean, largest = map(float, table[-1].split("|")[2:4])
+    assert 0 < mean < 1e-5 and largest < 1e-4

@@ -525,6 +525,21 @@ def test_sglang_servers_sleep(start, weights, one_process, level, monkeypatch):
         engine.close()
 
 
+def test_a_bucket_is_copied_into_one_block():
+    """Whose pieces are aligned for any dtype."""
+    bucket = [
+        ("odd", torch.arange(3, dtype=torch.bfloat16)),
+        ("strided", torch.randn(4, 6).T),
+        ("empty", torch.empty(0, 2)),
+        ("scalar", torch.tensor(5.0, dtype=torch.float64)),
+    ]
+    block = sglang_ipc.in_one_block(bucket)
+    assert len({tensor.untyped_storage().data_ptr() for _, tensor in block}) == 1
+    for (name, tensor), (its_name, copied) in zip(bucket, block, strict=True):
+        assert name == its_name and copied.dtype == tensor.dtype and copied.is_contiguous() and copied.equal(tensor)
+        assert copied.storage_offset() * copied.itemsize % sglang_ipc._ALIGNMENT == 0
+
+
 def test_a_gpu_is_named_by_its_uuid(monkeypatch):
     """In a handle: the server may have another number for it."""
     rebuild = (

@@ -23,7 +23,7 @@ import pretrain_grpo
 from megatron_grpo import training
 from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.initialize import host_group, initialize_distributed, run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.rollout.engine import Request, Sampling, generate
 from megatron_grpo.setup import build_engine
@@ -57,12 +57,14 @@ def compare(flags: list[str], with_transformers: bool) -> str:
 
 
 def sample(args, engine) -> RolloutBatch:
-    """Completions of random prompts; every replica makes the same ones, and every rank has them."""
+    """Completions of random prompts: those of the first replica, on every rank."""
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
     sampling = Sampling(args.max_completion_length, args.temperature, ignore_eos=True, log_probs=True)
-    with engine.rollout(args.seed - (engine.replica or 0)):
-        done = generate(engine, [Request(i, prompt, sampling) for i, prompt in enumerate(ids)])
-        done = sorted(done, key=lambda completion: completion.id)
+    requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if engine.replica is not None else []
+    with engine.rollout(args.seed):
+        shared = [sorted(generate(engine, requests), key=lambda completion: completion.id)]
+    dist.broadcast_object_list(shared, src=0, group=host_group())
+    (done,) = shared
     return RolloutBatch.from_completions(
         prompts=ids,
         completions=[completion.token_ids for completion in done],

@@ -17,6 +17,7 @@ from megatron_grpo.rollout.servers import ServerPool
 from megatron_grpo.rollout.weight_transfer import Bucket, Weights, buckets
 
 BUCKET_BYTES = 2**30
+_ALIGNMENT = 256  # bytes
 _DEVICE = 6  # its place among the arguments of torch's rebuild_cuda_tensor
 
 
@@ -25,14 +26,14 @@ class SglangIpcTransfer:
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
-            # Copies: a parameter's own memory, once shared, could not be moved to the host any more.
-            copies = [(name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in bucket]
+            # Copied: a parameter's own memory, once shared, could not be moved to the host any more.
+            block = in_one_block(bucket)
             torch.cuda.current_stream().synchronize()
 
-            async def receive(server: Server, copies: Bucket = copies) -> None:
+            async def receive(server: Server, block: Bucket = block) -> None:
                 server.version = None
                 # A handle counts who uses it, so each of the server's ranks has its own.
-                ranks = [handles(copies) for _ in range(server.tensor_parallel_size)]
+                ranks = [handles(block) for _ in range(server.tensor_parallel_size)]
                 body = {"serialized_named_tensors": ranks, "flush_cache": False}
                 await server.call("POST", "/update_weights_from_tensor", body, servers.timeout)
 
@@ -43,6 +44,14 @@ class SglangIpcTransfer:
 
     def close(self) -> None:
         """Nothing: what was shared goes with each bucket."""
+
+
+def in_one_block(bucket: Bucket) -> Bucket:
+    """Copies that lie side by side, so that a server maps one piece of memory and not one a tensor."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in bucket]
+    block = torch.empty(sum(sizes), dtype=torch.uint8, device=bucket[0][1].device)
+    pieces = zip(bucket, block.split(sizes), strict=True)
+    return [(name, piece[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)) for (name, t), piece in pieces]
 
 
 def handles(bucket: Bucket) -> str:

@@ -64,10 +64,11 @@ def cycle(args, trainer: Trainer) -> dict[str, float]:
     sampling = Sampling(16, ignore_eos=True)
     trainer.timers.collect()
     with trainer.engine_awake(partial(pretrain_grpo.sync, args, trainer), None), trainer.timers("rollout"):
-        if trainer.engine.replica is not None:
-            with trainer.engine.rollout(seed=1):
-                done = list(generate(trainer.engine, [Request(i, prompt, sampling) for i, prompt in enumerate(ids)]))
-            assert len(done) == len(ids) and all(c.weight_version == trainer.iteration for c in done)
+        requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)]
+        requests = requests if trainer.engine.replica is not None else []
+        with trainer.engine.rollout(seed=1):
+            done = list(generate(trainer.engine, requests))
+        assert len(done) == len(requests) and all(c.weight_version == trainer.iteration for c in done)
     dist.barrier()
     return trainer.timers.collect() | trainer.memory
 
@@ -111,7 +112,8 @@ def main() -> None:
     row = {name: median(one.get(name, 0.0) for one in rows[1:]) for name in rows[-1]}
     size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in describe(args))
     gathered = gathering(args, trainer)
-    row["plain copy"] = copying(size, args.vllm_mode == "server") if torch.cuda.is_available() else float("nan")
+    to_next = args.weight_sync_method in ("nccl", "sparse")
+    row["plain copy"] = copying(size, to_next) if torch.cuda.is_available() else float("nan")
     columns = {
         "GB": f"{size / 1e9:.2f}",
         "sync s": f"{row['time/sync']:.3f}",
