@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.errors import GrpoError
-from megatron_grpo.weights.layout import Row, fused, grouped_qkv, interleaved, same, stacked, vocabulary
+from megatron_grpo.weights.layout import Dimensions, Row, fused, grouped_qkv, interleaved, same, stacked, vocabulary
 
 QKV = Row("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)
 QKV_BIAS = Row("qkv_bias", {"q": "q", "k": "kv", "v": "kv"}, grouped_qkv, axis=0)
@@ -31,18 +31,20 @@ EXPERTS = 3
 
 
 def dims(hidden=6, ffn=8, head=4, heads=8, groups=4, vocab=13, padded_vocab=16):
-    return {
-        "hidden": hidden,
-        "ffn": ffn,
-        "q": heads * head,
-        "kv": groups * head,
-        "q+2kv": (heads + 2 * groups) * head,
-        "2ffn": 2 * ffn,
-        "experts": EXPERTS,
-        "groups": groups,
-        "vocab": vocab,
-        "padded_vocab": padded_vocab,
-    }
+    return Dimensions(
+        {
+            "hidden": hidden,
+            "ffn": ffn,
+            "q": heads * head,
+            "kv": groups * head,
+            "q+2kv": (heads + 2 * groups) * head,
+            "2ffn": 2 * ffn,
+            "experts": EXPERTS,
+            "groups": groups,
+            "vocab": vocab,
+            "padded_vocab": padded_vocab,
+        }
+    )
 
 
 @st.composite

@@ -9,6 +9,7 @@ tensors from the shards of all ranks.
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.errors import GrpoError
+
+
+class Dimensions(dict[str, int]):
+    """A model's sizes by their names; nobody changes them."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.values()))
 
 
 class Piece(NamedTuple):
@@ -126,7 +134,7 @@ class Row:
     all_experts: bool = False
     transposed: bool = False
 
-    def weight(self, dims: Mapping[str, int], **numbers: int) -> Weight:
+    def weight(self, dims: Dimensions, **numbers: int) -> Weight:
         """The row for one layer, expert or multi-token-prediction layer of a model with dimensions `dims`."""
         return Weight(
             name=self.mcore.format(**numbers),
@@ -152,7 +160,7 @@ class Weight:
     hf: Mapping[str, tuple[int, ...]]
     layout: Layout
     axis: int | None
-    dims: Mapping[str, int]
+    dims: Dimensions
     expert: int | None = None
     dtype: torch.dtype | None = None
     all_experts: bool = False
@@ -172,16 +180,15 @@ class Weight:
         shapes = [shape[len(self._in_front) :] for shape in self.hf.values()]
         return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes] if self.transposed else shapes
 
-    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+    def pieces(self, tp_rank: int, tp_size: int) -> Sequence[Piece]:
         """The lines that the shard of rank `tp_rank` of `tp_size` consists of, in order."""
         if self.axis is None:
             tp_rank, tp_size = 0, 1
+        lines = tuple(shape[self.lines_axis] for shape in self.part_shapes())
         try:
-            order = self.layout([shape[self.lines_axis] for shape in self.part_shapes()], tp_size, self.dims)
-            share = _divide(sum(piece.lines for piece in order), tp_size)
+            return _pieces(self.layout, lines, tp_rank, tp_size, self.dims)
         except GrpoError as error:
             raise GrpoError(f"{self.name} cannot be laid out for tensor-parallel size {tp_size}: {error}") from None
-        return _cut(order, tp_rank * share, (tp_rank + 1) * share)
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of the parameter on each of `tp_size` ranks; `shard_shape(1)` is that of the full Megatron tensor."""
@@ -265,6 +272,13 @@ class Weight:
         return source, flat
 
 
+@functools.lru_cache(4096)  # alike in all layers and experts, of which a mixture has ten thousands
+def _pieces(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, dims: Dimensions) -> Sequence[Piece]:
+    order = layout(lines, tp_size, dims)
+    share = _divide(sum(piece.lines for piece in order), tp_size)
+    return tuple(_cut(order, tp_rank * share, (tp_rank + 1) * share))
+
+
 def _along(axis: int, lines: slice) -> tuple[slice, ...]:
     return (slice(None),) * axis + (lines,)
 
@@ -296,7 +310,7 @@ def _cut(pieces: list[Piece], first: int, last: int) -> list[Piece]:
     return out
 
 
-def _offsets(pieces: list[Piece]) -> list[int]:
+def _offsets(pieces: Sequence[Piece]) -> list[int]:
     """The position of each piece's first line in their concatenation."""
     offsets = [0]
     for piece in pieces:

@@ -17,7 +17,7 @@ from megatron_grpo.cpu_backend import device
 from megatron_grpo.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import query_groups
-from megatron_grpo.weights.layout import Row, Weight
+from megatron_grpo.weights.layout import Dimensions, Row, Weight
 
 # Transformer Engine's layer spec fuses a norm into the linear layer behind it; the local spec's names are canonical.
 FUSED_NORMS = {
@@ -33,23 +33,25 @@ _GROUPED = re.compile(r"experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 _STACKED = re.compile(r"experts\.(linear_fc[12]\.(?:weight|bias))")
 
 
-def dimensions(args: Namespace) -> dict[str, int]:
+def dimensions(args: Namespace) -> Dimensions:
     """The sizes that the tables' shapes and layouts are spelled in."""
     head, heads, groups = args.kv_channels, args.num_attention_heads, query_groups(args)
-    dims = {
-        "hidden": args.hidden_size,
-        "two_hidden": 2 * args.hidden_size,
-        "ffn": args.ffn_hidden_size,
-        "two_ffn": 2 * args.ffn_hidden_size,
-        "head": head,
-        "heads": heads,
-        "q": head * heads,
-        "kv": head * groups,
-        "qkv": head * (heads + 2 * groups),
-        "groups": groups,
-        "vocab": args.vocab_size,
-        "padded_vocab": args.padded_vocab_size,
-    }
+    dims = Dimensions(
+        {
+            "hidden": args.hidden_size,
+            "two_hidden": 2 * args.hidden_size,
+            "ffn": args.ffn_hidden_size,
+            "two_ffn": 2 * args.ffn_hidden_size,
+            "head": head,
+            "heads": heads,
+            "q": head * heads,
+            "kv": head * groups,
+            "qkv": head * (heads + 2 * groups),
+            "groups": groups,
+            "vocab": args.vocab_size,
+            "padded_vocab": args.padded_vocab_size,
+        }
+    )
     if args.num_experts:
         dims |= {
             "experts": args.num_experts,
