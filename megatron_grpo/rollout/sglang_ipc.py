@@ -26,21 +26,24 @@ class SglangIpcTransfer:
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
-            # Copied: a parameter's own memory, once shared, could not be moved to the host any more.
-            block = in_one_block(bucket)
-            torch.cuda.current_stream().synchronize()
-
-            async def receive(server: Server, block: Bucket = block) -> None:
-                server.version = None
-                # A handle counts who uses it, so each of the server's ranks has its own.
-                ranks = [handles(block) for _ in range(server.tensor_parallel_size)]
-                body = {"serialized_named_tensors": ranks, "flush_cache": False}
-                await server.call("POST", "/update_weights_from_tensor", body, servers.timeout)
-
-            servers.each(receive)
+            self._lend(bucket, servers)
             if torch.cuda.is_available():  # not in tests
-                torch.cuda.ipc_collect()
+                torch.cuda.ipc_collect()  # takes the block back, now that nobody has it mapped
         servers.give_weights(version)
+
+    def _lend(self, bucket: Bucket, servers: ServerPool) -> None:
+        # Copied: a parameter's own memory, once shared, could not be moved to the host any more.
+        block = in_one_block(bucket)
+        torch.cuda.current_stream().synchronize()
+
+        async def receive(server: Server) -> None:
+            server.version = None
+            # A handle counts who uses it, so each of the server's ranks has its own.
+            ranks = [handles(block) for _ in range(server.tensor_parallel_size)]
+            body = {"serialized_named_tensors": ranks, "flush_cache": False}
+            await server.call("POST", "/update_weights_from_tensor", body, servers.timeout)
+
+        servers.each(receive)
 
     def close(self) -> None:
         """Nothing: what was shared goes with each bucket."""
