@@ -89,10 +89,10 @@ class Offloader:
             for storage, size in self._copied + self._dropped:
                 storage.resize_(size)
         except torch.OutOfMemoryError as error:
-            size = sum(size for _, size in self._copied + self._dropped)
+            size = self._transfer(start).size / 2**30
             raise GrpoError(
-                f"the trainer gave up {size / 2**30:.2f} GiB of the GPU for the engine's turn, and cannot take it all "
-                "back: is there an inference server that still holds it? End that, and go on with --load"
+                f"the trainer gave up {size:.2f} GiB of the GPU for the engine's turn, and cannot take it all back: is "
+                "there an inference server that still holds it? End that, and go on with --load"
             ) from error
         for data, host in self._pieces():
             data.copy_(host, non_blocking=True)

@@ -22,10 +22,13 @@ import torch.distributed as dist
 import pretrain_grpo
 from megatron_grpo import training
 from megatron_grpo.cpu_backend import device
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.initialize import host_group, initialize_distributed, run, set_random_seed
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.engine import Sampling
 from megatron_grpo.setup import build_engine
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -57,25 +60,12 @@ def compare(flags: list[str], with_transformers: bool) -> str:
 
 
 def sample(args, engine) -> RolloutBatch:
-    """Completions of random prompts: those of the first replica, on every rank."""
+    """Completions of random prompts, of which each replica makes its share."""
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
+    prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
     sampling = Sampling(args.max_completion_length, args.temperature, ignore_eos=True, log_probs=True)
-    requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if engine.replica is not None else []
-    with engine.rollout(args.seed):
-        shared = [sorted(generate(engine, requests), key=lambda completion: completion.id)]
-    dist.broadcast_object_list(shared, src=0, group=host_group())
-    (done,) = shared
-    return RolloutBatch.from_completions(
-        prompts=ids,
-        completions=[completion.token_ids for completion in done],
-        log_probs=[completion.log_probs for completion in done],
-        weight_version=1,
-        group_ids=range(PROMPTS),
-        row_ids=range(PROMPTS),
-        sample_ids=range(PROMPTS),
-        finish_reasons=[FinishReason.LENGTH] * PROMPTS,
-        routed_experts=[],
-    )
+    batch, _ = collect_rollout(engine, prompts, 1, sampling, None, None, args.seed, Timers())
+    return batch
 
 
 @torch.no_grad()

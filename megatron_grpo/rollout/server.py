@@ -56,7 +56,7 @@ class Server(Client, ABC):
     async def weights_are(self, version: int) -> None:
         """Finish an update: nothing that was computed with the old weights is left, and the server has the version."""
 
-    async def call_if_able(self, method: str, path: str, body: dict, timeout: float) -> Any:
+    async def call_if_able(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
         """As ``call``; None from a server that does not know this, or cannot do it where it runs."""
         try:
             return await self.call(method, path, body, timeout)

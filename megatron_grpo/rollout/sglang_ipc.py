@@ -37,7 +37,6 @@ class SglangIpcTransfer:
         torch.cuda.current_stream().synchronize()
 
         async def receive(server: Server) -> None:
-            server.version = None
             # A handle counts who uses it, so each of the server's ranks has its own.
             ranks = [handles(block) for _ in range(server.tensor_parallel_size)]
             body = {"serialized_named_tensors": ranks, "flush_cache": False}

@@ -83,7 +83,6 @@ class SglangNcclTransfer:
         }
 
         async def receive(server: Server) -> None:
-            server.version = None
             await server.call("POST", "/update_weights_from_distributed", body, servers.timeout)
 
         def send() -> None:

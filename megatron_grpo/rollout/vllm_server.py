@@ -127,13 +127,8 @@ class VllmServer(Server):
         text = await self.call("GET", "/metrics", timeout=timeout)
         tokens = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", text, re.M)
         started = re.search(r"^process_start_time_seconds (\S+)$", text, re.M)
-        try:
-            version = (await self.call("GET", "/weight_info", timeout=timeout))["weight_version"]
-        except Fault as fault:  # vLLM 0.26 has none
-            if fault.passing:
-                raise
-            version = ""
-        process = f"{started[1] if started else ''} {version}".strip()
+        weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # vLLM 0.26 has none
+        process = f"{started[1] if started else ''} {weights['weight_version'] if weights else ''}".strip()
         return Signs(process, sum(map(float, tokens)) if tokens else None)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:

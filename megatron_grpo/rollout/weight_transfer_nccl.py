@@ -191,7 +191,6 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
     """Have every server receive what ``broadcast`` sends; without ``update`` there is nothing to send."""
 
     async def receive(server: Server) -> None:
-        server.version = None  # whatever becomes of it, the old ones are gone
         await server.call("POST", "/start_weight_update", timeout=servers.timeout)
         if update is not None:
             await server.call("POST", "/update_weights", {"update_info": update}, timeout=servers.timeout)

@@ -64,8 +64,8 @@ def cycle(args, trainer: Trainer) -> dict[str, float]:
     sampling = Sampling(16, ignore_eos=True)
     trainer.timers.collect()
     with trainer.engine_awake(partial(pretrain_grpo.sync, args, trainer), None), trainer.timers("rollout"):
-        requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)]
-        requests = requests if trainer.engine.replica is not None else []
+        makes_any = trainer.engine.replica is not None
+        requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if makes_any else []
         with trainer.engine.rollout(seed=1):
             done = list(generate(trainer.engine, requests))
         assert len(done) == len(requests) and all(c.weight_version == trainer.iteration for c in done)
