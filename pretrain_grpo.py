@@ -8,9 +8,9 @@ Read it from the bottom: ``main`` sets up, ``train`` is the algorithm. Per rollo
     advantages   each completion against the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
 
-The pieces lie in megatron_grpo/: algorithm/ (the maths), data/, models/, rollout/, rewards/, weights/, training.py (one
-update), setup.py and trainer.py (what is built once, and kept), checkpointing.py, validation.py (what is refused, and
-why). docs/arguments.md lists every flag.
+The pieces lie in megatron_grpo/: algorithm/ (the maths), data/, models/, rollout/, rewards/, weights/,
+checkpointing/, and training/, whose train_step.py is one update, setup.py and trainer.py what is built once and kept,
+validation.py what is refused, and why. docs/arguments.md lists every flag.
 """
 
 from dataclasses import replace
@@ -19,33 +19,33 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported; on a GPU it does nothing
 
 from megatron.core import parallel_state
 
-from megatron_grpo import training
-from megatron_grpo.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
 from megatron_grpo.algorithm.kl import kl_k3, kl_term
+from megatron_grpo.algorithm.loss_rules import needs_old_log_probs
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
+from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.weighting import token_weights
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
-from megatron_grpo.errors import EngineLost
-from megatron_grpo.initialize import run
-from megatron_grpo.loss_rules import needs_old_log_probs
 from megatron_grpo.models import router_replay
-from megatron_grpo.models.context_parallel import whole_pack
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
-from megatron_grpo.policy_term import drop_overlong, policy_term, update_statistics
-from megatron_grpo.rollout import weight_check
-from megatron_grpo.rollout.teacher_server import TeacherServer
-from megatron_grpo.setup import setup
-from megatron_grpo.trainer import Trainer, mean_of_scored
+from megatron_grpo.parallel.context_parallel import whole_pack
+from megatron_grpo.parallel.initialize import run
+from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.rollout.weight_sync import check as weight_check
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.setup import setup
+from megatron_grpo.training.trainer import Trainer, mean_of_scored
+from megatron_grpo.utils.errors import EngineLost
 from megatron_grpo.weights.stream import stream_hf
 
 # What loss_func reports of a micro-batch: sums over tokens, or the extreme where the name says so.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
@@ -25,8 +25,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.data.zigzag import zigzag
 from megatron_grpo.models.attention import PackedAttention
+from megatron_grpo.parallel.zigzag import zigzag
 
 NAMES = "output", "d q", "d k", "d v", "d sink"
 

@@ -11,15 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
 import torch.distributed as dist
 
-from megatron_grpo import initialize
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.metrics import Timers
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Completion, Sampling
 

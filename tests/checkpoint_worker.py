@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
@@ -25,12 +25,14 @@ from made_up import off_policy, rollout
 from megatron.core import dist_checkpointing, parallel_state
 
 import pretrain_grpo
-from megatron_grpo import checkpoint_directory, checkpointing, training
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, leave_layout, run, set_random_seed
+from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import directory as checkpoint_directory
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.validation import validate_args
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run, set_random_seed
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
 MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention

@@ -149,7 +149,7 @@ def one_process(monkeypatch):
     """A process group of this process alone, as a trainer has it."""
     import torch.distributed as dist
 
-    from megatron_grpo import initialize  # now that the test has prepared for machines without a GPU
+    from megatron_grpo.parallel import initialize  # now that the test has prepared for machines without a GPU
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(initialize, "_host_group", dist.group.WORLD)

@@ -13,8 +13,9 @@ from toy_checkpoints import build, toy_args
 # isort: split
 import torch
 
-from megatron_grpo import checkpointing, training
-from megatron_grpo.initialize import initialize_distributed, leave_layout, run, set_random_seed
+from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run, set_random_seed
+from megatron_grpo.training import train_step as training
 from megatron_grpo.weights import hf, mapping
 
 LAYOUTS = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
@@ -32,10 +32,12 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
-from megatron_grpo import checkpoint_directory, checkpointing, fused_adam
-from megatron_grpo.initialize import leave_layout, set_random_seed
+from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import directory as checkpoint_directory
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.parallel.initialize import leave_layout, set_random_seed
+from megatron_grpo.training import fused_adam
 
 EXPERTS, HIDDEN, FFN = 4, 16, 32
 KINDS = (SequentialMLP, GroupedExperts)

@@ -15,11 +15,13 @@ from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 import pretrain_grpo
-from megatron_grpo import checkpointing, setup, training
-from megatron_grpo.frozen_args import reference_args, teacher_args
-from megatron_grpo.frozen_model import FrozenModel, SwappedReference
-from megatron_grpo.initialize import run, set_random_seed
+from megatron_grpo.checkpointing import checkpoint as checkpointing
 from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.parallel.initialize import run, set_random_seed
+from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
+from megatron_grpo.reference.model_args import reference_args, teacher_args
+from megatron_grpo.training import setup
+from megatron_grpo.training import train_step as training
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 

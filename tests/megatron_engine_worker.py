@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
 import numpy as np
 from toy_checkpoints import build, toy_args
 
-from megatron_grpo.initialize import initialize_distributed, leave_layout, run, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run, set_random_seed
 from megatron_grpo.rollout.engine import Request, Sampling, generate
-from megatron_grpo.rollout.megatron import MegatronEngine
+from megatron_grpo.rollout.megatron.engine import MegatronEngine
 from megatron_grpo.weights import hf
 
 MAX_TOKENS, SLOTS = 10, 3

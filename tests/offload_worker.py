@@ -17,10 +17,13 @@ import made_up
 from megatron.core import dist_checkpointing
 
 import pretrain_grpo
-from megatron_grpo import checkpoint_directory, checkpointing, offload, training
-from megatron_grpo.cpu_backend import device
-from megatron_grpo.initialize import host_group, initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import directory as checkpoint_directory
 from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.parallel.initialize import host_group, initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.training import offload
+from megatron_grpo.training import train_step as training
+from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
 
 DISTRIBUTED = "--use-distributed-optimizer"

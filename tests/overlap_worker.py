@@ -16,10 +16,10 @@ import torch
 from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
 
 import pretrain_grpo
-from megatron_grpo import training
-from megatron_grpo.initialize import run
-from megatron_grpo.metrics import Timers
-from megatron_grpo.trainer import Trainer
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel.initialize import run
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.trainer import Trainer
 
 
 class Engine:

@@ -18,30 +18,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
 from megatron.core import tensor_parallel
 
 import pretrain_grpo
-from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.row_sampling import row_sampling, structured_json
 from megatron_grpo.data.tokenizer import build_tokenizer
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
-from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel.initialize import initialize_distributed, run, set_random_seed
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rollout import weight_check
 from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Request, Sampling, generate
-from megatron_grpo.rollout.megatron import MegatronEngine
-from megatron_grpo.rollout.selection import Selection
-from megatron_grpo.setup import build_engine
-from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.rollout.weight_sync import check as weight_check
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.setup import build_engine
+from megatron_grpo.training.validation import merge_architecture, validate_args
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.stream import stream_hf
 

@@ -9,18 +9,18 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
 import torch.distributed as dist
 from selection_engine import GENERATIONS, CountingEngine, Letters, TableScorer, prompts
 
-from megatron_grpo import initialize
-from megatron_grpo.metrics import Timers
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Sampling
-from megatron_grpo.rollout.selection import Selection, prompts_to_draw
 
 GROUPS, RATIO, ROUNDS = 5, 1.4, 2
 

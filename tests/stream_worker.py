@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
@@ -22,13 +22,13 @@ import vllm
 from megatron.core import parallel_state
 from vllm import LLM
 
-from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
 from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.parallel.initialize import initialize_distributed, run, set_random_seed
 from megatron_grpo.rollout.engine import Request, Sampling, generate
-from megatron_grpo.rollout.vllm_colocate import VllmColocate
-from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.rollout.vllm.colocate import VllmColocate
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.stream import stream_hf
 

@@ -3,15 +3,15 @@
 import pytest
 from test_validation import MOE, validated
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.advantage_rules import check_advantages
+from megatron_grpo.algorithm.advantage_rules import check_advantages
 from megatron_grpo.algorithm.advantages import ESTIMATORS
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.loss_rules import needs_old_log_probs
+from megatron_grpo.algorithm.loss_rules import needs_old_log_probs
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 
 def checked(flags: str):

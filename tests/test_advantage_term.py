@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
 import pretrain_grpo
-from megatron_grpo.advantage_rules import check_advantages
-from megatron_grpo.advantage_term import estimate_advantages
-from megatron_grpo.arguments import parse_args
+from megatron_grpo.algorithm.advantage_rules import check_advantages
+from megatron_grpo.algorithm.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.policy_term import drop_overlong, update_statistics
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.policy_term import drop_overlong, update_statistics
-from megatron_grpo.trainer import Trainer
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.trainer import Trainer
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
@@ -21,9 +21,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_grpo import arguments
-from megatron_grpo.arguments import args_from_json, args_to_json, parse_args
-from megatron_grpo.core_flags import (
+from megatron_grpo.training import arguments
+from megatron_grpo.training.arguments import args_from_json, args_to_json, parse_args
+from megatron_grpo.utils.core_flags import (
     CHOICES,
     DEFAULTS,
     EXCLUDED,

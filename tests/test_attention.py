@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.attention import PackedAttention, _gathered, attend, segments
 from megatron_grpo.models.attention_kernels import Varlen
+from megatron_grpo.utils.errors import GrpoError
 
 GROUPS = ProcessGroupCollection(tp=Alone(), cp=Alone())
 MIXED = (1, 9, 4, 1, 1, 12, 2)

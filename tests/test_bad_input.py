@@ -16,15 +16,15 @@ import bad_input_cases as cases
 import pytest
 from bad_input_bench import Bench
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo import initialize
-from megatron_grpo.arguments import parse_args
+from megatron_grpo.parallel import initialize
 from megatron_grpo.rewards import registry
-from megatron_grpo.rollout import vllm_colocate
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.vllm import colocate as vllm_colocate
+from megatron_grpo.training.arguments import parse_args
 
 REPO = Path(__file__).resolve().parents[1]
 TRAIN = "pretrain_grpo.py"

@@ -11,8 +11,8 @@ from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.schedule import schedule
-from megatron_grpo.data.zigzag import padded_lengths
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.parallel.zigzag import padded_lengths
+from megatron_grpo.utils.errors import GrpoError
 
 NAN = np.float32("nan")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batch_arithmetic import FORMULAS, batch_arithmetic
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.batch_sizes import FORMULAS, batch_arithmetic
+from megatron_grpo.utils.errors import GrpoError
 
 
 def arguments(**given) -> Namespace:

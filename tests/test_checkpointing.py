@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo import checkpoint_directory as cd
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.checkpointing import directory as cd
+from megatron_grpo.utils.errors import GrpoError
 
 ROOT = Path(__file__).resolve().parents[1]
 

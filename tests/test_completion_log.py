@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo import completion_log
-from megatron_grpo.completion_log import chosen, completion_row, token_texts
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.observability import completion_log
+from megatron_grpo.observability.completion_log import chosen, completion_row, token_texts
 
 
 class Bytes:

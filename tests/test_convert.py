@@ -26,11 +26,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_grpo import checkpoint_directory, checkpointing
-from megatron_grpo.arguments import parse_args, transformer_config_from_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.weights import conversion, hf, torch_dist
+from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing.convert import conversion, torch_dist
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.training.arguments import parse_args, transformer_config_from_args
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import hf
 
 # As Python writes members of an enumeration; 3.11.2 writes a getattr, which safe loading refuses.
 copyreg.pickle(ModelType, lambda member: (ModelType, (member.value,)))

@@ -9,9 +9,9 @@ import torch
 
 import pretrain_grpo
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.loss_flags import CORRECTIONS
+from megatron_grpo.algorithm.loss_flags import CORRECTIONS
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 NAN = math.nan
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 # ---- checks by the name of their patch; megatron.core is imported by the late ones only
 

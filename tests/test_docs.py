@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.arguments import build_parser
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
+from megatron_grpo.training.arguments import build_parser
 from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
@@ -24,13 +24,13 @@ from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.dry_run import GIB, dry_run_report, ranks
-from megatron_grpo.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.memory import Plan
+from megatron_grpo.estimate.dry_run import GIB, dry_run_report, ranks
+from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.validation import validate_args
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import validate_args
 
 REPO = Path(__file__).resolve().parents[1]
 SHAPE = {

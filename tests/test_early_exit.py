@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo import early_exit, training
-from megatron_grpo.early_exit import EarlyExit
-from megatron_grpo.trainer import Trainer
+from megatron_grpo.training import early_exit
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.trainer import Trainer
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.validation import merge_architecture
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import merge_architecture
 from megatron_grpo.weights import families
 
 REPO = Path(__file__).resolve().parents[1]

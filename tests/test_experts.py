@@ -9,8 +9,8 @@ from experts_worker import EXPERTS, GPT_OSS, HIDDEN, KINDS, build, make_config, 
 # isort: split
 from megatron.core import parallel_state
 
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.experts import GroupedExperts
+from megatron_grpo.utils.errors import GrpoError
 
 COUNTS = {
     "uneven": [3, 1, 8, 2],

@@ -8,7 +8,7 @@ from flag_conflicts import CONFLICTS, HARMLESS
 from test_advantage_rules import REFUSED as ADVANTAGES
 from test_validation import REFUSED, validated
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 RULES = REFUSED | CONFLICTS | ADVANTAGES
 

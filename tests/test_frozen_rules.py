@@ -8,9 +8,9 @@ import pytest
 from test_validation import MOE, validated
 
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.frozen_args import check_teachers_tokenizer, reference_args, teacher_args
-from megatron_grpo.frozen_rules import SIZES, has_own_layout
+from megatron_grpo.reference.arguments import SIZES, has_own_layout
+from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 
 TEACHER = "--teacher-load-hf t --teacher-kl-coef 1"

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from megatron_grpo import fused_adam
-from megatron_grpo.fused_adam import FusedAdam
+from megatron_grpo.training import fused_adam
+from megatron_grpo.training.fused_adam import FusedAdam
 
 
 def make_params():

@@ -8,7 +8,7 @@ import torch
 
 from megatron_grpo.algorithm.distillation import on_policy_distillation
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS, kl_k3, kl_penalties, kl_term
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 
 def tensor(*values) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.http_client import Fault
-from megatron_grpo.rollout.vllm_server import VllmServer
+from megatron_grpo.rollout.vllm.server import VllmServer
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.http_client import Fault
 
 CORRECTED = "--mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop"
 

@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 from test_prompts import Characters
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data import prompts
 from megatron_grpo.data.prompts import LeftOut, PromptDataset, draw
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 from tools.data import check
 
 COUNT = 1000

@@ -4,8 +4,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from megatron_grpo.arguments import build_parser
-from megatron_grpo.metric_guide import HEADINGS, METRICS, REMEDIES, heading, remedy
+from megatron_grpo.observability.metric_guide import HEADINGS, METRICS, REMEDIES, heading, remedy
+from megatron_grpo.training.arguments import build_parser
 
 REPO = Path(__file__).resolve().parents[1]
 spec = importlib.util.spec_from_file_location("generate_metrics_doc", REPO / "tools" / "generate_metrics_doc.py")

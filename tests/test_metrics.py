@@ -1,4 +1,4 @@
-"""Rows, files, resumption and refusals of megatron_grpo.metrics."""
+"""Rows, files, resumption and refusals of megatron_grpo.observability.metrics."""
 
 import argparse
 import contextlib
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo import metrics
-from megatron_grpo.metric_guide import METRICS
-from megatron_grpo.metrics import MetricsLogger, Timers, aggregate, console_lines, truncate_after
+from megatron_grpo.observability import metrics
+from megatron_grpo.observability.metric_guide import METRICS
+from megatron_grpo.observability.metrics import MetricsLogger, Timers, aggregate, console_lines, truncate_after
 
 
 def make_args(**overrides):

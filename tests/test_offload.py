@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.offload import Offloader
+from megatron_grpo.training.offload import Offloader
+from megatron_grpo.utils.errors import GrpoError
 
 
 def test_memory_that_somebody_has_taken():

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.metrics import Timers
-from megatron_grpo.profiling import Profiler, check_profiling
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.observability.profiling import Profiler, check_profiling
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 RECORD = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 3"
 

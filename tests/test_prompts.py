@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_prompt import parse_prompt, parse_tools
 from megatron_grpo.data.sampler import PromptSampler
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 
 class Characters:

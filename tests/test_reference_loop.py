@@ -15,20 +15,21 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
-from megatron_grpo import initialize, training
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
-from megatron_grpo.early_exit import EarlyExit
-from megatron_grpo.frozen_model import SwappedReference
-from megatron_grpo.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.offload import Offloader
-from megatron_grpo.profiling import Profiler
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.observability.profiling import Profiler
+from megatron_grpo.parallel import initialize
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.reference.frozen_model import SwappedReference
 from megatron_grpo.rollout.engine import Completion
-from megatron_grpo.trainer import Trainer
-from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.validation import merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.stream import stream_hf
 

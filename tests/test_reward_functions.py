@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.rewards import math_answer
-from megatron_grpo.rewards.answer_text import last_code_block
+from megatron_grpo.rewards.builtin import math_answer
+from megatron_grpo.rewards.builtin.answer_text import last_code_block
 from megatron_grpo.rewards.registry import Sample, get_rewards
+from megatron_grpo.utils.errors import GrpoError
 
 FLAGS = {
     "max_completion_length": 100,

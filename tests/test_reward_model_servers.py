@@ -12,10 +12,10 @@ import torch
 from test_reward_models import by_transformers, make_classifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.arguments import args_to_json, parse_args
-from megatron_grpo.reward_model_rules import check_reward_models, reward_models
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
+from megatron_grpo.training.arguments import args_to_json, parse_args
 
 pytestmark = pytest.mark.vllm
 

@@ -13,12 +13,12 @@ import torch
 from server_double import HANDLERS, Double, Handler, called
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from megatron_grpo.arguments import args_to_json, parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.reward_model_rules import check_reward_models, reward_models
-from megatron_grpo.rewards.models import check_models
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
+from megatron_grpo.rewards.reward_models.models import check_models
+from megatron_grpo.training.arguments import args_to_json, parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 
 class ModelHandler(Handler):
@@ -160,7 +160,7 @@ def test_a_chat_is_shown_by_the_models_own_template_or_as_text(double, pool, cap
 
 
 PLUGIN = """
-from megatron_grpo.rewards.judge import register_judge
+from megatron_grpo.rewards.reward_models.judge import register_judge
 
 @register_judge("blunt")
 class Blunt:
@@ -401,5 +401,5 @@ def test_names_that_are_taken_and_plugins_that_are_not_there_are_refused():
 
 def test_the_client_needs_no_torch():
     """A judge behind HTTP must not wait for what a classifier in process needs."""
-    code = "import sys, megatron_grpo.rewards.model_worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_grpo.rewards.reward_models.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

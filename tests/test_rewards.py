@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from conftest import alive, gone
 
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards import registry
+from megatron_grpo.rewards.builtin.short_answer import last_number
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins, register_reward
-from megatron_grpo.rewards.short_answer import last_number
+from megatron_grpo.utils.errors import GrpoError
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -221,7 +221,7 @@ def test_plugin_files(tmp_path):
 PLUGIN = r'''
 import asyncio, os, re, subprocess, sys, time
 from pathlib import Path
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.rewards.registry import register_reward
 
 @register_reward("act")

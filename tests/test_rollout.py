@@ -21,8 +21,8 @@ from sharp_model import make_sharp_model
 from test_corrections import check_against_loops
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_grpo.algorithm.loss_flags import CORRECTIONS
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.loss_flags import CORRECTIONS
 from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]

@@ -5,15 +5,15 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.rope import check_rope, frequencies, set_attention_factor
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 LONGROPE = {
     "rope_type": "longrope",

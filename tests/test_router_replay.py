@@ -14,13 +14,14 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from router_replay_worker import EXPERTS, MODEL, TOPK, halves, made_up, move_routers, prepare, routers
 
 import pretrain_grpo
-from megatron_grpo import initialize, training
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.metrics import Timers
-from megatron_grpo.rollout import vllm_colocate
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.rollout.vllm import colocate as vllm_colocate
+from megatron_grpo.training import train_step as training
+from megatron_grpo.utils.errors import GrpoError
 
 MOE = "--recompute-granularity selective --recompute-modules moe"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_prompts import Characters
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampler import PromptSampler
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.rollout.engine import Sampling
-from megatron_grpo.trainer import Trainer
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.utils.errors import GrpoError
 
 
 def dataset(path, *rows, flags=""):

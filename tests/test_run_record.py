@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megatron_grpo import run_record
-from megatron_grpo.arguments import parse_args
+from megatron_grpo.observability import provenance as run_record
+from megatron_grpo.training.arguments import parse_args
 
 FLAGS = (
     "--lr 1e-6 --vllm_server_api_key sk-1 --sglang-server-api-key=sk-2 --vllm-server-base-url http://me:pw@host:1/v1"

@@ -12,8 +12,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from megatron_grpo.rollout import sampling
 from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.rollout.megatron import sampling
 
 VOCAB = 50
 PLAIN = Sampling(max_tokens=1)

@@ -13,9 +13,9 @@ import test_bad_input
 from bad_input_bench import Bench
 from test_bad_input import TRAIN, StubEngine, launch
 
-from megatron_grpo.checkpoint_directory import latest_iteration
-from megatron_grpo.errors import EngineLost
+from megatron_grpo.checkpointing.directory import latest_iteration
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.utils.errors import EngineLost
 
 UPDATES, STOP = 6, 3
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1), "pass_rate": a % 4 / 4} for a in range(1, 9)]

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import gone
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.rewards import sandbox as module
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample, get_rewards
-from megatron_grpo.rewards.sandbox import Limits, Sandbox, SandboxError
-from megatron_grpo.rewards.sandbox_driver import descendants, remove
+from megatron_grpo.rewards.sandbox import sandbox as module
+from megatron_grpo.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError
+from megatron_grpo.rewards.sandbox.sandbox_driver import descendants, remove
+from megatron_grpo.utils.errors import GrpoError
 
 REPO = Path(__file__).resolve().parents[1]
 LIMITS = Limits(seconds=20.0, seconds_in_all=20.0, memory_mb=256)
@@ -230,8 +230,8 @@ def test_the_sandbox_ends_with_its_worker(tmp_path):
     program = f"""
 import sys
 sys.path.insert(0, {str(REPO)!r})
-from megatron_grpo.rewards.sandbox import Limits, Sandbox
-from megatron_grpo.rewards.sandbox_driver import descendants
+from megatron_grpo.rewards.sandbox.sandbox import Limits, Sandbox
+from megatron_grpo.rewards.sandbox.sandbox_driver import descendants
 import os, threading, time
 box = Sandbox({"namespaces" if works("namespaces") else "limits"!r})
 box.run("", [{{"stdin": ""}}], Limits())
@@ -276,7 +276,7 @@ def test_no_sandbox_at_all(monkeypatch):
 
 @pytest.fixture
 def any_box(box, monkeypatch):
-    monkeypatch.setattr("megatron_grpo.rewards.code_tests.sandbox", lambda strict: box)
+    monkeypatch.setattr("megatron_grpo.rewards.builtin.code_tests.sandbox", lambda strict: box)
 
 
 def code(program, tests, fence="```python\n{}\n```", seconds=20.0):

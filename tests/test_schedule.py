@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_grpo.data.schedule import attention_coefficient, schedule
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 sizes = st.integers(1, 1000)
 coefficients = st.sampled_from([0.0, 1e-4, 0.01, 1.0])

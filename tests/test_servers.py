@@ -13,20 +13,23 @@ import torch.distributed as dist
 from server_double import EOS, HIDDEN, LAYERS, VOCABULARY, Double, called, sample, tiny_model
 from torch.multiprocessing import reductions
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import EngineLost, GrpoError
-from megatron_grpo.http_client import Fault
-from megatron_grpo.rollout import servers, sglang_ipc, sglang_nccl, weight_transfer_nccl
 from megatron_grpo.rollout.engine import Request, Sampling, generate
-from megatron_grpo.rollout.servers import ServerPool
-from megatron_grpo.rollout.sglang_nccl import SglangNcclTransfer
-from megatron_grpo.rollout.sglang_server import SglangServer, build_sglang_servers
-from megatron_grpo.rollout.vllm_server import VllmServer, build_vllm_servers
-from megatron_grpo.rollout.weight_transfer import CheckpointTransfer
+from megatron_grpo.rollout.servers import pool as servers
+from megatron_grpo.rollout.servers.pool import ServerPool
+from megatron_grpo.rollout.sglang import ipc as sglang_ipc
+from megatron_grpo.rollout.sglang import nccl as sglang_nccl
+from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
+from megatron_grpo.rollout.sglang.server import SglangServer, build_sglang_servers
+from megatron_grpo.rollout.vllm.server import VllmServer, build_vllm_servers
+from megatron_grpo.rollout.weight_sync import nccl as weight_transfer_nccl
+from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils.http_client import Fault
 
 SAMPLING = Sampling(max_tokens=4, log_probs=True)
 PROMPTS = [[2 + i, 3, 5 + i] for i in range(6)]
@@ -356,7 +359,7 @@ def test_aborted_requests_do_not_come_back(start, weights, tmp_path):
 
 def test_weights_travel_in_bounded_pieces(tmp_path, weights, monkeypatch):
     """Files of the given size at most, and one tensor more; those of a killed run are removed."""
-    from megatron_grpo.rollout import weight_transfer
+    from megatron_grpo.rollout.weight_sync import transfer as weight_transfer
 
     monkeypatch.setattr(weight_transfer, "FILE_BYTES", 10_000)
     dead = CheckpointTransfer(str(tmp_path))._directory.with_name(

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from test_bad_input import TRAIN, launch, model  # noqa: F401 (a fixture)
 from test_prompts import Characters
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data import prompts, row_files, sampler
 from megatron_grpo.data.prompts import PromptDataset, draw
 from megatron_grpo.data.row_files import Blocks, ParquetRows, RowFiles, read_rows
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler, read_blend
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 ROW = 1024  # bytes that a short row counts for
 

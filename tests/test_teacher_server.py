@@ -7,15 +7,15 @@ import pytest
 import torch
 from server_double import VOCABULARY, Double, called, tiny_model
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.rollout import teacher_server
-from megatron_grpo.rollout.teacher_server import TeacherServer
+from megatron_grpo.reference import teacher_server
+from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_grpo import throughput
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.throughput import ModelFlops, peak_tflops, rates
-from megatron_grpo.validation import check_model, merge_architecture
+from megatron_grpo.estimate import throughput
+from megatron_grpo.estimate.throughput import ModelFlops, peak_tflops, rates
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import check_model, merge_architecture
 from megatron_grpo.weights import families
 
 SHAPE = {

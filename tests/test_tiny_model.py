@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from tools.make_tiny_model import IGNORED, accuracy, build_parser, encode, make, make_model, make_tokenizer, warm_up
 
 

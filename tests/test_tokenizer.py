@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 WORDS = ["<eos>", "<pad>", "<user>", "<assistant>", "1", "2", "+", "=", "3", "?"]
 TEMPLATE = (

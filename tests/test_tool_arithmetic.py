@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.data.row_files import read_rows
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.arithmetic import SPLITS, make_splits
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "data" / "arithmetic.py"

@@ -7,9 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from megatron_grpo.data.row_files import read_rows
-from megatron_grpo.rewards.code_tests import code
-from megatron_grpo.rewards.countdown import countdown as countdown_reward
-from megatron_grpo.rewards.math_answer import accuracy
+from megatron_grpo.rewards.builtin.code_tests import code
+from megatron_grpo.rewards.builtin.countdown import countdown as countdown_reward
+from megatron_grpo.rewards.builtin.math_answer import accuracy
 from megatron_grpo.rewards.registry import Sample
 from tools.data import code_problems, countdown, deepscaler, math_problems
 

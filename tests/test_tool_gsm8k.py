@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import write_rows
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "data" / "gsm8k.py"

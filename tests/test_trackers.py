@@ -16,11 +16,11 @@ from types import ModuleType
 
 import pytest
 
-from megatron_grpo import trackers
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.metrics import MetricsLogger
-from megatron_grpo.trackers import check_trackers, completion_table
+from megatron_grpo.observability import trackers
+from megatron_grpo.observability.metrics import MetricsLogger
+from megatron_grpo.observability.trackers import check_trackers, completion_table
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 
 SAMPLE = {
     "picked": "first",

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.rollout.engine import Sampling
-from megatron_grpo.trainer import Trainer, mean_of_scored
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.trainer import Trainer, mean_of_scored
+from megatron_grpo.utils.errors import GrpoError
 
 
 def check(versions, gap, synced=4, bf16=False):

@@ -7,14 +7,14 @@ from conftest import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.arguments import args_to_json, parse_args, print_args, server_urls
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.reward_rules import check_source, reward_routes
-from megatron_grpo.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
+from megatron_grpo.rewards.reward_rules import check_source, reward_routes
+from megatron_grpo.training.arguments import args_to_json, parse_args, print_args, server_urls
+from megatron_grpo.training.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
+from megatron_grpo.utils.errors import GrpoError
 
 MODEL = """
     --model-family qwen3 --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 8

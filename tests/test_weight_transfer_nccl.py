@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.rollout.weight_transfer_nccl import SparseTransfer, address_for, runtime_places
+from megatron_grpo.rollout.weight_sync.nccl import SparseTransfer, address_for, runtime_places
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import Described
 
 SHAPES = {

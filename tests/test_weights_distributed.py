@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_grpo import initialize
-from megatron_grpo.arguments import parse_args
+from megatron_grpo.parallel import initialize
+from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import describe, stream_hf
 

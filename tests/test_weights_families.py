@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 from megatron_grpo.weights.families.moe import moe_layers

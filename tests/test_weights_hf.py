@@ -25,9 +25,9 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo import initialize
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.parallel import initialize
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, mapping
 from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf

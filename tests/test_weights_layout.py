@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.layout import Dimensions, Row, fused, grouped_qkv, interleaved, same, stacked, vocabulary
 
 QKV = Row("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 from transformers import Gemma2Config, Gemma3TextConfig, MistralConfig, Qwen2Config
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.windows import read_windows, windowed_layers, write_windows
 
 QWEN = {"use_sliding_window": True, "max_window_layers": 3}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.weights import families, hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")

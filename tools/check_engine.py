@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 import pretrain_grpo
-from megatron_grpo import training
-from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.initialize import initialize_distributed, run, set_random_seed
-from megatron_grpo.metrics import Timers
 from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel.initialize import initialize_distributed, run, set_random_seed
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Sampling
-from megatron_grpo.setup import build_engine
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.setup import build_engine
+from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.data.row_prompt import parse_prompt
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 # vLLM's CPU kernel turns the wrong rows of latent attention's three-dimensional queries; torch's own does not.
 ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}

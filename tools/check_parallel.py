@@ -37,13 +37,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import pretrain_grpo
-from megatron_grpo import training
-from megatron_grpo.advantage_term import estimate_advantages
-from megatron_grpo.cpu_backend import device
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, leave_layout
-from megatron_grpo.offload import gradient_tensors, optimizer_tensors, weight_tensors
-from megatron_grpo.policy_term import drop_overlong
+from megatron_grpo.algorithm.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.policy_term import drop_overlong
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
+from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "

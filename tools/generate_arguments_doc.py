@@ -7,13 +7,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.arguments import build_parser
-from megatron_grpo.batch_arithmetic import FORMULAS
-from megatron_grpo.core_flags import DEFAULTS, EXCLUDED, SWITCHED_OFF_BY
+from megatron_grpo.training.arguments import build_parser
+from megatron_grpo.utils.batch_sizes import FORMULAS
+from megatron_grpo.utils.core_flags import DEFAULTS, EXCLUDED, SWITCHED_OFF_BY
 
 DOCUMENT = REPO / "docs" / "arguments.md"
 

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from megatron_grpo/metric_guide.py; --check only says whether it is stale."""
+"""Write docs/metrics.md from megatron_grpo/observability/metric_guide.py; --check only says whether it is stale."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from megatron_grpo.metric_guide import METRICS, TITLES, heading, remedy
+from megatron_grpo.observability.metric_guide import METRICS, TITLES, heading, remedy
 
 DOCUMENT = REPO / "docs" / "metrics.md"
 

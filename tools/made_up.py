@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
-from megatron_grpo import training
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.cpu_backend import device
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.initialize import set_random_seed
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.validation import merge_architecture, validate_args
+from megatron_grpo.parallel.initialize import set_random_seed
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import merge_architecture, validate_args
+from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import families, hf, mapping
 
 # Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.

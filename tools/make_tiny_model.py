@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.data.row_files import read_rows
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
 IGNORED = -100

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.run_folder import Run, labels, read_run
+from megatron_grpo.observability.run_folder import Run, labels, read_run
+from megatron_grpo.utils.errors import GrpoError
 
 RUN_COLOURS = ["#2a6fbb", "#d9622b", "#2f9e6e", "#8d5fb8", "#b8860b", "#5b6770"]
 PHASES = {

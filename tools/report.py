@@ -20,9 +20,9 @@ from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.metric_guide import METRICS, TITLES, documented, heading, remedy
-from megatron_grpo.run_folder import Record, Run, labels, read_record
+from megatron_grpo.observability.metric_guide import METRICS, TITLES, documented, heading, remedy
+from megatron_grpo.observability.run_folder import Record, Run, labels, read_record
+from megatron_grpo.utils.errors import GrpoError
 
 PAGE = Path(__file__).resolve().parent / "report"
 PHASES = ("rollout", "update", "scoring", "logprobs", "sync", "offload", "eval", "save")  # from the bottom up

@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 import psutil
 
-from megatron_grpo.checkpoint_directory import iteration_directory, latest_iteration, read_checkpoint_args
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.checkpointing.directory import iteration_directory, latest_iteration, read_checkpoint_args
+from megatron_grpo.utils.errors import GrpoError
 
 UPDATES = 24
 COMMON = f"""--transformer-impl local --num-generations 4 --global-batch-size 128 --train-iters {UPDATES}

@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
-from megatron_grpo import training
-from megatron_grpo.initialize import run
-from megatron_grpo.trainer import Trainer
+from megatron_grpo.parallel.initialize import run
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.weights.stream import stream_hf
 
 

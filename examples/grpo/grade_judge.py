@@ -3,8 +3,8 @@
 vLLM's structured_outputs lets it answer in this form and no other, so that no completion is without a grade.
 """
 
-from megatron_grpo.rewards.judge import register_judge
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rewards.reward_models.judge import register_judge
 
 QUESTION = 'A pupil was asked: {prompt}\nThe pupil said: {completion}\nGrade that from 0 to 9, as in "Grade: 9".'
 

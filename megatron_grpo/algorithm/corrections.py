@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm.kl import kl_k3
 from megatron_grpo.algorithm.losses import MAX_LOG_RATIO
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 
 class ImportanceWeights(NamedTuple):

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 Float32 = npt.NDArray[np.float32]
 

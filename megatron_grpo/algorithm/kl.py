@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm.losses import MAX_LOG_RATIO
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 KLEstimator = Literal["k1", "k2", "k3", "unbiased"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)

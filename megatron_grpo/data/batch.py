@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.npyio import NpzFile
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]

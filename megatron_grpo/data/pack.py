@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.data.batch import SCORES, Float32, Int16, Int32, Int64, RolloutBatch, offsets
-from megatron_grpo.data.zigzag import padded_lengths, sequence_multiple, zigzag
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple, zigzag
+from megatron_grpo.utils.errors import GrpoError
 
 Bool = npt.NDArray[np.bool_]
 

@@ -16,8 +16,8 @@ from megatron_grpo.data.row_files import RowFiles
 from megatron_grpo.data.row_prompt import parse_prompt, parse_tools, pass_rate
 from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.reward_rules import check_source, reward_routes
+from megatron_grpo.rewards.reward_rules import check_source, reward_routes
+from megatron_grpo.utils.errors import GrpoError
 
 if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
     from megatron_grpo.data.tokenizer import Tokenizer

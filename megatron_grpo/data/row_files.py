@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.parquet
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 Int64 = npt.NDArray[np.int64]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.sampling_rules import constraint_refused
+from megatron_grpo.rollout.sampling_rules import constraint_refused
+from megatron_grpo.utils.errors import GrpoError
 
 if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
     from megatron_grpo.rollout.engine import Sampling

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.data.row_files import Blocks, Int64
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 WINDOW_BYTES = 64 * 2**20  # of blocks whose rows are shuffled among each other
 

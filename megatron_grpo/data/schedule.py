@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 Schedule = list[list[list[int]]]  # [rank][micro-batch] -> completion indices
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from transformers import AutoTokenizer
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 # Any of these makes a directory a tokenizer; without one transformers would build an empty tokenizer and not complain.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")

@@ -21,10 +21,10 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
-from megatron_grpo.data.zigzag import zigzag
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
 from megatron_grpo.models.softcap import Sees, soft_capped_attention
+from megatron_grpo.parallel.zigzag import zigzag
+from megatron_grpo.utils.errors import GrpoError
 
 
 class PackedAttention(MegatronModule):

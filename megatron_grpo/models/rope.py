@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 # A scaling as config.json has it: {"rope_type": "yarn", "factor": 4.0, ...}; None: plain frequencies.
 Scaling = Mapping[str, Any] | None

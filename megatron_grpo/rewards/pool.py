@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.reward_model_rules import RewardModelSpec
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
+from megatron_grpo.utils.errors import GrpoError
 
 _CHUNK = 64  # samples sent at once: enough to make the cost of sending small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
@@ -106,7 +106,9 @@ class RewardPool:
         patience = _PATIENCES * (flags or {}).get("reward_model_timeout", 0.0)
         kinds = [
             _Kind("megatron_grpo.rewards.worker", functions, workers, timeout),
-            _Kind("megatron_grpo.rewards.model_worker", specs, 1, patience, _START_LIMIT + patience, at_once=True),
+            _Kind(
+                "megatron_grpo.rewards.reward_models.worker", specs, 1, patience, _START_LIMIT + patience, at_once=True
+            ),
         ]
         self._kinds = [kind for kind in kinds if kind.functions]
         self._failed_starts = 0

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ RewardFunction = Callable[..., float | Awaitable[float | None] | None]
 
 # Imported when asked for, so that nobody waits for sympy who does not use it.
 _BUILTIN = {
-    "exact_match": "megatron_grpo.rewards.short_answer",
-    "gsm8k": "megatron_grpo.rewards.short_answer",
-    "accuracy": "megatron_grpo.rewards.math_answer",
-    "format": "megatron_grpo.rewards.format",
-    "react_format": "megatron_grpo.rewards.format",
-    "cosine": "megatron_grpo.rewards.math_answer",
-    "repetition": "megatron_grpo.rewards.length",
-    "soft_overlong": "megatron_grpo.rewards.length",
-    "countdown": "megatron_grpo.rewards.countdown",
-    "tool_call": "megatron_grpo.rewards.tool_call",
-    "code": "megatron_grpo.rewards.code_tests",
+    "exact_match": "megatron_grpo.rewards.builtin.short_answer",
+    "gsm8k": "megatron_grpo.rewards.builtin.short_answer",
+    "accuracy": "megatron_grpo.rewards.builtin.math_answer",
+    "format": "megatron_grpo.rewards.builtin.format",
+    "react_format": "megatron_grpo.rewards.builtin.format",
+    "cosine": "megatron_grpo.rewards.builtin.math_answer",
+    "repetition": "megatron_grpo.rewards.builtin.length",
+    "soft_overlong": "megatron_grpo.rewards.builtin.length",
+    "countdown": "megatron_grpo.rewards.builtin.countdown",
+    "tool_call": "megatron_grpo.rewards.builtin.tool_call",
+    "code": "megatron_grpo.rewards.builtin.code_tests",
 }
 _registry: dict[str, RewardFunction] = {}
 _loaded: set[Path] = set()

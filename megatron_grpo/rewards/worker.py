@@ -19,8 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, load_plugins
+from megatron_grpo.utils.errors import GrpoError
 
 _FLOAT32_MAX = 3.4028234e38
 Report = Callable[[list[Any]], None]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_grpo.arguments import params_dtype
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.training.arguments import params_dtype
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, mapping
 from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.safetensors_files import (

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from megatron_grpo.cpu_backend import device
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import query_groups
 from megatron_grpo.weights.layout import Dimensions, Row, Weight

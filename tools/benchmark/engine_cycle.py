@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 import pretrain_grpo
-from megatron_grpo.early_exit import EarlyExit
-from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
-from megatron_grpo.metrics import Timers
-from megatron_grpo.offload import Offloader
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, run
 from megatron_grpo.rollout.engine import Request, Sampling, generate
-from megatron_grpo.setup import build_engine
-from megatron_grpo.trainer import Trainer
+from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.setup import build_engine
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.weights.stream import describe, stream_hf
 
 STAGES = ("train", "sync", "rollout", "asleep")

@@ -19,9 +19,9 @@ import made_up
 import torch
 import torch.distributed as dist
 
-from megatron_grpo import training
-from megatron_grpo.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.training import train_step as training
 from megatron_grpo.weights import hf
 
 

@@ -18,12 +18,12 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import PromptDataset, draw
+from megatron_grpo.training.arguments import parse_args
 from tools.data.common import Bytes
 
 

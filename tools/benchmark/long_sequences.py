@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_grpo.initialize import initialize_distributed
+from megatron_grpo.parallel.initialize import initialize_distributed
 
 
 def main() -> None:

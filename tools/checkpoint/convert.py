@@ -34,21 +34,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU has the memory, and a conversion computes nothing
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
 import torch
 from megatron.core import parallel_state
 
-from megatron_grpo import checkpoint_directory, validation
-from megatron_grpo.arguments import parse_args
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.initialize import initialize_distributed, print_rank_0, run
-from megatron_grpo.weights import conversion, families, hf, mapping, torch_dist
+from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing.convert import conversion, torch_dist
+from megatron_grpo.checkpointing.convert.torch_dist_writer import tensor_parallel_size
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, run
+from megatron_grpo.training import validation
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import families, hf, mapping
 from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, check_checksums
-from megatron_grpo.weights.torch_dist_writer import tensor_parallel_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")

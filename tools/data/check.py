@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from megatron_grpo import cpu_backend
+from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.arguments import parse_args
 from megatron_grpo.data.prompts import LeftOut, PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import Bytes
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.reward_flags import SANDBOXES
-from megatron_grpo.rewards.code_tests import code
+from megatron_grpo.rewards.builtin.code_tests import code
 from megatron_grpo.rewards.registry import Sample, json_column
+from megatron_grpo.rewards.reward_flags import SANDBOXES
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import chat, convert_files, text
 
 INSTRUCTION = "Write the program in one block of Python, between ```python and ```."

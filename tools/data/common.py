@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_grpo.data.row_files import BLOCK_BYTES, RowFiles
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 
 Convert = Callable[[dict[str, Any], argparse.Namespace], dict[str, Any]]
 BOXED = "Put the final answer in \\boxed{}."

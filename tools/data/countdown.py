@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.rewards.countdown import countdown
+from megatron_grpo.rewards.builtin.countdown import countdown
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import chat, convert_files, print_summary, write_rows
 
 QUESTION = "Using the numbers {numbers}, each exactly once, write an expression that equals {target}."

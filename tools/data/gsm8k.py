@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.rewards.builtin.short_answer import gsm8k
 from megatron_grpo.rewards.registry import Sample
-from megatron_grpo.rewards.short_answer import gsm8k
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import chat, convert_files, text
 
 _FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_grpo.errors import GrpoError
-from megatron_grpo.rewards.answer_text import last_boxed
-from megatron_grpo.rewards.math_answer import accuracy
+from megatron_grpo.rewards.builtin.answer_text import last_boxed
+from megatron_grpo.rewards.builtin.math_answer import accuracy
 from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import BOXED, Convert, chat, convert_files, text
 
 

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families import (
     deepseek_v2,
     deepseek_v3,

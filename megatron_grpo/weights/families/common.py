@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_grpo.errors import GrpoError
 from megatron_grpo.models.rope import check_scaling
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import COMMON, Config, Family, decoder_rows, need
 from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla, read_mla_rope, write_mla, write_mla_rope
 from megatron_grpo.weights.families.moe import MLP, moe_layers, read_moe, write_moe

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, decoder_rows
 from megatron_grpo.weights.families.deepseek_v2 import read_deepseek_moe, write_deepseek_moe
 from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla, read_mla_rope, write_mla, write_mla_rope

@@ -1,6 +1,6 @@
 """Gemma 2 (arXiv:2408.00118): norms before and after each half of a layer, a window in every second one, soft caps."""
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     DENSE,
     DENSE_MLP,

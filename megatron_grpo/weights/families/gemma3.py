@@ -2,7 +2,7 @@
 window in five of six layers, with a rotary base of their own.
 """
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import Family, read_rope, write_rope
 from megatron_grpo.weights.families.gemma2 import ACTIVATION, FIXED, gemma_rows, read_gemma, write_gemma
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS

@@ -1,6 +1,6 @@
 """gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, biases everywhere, clamped SwiGLU in its experts."""
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
     HF,

@@ -1,6 +1,6 @@
 """Mixtral: Mistral's attention, a softmax router over experts of the size of a dense layer (arXiv:2401.04088)."""
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
     Family,

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias, rope_keys, rope_of
 from megatron_grpo.weights.layout import Row
 

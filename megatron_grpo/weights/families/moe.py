@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import DENSE_MLP, HF, MCORE, Config, need
 from megatron_grpo.weights.layout import Row, stacked
 

@@ -2,7 +2,7 @@
 (arXiv:2404.14219, arXiv:2402.13753).
 """
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     DENSE,
     FUSED_MLP,

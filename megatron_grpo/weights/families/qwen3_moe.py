@@ -1,6 +1,6 @@
 """Qwen3 with mixtures of experts: Qwen3's attention, a softmax router, no shared experts."""
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
     Family,

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import Config, need
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -1,0 +1,137 @@
+"""The policy term of the loss as the flags ask for it: algorithm/'s functions, put together."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithm import losses, masks
+from megatron_grpo.algorithm.loss_rules import uses_engine_log_probs
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.utils.errors import GrpoError
+
+
+class PolicyTerm(NamedTuple):
+    """The policy's loss of each token of a pack, and 1.0 where it is clipped below or above, or left out: [L] each."""
+
+    loss: Tensor
+    clip_low: Tensor
+    clip_high: Tensor
+    masked: Tensor
+
+
+def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) -> PolicyTerm:
+    """--loss-type's loss of each token, times the correction for the engine and the masks."""
+    loss, low, high = _policy_loss(args, log_probs, old, batch["advantages"], batch["completion"])
+    if "kl_cov" in batch:
+        loss = loss + batch["kl_cov"] * (log_probs - old).abs()
+    if args.rollout_importance_sampling_mode:
+        loss = batch["corrections"] * loss
+    mask = batch.get("policy_mask", torch.ones_like(old))
+    if args.off_policy_sequence_mask_delta is not None:
+        engine, delta = batch["rollout_log_probs"], args.off_policy_sequence_mask_delta
+        mask = mask * masks.off_policy_sequences(log_probs, engine, batch["advantages"], batch["completion"], delta)
+    return PolicyTerm(mask * loss, low, high, 1 - mask)
+
+
+def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, completion: Tensor) -> losses.PolicyLoss:
+    log_ratio = losses.log_ratio(log_probs, old, completion, args.importance_sampling_level)
+    match args.loss_type:
+        case "cispo":
+            return losses.cispo_loss(log_probs, log_ratio, advantages, args.epsilon_high)
+        case "sapo":
+            return losses.sapo_loss(log_ratio, advantages, args.tau_pos, args.tau_neg)
+        case "gmpo":
+            return losses.gmpo_loss(log_ratio, advantages, completion, args.epsilon, args.epsilon_high)
+        case "reinforce" | "real":  # real is in the advantages: update_statistics
+            return losses.reinforce_loss(log_probs, advantages)
+    delta = args.delta or args.dual_clip
+    clipped = losses.clipped_loss(log_ratio, advantages, args.epsilon, args.epsilon_high, delta)
+    if args.loss_type != "fipo":
+        return clipped
+    limits = args.fipo_decay_rate, args.fipo_clip_range, args.fipo_safety_threshold
+    weights = losses.fipo_weights(log_ratio, advantages, completion, *limits, delta)
+    return clipped._replace(loss=weights * clipped.loss)
+
+
+def drop_overlong(batch: RolloutBatch) -> None:
+    """--overlong-filter: completions cut at the length limit leave the loss; advantages were made with them."""
+    cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
+    batch.loss_mask = np.where(cut, 0, batch.loss_mask).astype(np.uint8)
+
+
+def update_statistics(
+    args,
+    batch: RolloutBatch,
+    completions: np.ndarray,
+    iteration: int,
+    scores: Callable[[RolloutBatch, np.ndarray], np.ndarray],
+) -> RolloutBatch:
+    """The batch with what an update must know of all its completions: masks, kl-cov's tokens, real's advantages.
+
+    ``scores(batch, completions)`` is a forward-only pass at the present weights, [2, total]: log-probabilities and
+    entropies. It runs where one of these flags is given.
+    """
+    tokens = batch.loss_positions(completions)
+    user = uses_engine_log_probs(args)
+    if user is not None and not np.isfinite(batch.rollout_log_probs[tokens]).all():
+        missing = int((~np.isfinite(batch.rollout_log_probs[tokens])).sum())
+        raise GrpoError(
+            f"{user} needs the log-probabilities of all sampled tokens, but {missing} of {len(tokens)} are missing: "
+            "the engine did not return them; leave the flag out, or take an engine that returns them"
+        )
+    if not len(tokens):  # --overlong-filter has left nothing
+        return batch
+
+    kept = np.ones(len(tokens), bool)
+    if args.m2po_threshold is not None:
+        kept &= masks.second_moment(
+            batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64), args.m2po_threshold
+        )
+    by_covariance = args.clip_cov_ratio is not None or args.kl_cov_ratio is not None
+    moved = args.loss_type == "real" and batch.old_log_probs is not None
+    if by_covariance or moved or args.top_entropy_quantile < 1:
+        log_probs, entropies = scores(batch, completions)
+    if args.top_entropy_quantile < 1:
+        kept &= masks.top_entropy(entropies[tokens], args.top_entropy_quantile)
+    if by_covariance:
+        advantages = batch.advantages_of(tokens, batch.completion_of_tokens[tokens])
+        covariances = masks.covariances(advantages, log_probs[tokens])
+    if args.clip_cov_ratio is not None:
+        bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
+        kept &= masks.clip_cov(covariances, *bounds, _draws(args, batch, completions, iteration))
+    if args.kl_cov_ratio is not None:
+        kl_cov = np.zeros(len(batch.tokens), np.float32)
+        kl_cov[tokens] = args.kl_cov_coef * masks.kl_cov(covariances, args.kl_cov_ratio)
+        batch = replace(batch, kl_cov=kl_cov)
+    if not kept.all():
+        policy_mask = np.ones(len(batch.tokens), np.float32)
+        policy_mask[tokens] = kept
+        batch = replace(batch, policy_mask=policy_mask)
+    if args.loss_type == "real":
+        moved_by = (log_probs - batch.old_log_probs)[tokens] if moved else np.zeros(len(tokens))
+        batch = _with_real_advantages(args, batch, completions, tokens, moved_by)
+    return batch
+
+
+def _with_real_advantages(
+    args, batch: RolloutBatch, completions: np.ndarray, tokens: np.ndarray, moved_by: np.ndarray
+) -> RolloutBatch:
+    """The batch with REAL's advantages, from d of each of the ``tokens`` of these completions."""
+    sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
+    scores = (sums / np.maximum(batch.loss_lengths, 1))[completions]
+    unscored = np.isnan(batch.rewards[completions]).all(axis=1)
+    signs = np.where(unscored, np.nan, batch.advantages[completions])
+    advantages = batch.advantages.copy()
+    advantages[completions] = losses.real_advantages(scores, signs, batch.group_ids[completions], args.real_tau)
+    return replace(batch, advantages=advantages, token_advantages=None)
+
+
+def _draws(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
+    """A random number for each token in the loss, a function of the seed, the update, the completion and the place."""
+    lengths = batch.loss_lengths
+    seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in completions)
+    return np.concatenate([np.random.default_rng(s).random(lengths[i]) for s, i in zip(seeds, completions)])

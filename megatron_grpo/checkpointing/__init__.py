@@ -1,0 +1,1 @@
+"""Checkpoints on megatron.core.dist_checkpointing: save, load, directory, optimizer state."""

@@ -1,0 +1,352 @@
+"""Save, load and resume on megatron.core.dist_checkpointing: model, optimizer, schedule, random states, position.
+
+A checkpoint can be loaded into any other layout of tensor, pipeline (also with virtual stages), context, expert and
+data parallelism. Its state dict has Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``,
+``iteration``, ``rng_state``). The optimizer's part is in checkpoint_optimizer.py; what lies where on the disk, and why
+a kill does no harm, in checkpoint_directory.py. All ranks must see the directory.
+
+**Checkpoints are trusted input.** Tensors and common.pt are read with ``weights_only=True``, but the index (.metadata)
+and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import optimizer_state as checkpoint_optimizer
+from megatron_grpo.checkpointing.directory import latest_iteration, read_checkpoint_args
+from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
+from megatron_grpo.training.arguments import args_to_json
+from megatron_grpo.utils.core_flags import core_flags
+from megatron_grpo.utils.errors import GrpoError
+
+__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "moved_reference", "read_checkpoint_args"]
+__all__ += ["read_weights", "save_checkpoint", "save_weights"]
+
+# How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
+CONTENT_METADATA = {
+    "distrib_optim_sharding_type": checkpoint_optimizer.FULLY_RESHARDABLE,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+REFERENCE = "reference"  # the directory of a moved reference's weights within a checkpoint
+
+# Arguments that decide which weights there are; the built model's configuration has them too.
+ARCHITECTURE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "qk_layernorm add_bias_linear add_qkv_bias num_experts moe_ffn_hidden_size moe_router_topk "
+    "moe_router_score_function moe_shared_expert_intermediate_size multi_latent_attention q_lora_rank kv_lora_rank "
+    "v_head_dim mtp_num_layers"
+).split()
+
+
+def save_checkpoint(
+    args,
+    iteration: int,
+    model_chunks,
+    optimizer,
+    opt_param_scheduler,
+    extra_state: dict,
+    save_reference: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint under ``--save`` and make it the newest; collective: every rank calls it.
+
+    Optimizer and scheduler may be None (a converted model). ``extra_state``, equal on all ranks and JSON-able, is what
+    ``load_checkpoint`` gives back; ``save_reference`` writes a reference that has moved into a directory within the
+    checkpoint. Raises GrpoError when the disk refuses.
+    """
+    temporary = _on_rank_0(checkpoint_directory.start, args.save, iteration)
+    metadata = _with_group(CONTENT_METADATA)
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
+    if optimizer is not None:
+        state["optimizer"] = checkpoint_optimizer.state_to_save(optimizer, state, metadata)
+    if opt_param_scheduler is not None:
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    state["rng_state"] = _rng_object(_rng_state())
+    state["extra_state"] = extra_state
+    state["layout"] = _layout()
+    state["optimizer_type"] = checkpoint_optimizer.type_name(optimizer)
+    _write(state, temporary, metadata)
+    if save_reference is not None:
+        save_reference(temporary / REFERENCE)
+    keep = args.max_checkpoints_to_keep
+    _on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
+
+
+def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple[int, dict]:
+    """Restore everything from the newest checkpoint under ``--load``; returns its iteration and ``extra_state``.
+
+    Collective. ``--no-load-optim`` leaves Adam's moments at zero (the learning-rate schedule still goes on),
+    ``--no-load-rng`` the random states as they are. Hyper-parameters are those of the present flags.
+    """
+    if args.save:
+        _on_rank_0(checkpoint_directory.clean_up, args.save)
+    iteration, directory = _on_rank_0(_find_whole, args.load)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    _check_architecture(directory, model_chunks)
+    metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
+    request: dict[str, Any] = _model_state(model_chunks, metadata)
+    if not args.no_load_optim:
+        checkpoint_optimizer.check(directory, common, metadata, optimizer)
+        request["optimizer"] = checkpoint_optimizer.state_to_load(optimizer, request, metadata)
+        common["optimizer"] = checkpoint_optimizer.plain_values(request["optimizer"], common.get("optimizer", {}))
+    same_layout = common.get("layout") == _layout()
+    if same_layout and not args.no_load_rng:
+        request["rng_state"] = _rng_object(None)
+
+    state = _load(request, common, directory)
+    _set_model_state(model_chunks, state)
+    if args.no_load_optim:
+        optimizer.reload_model_params()  # the float32 copies of 16-bit weights
+    else:
+        optimizer.load_state_dict(state["optimizer"])
+    if "opt_param_scheduler" in state:
+        opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
+    if not args.no_load_rng:
+        if same_layout:
+            _set_rng_state(state["rng_state"])
+        else:
+            set_random_seed(args.seed + iteration)
+            print_rank_0(
+                f"{directory} was written in the layout {common.get('layout')}, this one is {_layout()}: "
+                f"random states are seeded anew, with {args.seed} + {iteration}"
+            )
+    return iteration, state.get("extra_state", {})
+
+
+def load_weights(directory: str | Path, model_chunks) -> None:
+    """Load only the weights of the newest checkpoint under ``directory``; collective, before the optimizer is built."""
+    read_weights(_on_rank_0(_find_whole, directory)[1], model_chunks)
+
+
+def read_weights(checkpoint: Path, model_chunks) -> None:
+    """Load the weights that lie in one checkpoint's own directory; collective."""
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    _check_architecture(checkpoint, model_chunks)
+    metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
+    _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), common, checkpoint))
+
+
+def save_weights(directory: Path, model_chunks) -> None:
+    """Write weights alone, to be read by `read_weights`; collective, in a directory that is not there yet."""
+    _on_rank_0(directory.mkdir)
+    metadata = _with_group(CONTENT_METADATA)
+    _write({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
+
+
+def moved_reference(root: str | Path) -> Path | None:
+    """Where the newest checkpoint under ``root`` holds a reference that had moved, if it does; collective."""
+    directory = _on_rank_0(_find_whole, root)[1] / REFERENCE
+    return directory if _on_rank_0(directory.is_dir) else None
+
+
+def _write(state: dict, directory: Path, metadata: dict) -> None:
+    try:
+        dist_checkpointing.save(
+            state, str(directory), sharded_strategy=_InProcessSave("torch_dist", 1), content_metadata=metadata
+        )
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise GrpoError(f"checkpoint {directory} cannot be written: {_cause(error)}") from error
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """megatron-core's torch_dist format, written by this process with torch's own writer.
+
+    Its stock strategy is made for saving in the background. It forks the trainer, which is no good idea beside CUDA,
+    gloo and vLLM threads, and starts a helper that imports the whole program again (3 s at the first save of a tiny
+    model, against 0.3 s here) and outlives a trainer that is killed.
+    """
+
+    def save(self, sharded_state_dict, checkpoint_dir) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+
+def _on_rank_0(function: Callable, *arguments):
+    """Call a function on rank 0 alone; all ranks return its result, or raise its GrpoError or OSError as GrpoError."""
+    outcome: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function(*arguments)
+        except (GrpoError, OSError) as error:
+            outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint files: {error}"
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise GrpoError(outcome[1])
+    return outcome[0]
+
+
+def _find_whole(root: str | Path) -> tuple[int, Path]:
+    iteration, directory = checkpoint_directory.find(root)
+    checkpoint_directory.verify(directory)
+    return iteration, directory
+
+
+class _Plain(TorchCommonLoadStrategy):
+    """Gives megatron-core a checkpoint's plain values (not tensors, nor objects of single ranks) as prepared here."""
+
+    def __init__(self, values: dict):
+        super().__init__()
+        self.values = values
+
+    def load_common(self, checkpoint_dir):
+        return self.values
+
+
+def _load(request: dict, common: dict, directory: Path) -> dict:
+    """``common`` with the requested sharded state; GrpoError on all ranks if a tensor is absent or of another shape."""
+    _check_presence(request, directory)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # megatron-core calls torch's function by its older name
+            state, *_ = dist_checkpointing.load(
+                request, str(directory), common_strategy=_Plain(common), strict=StrictHandling.RETURN_UNEXPECTED
+            )
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}") from error
+    return state
+
+
+def _check_presence(request: dict, directory: Path) -> None:
+    """Refuse a checkpoint that lacks what any rank requests; megatron-core's own message comes after other errors."""
+    # Transformer Engine's modules ask for an extra state (FP8 scales), which a checkpoint of plain layers lacks.
+    wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
+    absent = {key for key in wanted - _on_rank_0(_stored_keys, directory) if "_extra_state" not in key}
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, absent)
+    missing = sorted(set().union(*everywhere))
+    if missing and all(key.startswith("optimizer.") for key in missing):
+        raise GrpoError(
+            f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more of the optimizer's): the "
+            "run that wrote it did not train these weights, or kept no optimizer; start Adam anew with --no-load-optim"
+        )
+    if missing:
+        raise GrpoError(
+            f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more that this model has): "
+            "it is of another architecture, or holds weights only (then give it as --pretrained-checkpoint)"
+        )
+
+
+def _stored_keys(directory: Path) -> set[str]:
+    return {item.key for item in load_sharded_metadata(str(directory)).values()}
+
+
+def _check_architecture(directory: Path, model_chunks) -> None:
+    """Compare the stored arguments with the model that was built; a checkpoint of Megatron-LM's has none."""
+    file = directory / checkpoint_directory.ARGS
+    stored = checkpoint_directory.read_json(file) if file.exists() else {}
+    model = unwrap_model(model_chunks)[0]
+    fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
+    built = {name: getattr(model.config, field, None) for name, field in fields.items()}
+    built["swiglu"] = model.config.gated_linear_unit and model.config.activation_func is F.silu  # Gemma's is GeGLU
+    built["vocab_size"] = getattr(model, "vocab_size_without_padding", None)
+    built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
+    different = [
+        f"{name} is {stored[name]} there and {value} here"
+        for name, value in built.items()
+        if stored.get(name) is not None and value is not None and stored[name] != value
+    ]
+    if different:
+        raise GrpoError(
+            f"checkpoint {directory} is of another architecture: {'; '.join(different)}. "
+            "Give flags that agree, or --use-checkpoint-args"
+        )
+
+
+def _layout() -> dict[str, int]:
+    """What a rank's random numbers were drawn for; the order of the ranks does not matter, see ``_rng_object``."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _with_group(metadata: dict) -> dict:
+    return metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _model_state(model_chunks, metadata: dict) -> dict:
+    """Megatron-LM's keys: ``model``, or ``model0``, ``model1`` ... for the chunks of a virtual pipeline."""
+    names = ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
+    chunks = unwrap_model(model_chunks)
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+
+
+def _set_model_state(model_chunks, state: dict) -> None:
+    for i, chunk in enumerate(unwrap_model(model_chunks)):
+        # Not strict: _load has checked the names, and the extra states may be absent.
+        chunk.load_state_dict(state["model" if len(model_chunks) == 1 else f"model{i}"], strict=False)
+
+
+def _rng_object(data) -> ShardedObject:
+    """The random states as one object for each rank, placed by its coordinates."""
+    layout = _layout()
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return ShardedObject("rng_state", data, (layout["pp"], layout["tp"], layout["dp"]), place)
+
+
+def _rng_state() -> dict:
+    """This rank's random states, under Megatron-LM's names."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong; torch's exception holds one for each rank that failed."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {error}"
+    return str(error)

@@ -1,0 +1,260 @@
+"""Hugging Face directory -> Megatron checkpoint and back, one tensor at a time, and the comparison of the two.
+
+No model is built: mapping.table says what there is, torch_dist.py, torch_dist_writer.py and safetensors_files.py read
+and write it. Every process takes a share of the parameters, by bytes; none holds more than one of them. What reads or
+writes files of both sides is collective.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from copy import copy
+from math import prod
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing.convert import torch_dist_writer
+from megatron_grpo.checkpointing.convert.torch_dist import Checkpoint
+from megatron_grpo.models.gpt import model_provider, packed_seq_params
+from megatron_grpo.parallel.initialize import set_random_seed
+from megatron_grpo.training.arguments import args_to_json
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights.hf import on_all_ranks
+from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
+
+_TOKENS = 16
+LOGITS_TOLERANCE = 1e-3  # of the largest logit, in float32
+
+
+def write_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    """What a parameter is written in when the model is written in `dtype`."""
+    return weight.dtype or dtype
+
+
+def distinct(weights: Sequence[Weight]) -> list[Weight]:
+    """The table without the copies that Hugging Face files hold of some parameters."""
+    return list({weight.name: weight for weight in reversed(weights)}.values())[::-1]
+
+
+def share(weights: Sequence[Weight], dtype: torch.dtype, rank: int, world_size: int) -> list[Weight]:
+    """The parameters, neighbours in the table, that are this rank's to write: about as many bytes for each."""
+    sizes = [size_of([weight], dtype) for weight in weights]
+    total, before, mine = sum(sizes), 0, []
+    for weight, size in zip(weights, sizes, strict=True):
+        if before * world_size // total == rank:
+            mine.append(weight)
+        before += size
+    return mine
+
+
+def size_of(weights: Sequence[Weight], dtype: torch.dtype) -> int:
+    """Bytes of these parameters when the model is written in `dtype`."""
+    return sum(prod(weight.shard_shape(1)) * write_dtype(weight, dtype).itemsize for weight in weights)
+
+
+def hf_to_megatron(
+    args: Namespace, weights: Sequence[Weight], source: Safetensors, root: Path, dtype: torch.dtype
+) -> None:
+    """Write the tensors of `source` as iteration 0 under `root`, cut for the layout of `args` (see torch_dist_writer).
+
+    Beside it go the tokenizer and config.json, in {root}/hf_assets. GrpoError, on every rank and with nothing left
+    behind, when a tensor cannot be read or the disk refuses.
+    """
+    distinct_weights = distinct(weights)
+    _check_space(root, size_of(distinct_weights, dtype))
+    temporary: Path = on_rank_0(lambda: checkpoint_directory.start(root, 0), root)
+    try:
+        mine = share(distinct_weights, dtype, dist.get_rank(), dist.get_world_size())
+        with _progress("writing", size_of(distinct_weights, dtype)) as bar:
+            torch_dist_writer.write(temporary, args, distinct_weights, mine, source.read, dtype, bar.update)
+
+        def finish() -> None:
+            torch_dist_writer.write_common(temporary)
+            hf.copy_assets(source.dir, root / hf.ASSETS_DIR)
+            checkpoint_directory.publish(temporary, args_to_json(args))
+
+        on_rank_0(finish, root)
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def megatron_to_hf(
+    args: Namespace,
+    weights: Sequence[Weight],
+    source: Checkpoint,
+    out_dir: Path,
+    dtype: torch.dtype,
+    assets: str | Path | None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Write the checkpoint's tensors as a Hugging Face directory, which replaces one of that name.
+
+    `assets`: where tokenizer files, generation_config.json and special token ids come from. GrpoError as above.
+    """
+    out_dir = out_dir.resolve()
+    config, places = families.for_args(args).hf_from_args(args), source.places(args, weights)
+    dtypes, files = hf.plan_export(weights, dtype, max_shard_bytes)
+    _check_space(out_dir, sum(file.size for file in files))
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    writer = SafetensorsWriter(partial, files)
+
+    def start() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        writer.create()
+
+    def write() -> dict[str, dict[int, int]]:
+        with _progress("writing", size_of(weights, dtype)) as bar:
+            for weight in share(weights, dtype, dist.get_rank(), dist.get_world_size()):
+                for name, index, tensor in _hf_parts(weight, source.read(places[weight.name])):
+                    part, parts = (index[0], weight.hf[name][0]) if index else (0, 1)
+                    writer.write(name, tensor.to(dtypes[name]), part, parts)
+                bar.update(size_of([weight], dtype))
+        writer.close()
+        return writer.checksums
+
+    on_rank_0(start, out_dir)
+    try:
+        checksums: dict[str, dict[int, int]] = {}
+        for found in on_all_ranks(write, out_dir):
+            for name, parts in found.items():
+                checksums.setdefault(name, {}).update(parts)
+        on_rank_0(lambda: hf.finish_export(partial, out_dir, files, checksums, config, dtype, assets), out_dir)
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def verify(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, source: Safetensors, dtype: torch.dtype
+) -> int:
+    """Compare all tensors of both sides bit by bit, in the `dtype` that was written; returns how many of the files'.
+
+    Each rank compares a share. GrpoError names the first tensor that differs.
+    """
+    weights = hf.check_tensors(source, weights)
+    places = checkpoint.places(args, weights)
+
+    def compare() -> set[str]:
+        names = set()
+        with _progress("verifying", size_of(weights, dtype)) as bar:
+            for weight in share(weights, dtype, dist.get_rank(), dist.get_world_size()):
+                for name, index, tensor in _hf_parts(weight, checkpoint.read(places[weight.name])):
+                    given = source.read(name, (*index, slice(None)))
+                    written = write_dtype(weight, dtype)
+                    if not torch.equal(_bits(given.to(written)), _bits(tensor.to(written))):
+                        raise GrpoError(f"tensor {name} differs from {weight.name} in {checkpoint.directory}")
+                    names.add(name)
+                bar.update(size_of([weight], dtype))
+        return names
+
+    return len(set().union(*on_all_ranks(compare, source.dir, "is not the checkpoint's model")))
+
+
+def _hf_parts(weight: Weight, tensor: Tensor) -> list[tuple[str, tuple[int, ...], Tensor]]:
+    """(name, index into the axis of experts if the Hugging Face tensor has one, its part) of a whole parameter."""
+    index = (weight.expert,) if weight.all_experts and weight.expert is not None else ()
+    return [(name, index, part) for name, part in zip(weight.hf, weight.split([tensor]), strict=True)]
+
+
+def compare_logits(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
+) -> str:
+    """Compare transformers' model of `hf_dir` with ours of the checkpoint on a few tokens, both in float32 with weights
+    as they are in `dtype`, which was written.
+
+    Returns what was found, or why nothing was: both models must fit into the available memory. GrpoError when they
+    differ by more than LOGITS_TOLERANCE.
+    """
+    return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, hf_dir, dtype), hf_dir, "is another model")
+
+
+@torch.no_grad()
+def _compare_logits(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
+) -> str:
+    need, available = 2 * size_of(distinct(weights), torch.float32), psutil.virtual_memory().available
+    if need > available:
+        return f"logits were not compared: two float32 models need {need / 1e9:.1f} GB, {available / 1e9:.1f} are free"
+
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it names the multi-token-prediction layers, which it leaves out
+    tokens = torch.randint(args.vocab_size, (_TOKENS,), generator=torch.Generator().manual_seed(0))
+    # Not every other implementation has all that a model asks for: soft caps, sinks.
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    theirs = model(tokens[None]).logits[0]
+    del model
+    ours = _logits(args, weights, checkpoint, tokens, dtype)[:, : args.vocab_size]
+    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    found = f"the logits of {_TOKENS} tokens differ from transformers' by at most {difference:.2g} of {largest:.3g}"
+    if not difference <= LOGITS_TOLERANCE * largest:
+        raise GrpoError(found)
+    return found
+
+
+def _logits(
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Logits [tokens, padded vocabulary] of the checkpoint's model, built in this process alone."""
+    alone = copy(args)
+    alone.bf16 = alone.fp16 = alone.perform_initialization = False
+    alone.tensor_model_parallel_size = alone.pipeline_model_parallel_size = alone.expert_model_parallel_size = 1
+    alone.expert_tensor_parallel_size = alone.mtp_num_layers = None
+    set_random_seed(alone.seed)
+    model = model_provider(alone, pre_process=True, post_process=True).eval()
+    places, by_name = checkpoint.places(args, weights), {weight.name: weight for weight in weights}
+    for name, tensor in mapping.named_weights([model]):
+        tensor.copy_(checkpoint.read(places[name]).to(write_dtype(by_name[name], dtype)))
+    pack = packed_seq_params(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "local")
+    positions = torch.arange(len(tokens))[None]
+    return model(tokens[None], positions, attention_mask=None, packed_seq_params=pack)[0]
+
+
+def on_rank_0(step, directory: Path, problem: str = "cannot be written"):
+    """What `step`, called on rank 0 alone, returns there; GrpoError on every rank when it fails."""
+    return on_all_ranks(lambda: step() if dist.get_rank() == 0 else None, directory, problem)[0]
+
+
+def _check_space(target: Path, size: int) -> None:
+    existing = next(path for path in (target, *target.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise GrpoError(f"{target} cannot be written: it takes {size / 1e9:.1f} GB, {free / 1e9:.1f} are free there")
+
+
+def _progress(title: str, size: int) -> tqdm:
+    """A bar of rank 0's bytes with their rate: on a terminal, or elsewhere one line every half minute."""
+    wait = 0.0 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        total=size // dist.get_world_size(),
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        disable=dist.get_rank() > 0,
+        delay=wait,
+        mininterval=max(wait, 0.2),
+        leave=False,
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

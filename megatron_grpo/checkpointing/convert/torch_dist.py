@@ -1,0 +1,253 @@
+"""The tensors of a megatron-core checkpoint (`torch_dist`), by their keys, read one by one without a model.
+
+A checkpoint holds global tensors under keys, cut into chunks that lie in the files of the ranks that wrote them. Layers
+that are alike share a key, and so do experts: `decoder.layers.self_attention.linear_qkv.weight` has an axis for the
+layers in front. What is not alike has keys of its own, with the layer's number, and an expert may (see `spell`).
+
+Nothing here depends on the layout that wrote a checkpoint: that decides only how the tensors are cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from math import prod
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.mapping import FUSED_NORMS
+
+_LAYER = re.compile(r"((decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_TO_FUSED = {norm: fused for fused, norm in FUSED_NORMS.items()}
+# What a training checkpoint holds beside the model's tensors (its other keys hold pickled objects, not tensors).
+_NOT_THE_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in a checkpoint: in tensor `key`, at `index` of axes in front that have these `sizes`."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.key + "".join(f"[{number}]" for number in self.index)
+
+
+def spell(args: Namespace, name: str, layers: bool = True, experts: bool = True, fused: bool = True) -> Place:
+    """The place of parameter `name` (mapping.table's names) where `layers` share a key, `experts` share a key, and
+    norms have the names of Transformer Engine, which fuses them into the linear layer behind (`fused`).
+
+    From sharded_state_dict of megatron-core's TransformerBlock, MultiTokenPredictionBlock and SequentialMLP.
+    """
+    found = _LAYER.fullmatch(name)
+    if not found:
+        return Place(name)
+    prefix, kind, number, inner, rest = found.groups()
+    place = Place(f"{prefix}.{number}.")
+    if layers and kind == "decoder":
+        place = Place(f"{prefix}.", (int(number),), (args.num_layers,))
+    key = place.key + (inner or "")
+    if fused:
+        rest = _TO_FUSED.get(rest, rest)
+    if expert := _EXPERT.fullmatch(rest):
+        number, rest = expert.groups()
+        if not experts:
+            return place._replace(key=f"{key}mlp.experts.experts.{number}.{rest}")
+        key, index, sizes = f"{key}mlp.experts.experts.", (*place.index, int(number)), (*place.sizes, args.num_experts)
+        return Place(key + rest, index, sizes)
+    return place._replace(key=key + rest)
+
+
+def written_places(args: Namespace, weights: Sequence[Weight]) -> dict[str, Place]:
+    """Parameter -> where a checkpoint of the built model has it (models/layer_specs.py gives norms their names)."""
+    names = {weight.name for weight in weights}
+    # TransformerBlock's rule: layers share their keys unless some may be mixtures of experts and others not.
+    alike = args.moe_layer_freq == 1
+
+    def place(name: str) -> Place:
+        found = _LAYER.fullmatch(name)
+        rest = found[5] if found else name
+        # A norm is fused when the linear layer is there: attention with latents has no linear_qkv.
+        linear = _TO_FUSED.get(rest, "").replace("layer_norm_weight", "weight")
+        return spell(args, name, layers=alike, fused=name.removesuffix(rest) + linear in names)
+
+    return {name: place(name) for name in names}
+
+
+def megatron_lm_args(directory: Path) -> dict[str, Any]:
+    """The arguments that Megatron-LM stored in a checkpoint's common.pt, {} when there are none.
+
+    It is read with torch's `weights_only`, which makes plain values and what megatron-core registers as safe, and
+    nothing else (a Namespace, enumerations, arrays: megatron/core/safe_globals.py); GrpoError names what there is more.
+    """
+    try:
+        common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError) as error:
+        found = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        cause = f"it holds a {found[1]}, which could run code" if found else str(error).splitlines()[0]
+        raise GrpoError(f"{directory / 'common.pt'} cannot be read: {cause}") from None
+    return dict(vars(common.get("args", Namespace())))
+
+
+class Checkpoint:
+    """A checkpoint's tensors, of which no more is read than is asked for; GrpoError names what is wrong with a file."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._check_format()
+        try:
+            metadata = torch_checkpoint.FileSystemReader(self.directory).read_metadata()
+            self.tensors: dict[str, TensorStorageMetadata] = {
+                key: value
+                for key, value in metadata.state_dict_metadata.items()
+                if isinstance(value, TensorStorageMetadata) and not _NOT_THE_MODEL.match(key)
+            }
+            self._stored: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        except (OSError, EOFError, UnpicklingError, AttributeError, ImportError) as error:
+            raise GrpoError(f"{self.directory / '.metadata'} cannot be read: {error!r}") from None
+        self._check_files()
+        self._file = cache(self._map)
+        self._chunks = cache(self._chunks_by_index)
+
+    def _check_format(self) -> None:
+        try:
+            backend = json.loads((self.directory / "metadata.json").read_text())["sharded_backend"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise GrpoError(f"{self.directory / 'metadata.json'} cannot be read: {error!r}") from None
+        if backend != "torch_dist":
+            raise GrpoError(
+                f"checkpoint {self.directory} has the format {backend!r}: save it by Megatron-LM with --ckpt-format "
+                "torch_dist"
+            )
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for index, info in self._stored.items():
+            if index.fqn in self.tensors:
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+                if getattr(info, "transform_descriptors", None):
+                    raise GrpoError(f"checkpoint {self.directory}: {index.fqn} is compressed, which is not supported")
+        for name, end in ends.items():
+            file = self.directory / name
+            if not file.exists():
+                raise GrpoError(f"checkpoint {self.directory} is damaged: {name} is missing")
+            if file.stat().st_size < end:
+                raise GrpoError(
+                    f"checkpoint {self.directory} is damaged: {name} has {file.stat().st_size} bytes instead of {end}"
+                )
+
+    def places(self, args: Namespace, weights: Sequence[Weight]) -> dict[str, list[Place]]:
+        """Parameter -> where it lies, in whichever spelling: in one place, or gate and up in two, to be concatenated.
+
+        GrpoError unless the checkpoint has exactly the model's tensors (optimizer aside), in the table's shapes.
+        """
+        found = {weight.name: self._find(args, weight) for weight in weights}
+        claimed = {place.key for places in found.values() for place in places}
+        if unclaimed := sorted(self.tensors.keys() - claimed):
+            more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
+            raise GrpoError(
+                f"checkpoint {self.directory} holds {unclaimed[0]}{more}, for which the family has no place"
+            )
+        return found
+
+    def _find(self, args: Namespace, weight: Weight) -> list[Place]:
+        for spelling in product((True, False), repeat=3):
+            place = spell(args, weight.name, *spelling)
+            for endings in (("",), ("_w", "_v")):  # megatron-core's singleton_local_shards: gate and up
+                places = [place._replace(key=place.key + ending) for ending in endings]
+                if all(place.key in self.tensors for place in places):
+                    self._check(weight, places)
+                    return places
+        raise GrpoError(
+            f"checkpoint {self.directory} lacks {spell(args, weight.name).key} (the model's {weight.name}): it is of "
+            "another architecture than its arguments, or the --hf-config, say"
+        )
+
+    def _check(self, weight: Weight, places: Sequence[Place]) -> None:
+        rows, *columns = weight.shard_shape(1)
+        for place in places:
+            stored = self.tensors[place.key]
+            expected = (*place.sizes, rows // len(places), *columns)
+            if tuple(stored.size) != expected:
+                raise GrpoError(
+                    f"checkpoint {self.directory}: {place.key} has shape {tuple(stored.size)}, but the configuration "
+                    f"says {expected}"
+                )
+            dtype = stored.properties.dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise GrpoError(
+                    f"checkpoint {self.directory}: {place.key} is stored as {dtype}, which is not supported: save it "
+                    "in bfloat16, float16 or float32"
+                )
+
+    def read(self, places: Sequence[Place]) -> Tensor:
+        """One parameter whole, on the CPU: mapped from its file where it is one chunk there, else put together."""
+        parts = [self._at(place) for place in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _at(self, place: Place) -> Tensor:
+        axes = len(place.index)
+        stored = self.tensors[place.key]
+        shape = stored.size[axes:]
+        chunks = self._chunks(place.key, axes)[place.index]
+        whole: Tensor | None = None
+        for chunk in chunks:
+            inner = tuple(number - start for number, start in zip(place.index, chunk.offsets, strict=False))
+            part = self._chunk(place.key, chunk)[inner]
+            if part.shape == shape:
+                return part
+            if whole is None:
+                whole = torch.empty(shape, dtype=stored.properties.dtype)
+            whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets[axes:], part.shape, strict=True))] = part
+        if whole is None or sum(prod(chunk.sizes[axes:]) for chunk in chunks) != prod(shape):
+            raise GrpoError(f"checkpoint {self.directory} is damaged: it holds {place} in part only")
+        return whole
+
+    def _chunks_by_index(self, key: str, axes: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
+        """Index into the first `axes` axes -> the chunks that hold a part of it."""
+        found = defaultdict(list)
+        for chunk in self.tensors[key].chunks:
+            ranges = [range(o, o + n) for o, n in zip(chunk.offsets[:axes], chunk.sizes[:axes], strict=True)]
+            for index in product(*ranges):
+                found[index].append(chunk)
+        return found
+
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A chunk as it lies in its file, where each is what torch.save writes."""
+        info = self._stored[MetadataIndex(key, chunk.offsets)]
+        memory = self._file(info.relative_path)
+        try:
+            with open(self.directory / info.relative_path, "rb") as stream:
+                view = _create_file_view(stream, info.offset, info.length)
+                meta = torch.load(view, map_location="meta", weights_only=True)  # reads all but the numbers
+        except (RuntimeError, UnpicklingError, OSError) as error:
+            raise GrpoError(f"{self.directory / info.relative_path}: {key} cannot be read: {error}") from None
+        if meta.shape != chunk.sizes:
+            raise GrpoError(
+                f"{self.directory / info.relative_path}: {key} has a chunk of shape {tuple(meta.shape)}, in "
+                f".metadata {tuple(chunk.sizes)}"
+            )
+        start = info.offset + meta.untyped_storage()._checkpoint_offset
+        bytes_ = memory[start : start + meta.untyped_storage().nbytes()]
+        return torch.empty(0, dtype=meta.dtype).set_(bytes_, meta.storage_offset(), meta.shape, meta.stride())
+
+    def _map(self, name: str) -> torch.UntypedStorage:
+        file = self.directory / name
+        return torch.UntypedStorage.from_file(str(file), shared=False, nbytes=file.stat().st_size)

@@ -1,0 +1,180 @@
+"""The tensors of a megatron-core checkpoint (`torch_dist`), made and written one by one, without a model.
+
+A checkpoint can be read in any layout, whichever it is written for: that decides only how the tensors are cut. A chunk
+is the least that torch reads, so a checkpoint for tensor-parallel size n is cut into the shards of n ranks, each of
+which then reads its own; without a layout (size 1) every parameter is one chunk.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_grpo.checkpointing.checkpoint import CONTENT_METADATA
+from megatron_grpo.checkpointing.convert.torch_dist import Place, written_places
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.layout import Read, Weight
+
+
+def tensor_parallel_size(args: Namespace, weight: Weight) -> int:
+    """Size of the tensor parallelism that splits a weight in the layout of `args`."""
+    return args.tensor_model_parallel_size if weight.expert is None else args.expert_tensor_parallel_size
+
+
+def write(
+    directory: Path,
+    args: Namespace,
+    weights: Sequence[Weight],
+    mine: Sequence[Weight],
+    read: Read,
+    dtype: torch.dtype,
+    progress: Callable[[int], Any] = lambda size: None,
+) -> None:
+    """Write a checkpoint's tensors into an empty directory, each made from Hugging Face's when its turn comes.
+
+    `weights`: the table; `mine`: the part of it that this process writes. Collective where there is a process group.
+    `read`: see Weight.fill. `progress` is told each number of bytes written. GrpoError when reading or writing fails.
+    """
+    planner = _Planner(list(_cuts(args, written_places(args, weights), mine, dtype)), read, progress)
+    crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # nothing checks it, and it costs more than all the rest
+    try:
+        torch_checkpoint.save({}, storage_writer=_Writer(directory), planner=planner, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        raise GrpoError(f"checkpoint {directory} cannot be written (rank {rank}): {cause}") from error
+    finally:
+        torch.serialization.set_crc32_options(crc32)
+
+
+def write_common(directory: Path) -> None:
+    """Write what makes the tensors a checkpoint of megatron-core: common.pt and metadata.json, as for weights alone."""
+    common = {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "extra_state": {},
+        "optimizer_type": None,
+        "content_metadata": CONTENT_METADATA,
+    }
+    torch.save(common, directory / "common.pt")
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+class _Cut(NamedTuple):
+    """Lines [first, last) of a parameter, and the item of torch's plan that writes them."""
+
+    weight: Weight
+    first: int
+    last: int
+    item: WriteItem
+
+
+def _cuts(args: Namespace, places: dict[str, Place], weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[_Cut]:
+    """Each parameter cut into the shards of the layout's tensor-parallel ranks, gate and up of a shard apart."""
+    for weight in weights:
+        place, shape, axis = places[weight.name], weight.shard_shape(1), weight.lines_axis
+        parts = _number_of_cuts(weight, args)
+        lines = shape[axis] // parts
+        for first in range(0, shape[axis], lines):
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[axis], sizes[axis] = first, lines
+            chunk = ChunkStorageMetadata(
+                offsets=torch.Size((*place.index, *offsets)), sizes=torch.Size((*(1 for _ in place.index), *sizes))
+            )
+            properties, size = TensorProperties(dtype=weight.dtype or dtype), torch.Size((*place.sizes, *shape))
+            item = WriteItem(
+                MetadataIndex(place.key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            yield _Cut(weight, first, first + lines, item)
+
+
+def _number_of_cuts(weight: Weight, args: Namespace) -> int:
+    if weight.axis is None:
+        return 1
+    size = tensor_parallel_size(args, weight)
+    lines = [shape[weight.axis] for shape in weight.part_shapes()]
+    whole, ranks = (weight.layout(lines, n, weight.dims) for n in (1, size))
+    # Where ranks hold other lines than those at their place in the whole, they hold as many of each of its parts.
+    return size if whole == ranks else size * len(whole)
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives torch's writer each chunk when it is asked for, and keeps one parameter at a time."""
+
+    def __init__(self, cuts: Sequence[_Cut], read: Read, progress: Callable[[int], Any]):
+        super().__init__(flatten_state_dict=False)
+        self.cuts = {cut.item.index: cut for cut in cuts}
+        self.read, self.progress = read, progress
+        self.held: tuple[Weight, Tensor] | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([cut.item for cut in self.cuts.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Without the default's search for overlapping chunks, which takes minutes with ten thousand experts."""
+        return create_default_global_save_plan(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        weight, first, last, item = self.cuts[write_item.index]
+        assert item.tensor_data is not None
+        if self.held is None or self.held[0] is not weight:
+            self.held = None  # before the next is made
+            whole = torch.empty(weight.shard_shape(1), dtype=item.tensor_data.properties.dtype)
+            weight.fill(whole, 0, 1, self.read)
+            self.held = (weight, whole)
+        whole = self.held[1]
+        part = whole.narrow(weight.lines_axis, first, last - first)
+        if part.shape != whole.shape:
+            part = part.clone(memory_format=torch.contiguous_format)  # torch.save would write the whole
+        self.progress(part.nbytes)
+        return part.view(item.tensor_data.chunk.sizes)
+
+
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """torch's own, except that it reads one chunk ahead, and lets go of a tensor when it is written; that one keeps the
+    last of each key.
+    """
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
+        with open(Path(self.path) / name, "wb") as stream:
+            for item, tensor in _one_ahead(planner.resolve_data, plan.items):
+                start = stream.tell()
+                torch.save(tensor, stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _one_ahead(read: Callable[[WriteItem], Tensor], items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, Tensor]]:
+    """Each item with what is read for it; the next is read while one is used."""
+    with ThreadPoolExecutor(1) as reader:
+        last = None
+        for item in items:
+            coming = item, reader.submit(read, item)
+            if last is not None:
+                yield last[0], last[1].result()
+            last = coming
+        if last is not None:
+            yield last[0], last[1].result()

@@ -1,0 +1,191 @@
+"""What ``--dry-run`` prints: the batch arithmetic, what each rank holds, and how much memory that takes."""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_grpo.estimate.memory import Chunk, Memory, Plan
+from megatron_grpo.parallel.arguments import generating_width
+from megatron_grpo.reference.arguments import has_own_layout
+from megatron_grpo.reference.model_args import reference_args, teacher_args
+from megatron_grpo.training.arguments import params_dtype, server_urls
+from megatron_grpo.utils.batch_sizes import batch_arithmetic
+
+GIB = 2**30
+MOST_RANKS = 64  # of a larger world only the first and the last ranks are listed
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank stands in each dimension, and its place in which engine replica."""
+
+    rank: int
+    tp: int
+    cp: int
+    ep: int
+    dp: int
+    pp: int
+    replica: int
+    replica_tp: int
+
+
+def ranks(args: Namespace, world_size: int) -> list[Rank]:
+    """Coordinates of every rank; engine replicas are consecutive blocks of --vllm-tensor-parallel-size ranks, or, when
+    the training model generates, blocks of each pipeline stage.
+
+    Neighbours differ in TP, then in CP, DP and PP (with --use-tp-pp-dp-mapping in PP before DP). Experts divide the
+    ranks of a pipeline stage anew: by expert tensor parallelism, EP, and copies.
+    """
+    pp = args.pipeline_model_parallel_size
+    sizes = {"tp": args.tensor_model_parallel_size, "cp": args.context_parallel_size}
+    last = {"dp": args.data_parallel_size, "pp": pp}
+    sizes |= dict(reversed(last.items())) if args.use_tp_pp_dp_mapping else last
+    width = args.vllm_tensor_parallel_size if args.rollout_engine == "vllm" else generating_width(args)
+    etp, ep = args.expert_tensor_parallel_size or 1, args.expert_model_parallel_size
+    found = []
+    for rank in range(world_size):
+        place, rest = {}, rank
+        for name, size in sizes.items():
+            rest, place[name] = divmod(rest, size)
+        engine_rank = rank
+        if args.rollout_engine == "megatron":
+            cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+            engine_rank = (place["dp"] * cp + place["cp"]) * tp + place["tp"]
+        replica, within = divmod(engine_rank, width)
+        found.append(Rank(rank, ep=rank // etp % ep, replica=replica, replica_tp=within, **place))
+    return found
+
+
+def dry_run_report(args: Namespace, world_size: int) -> str:
+    """The whole report, for validated arguments."""
+    plan = Plan(args)
+    sections = [
+        "batch arithmetic",
+        *batch_arithmetic(args, world_size).lines(),
+        "",
+        f"pipeline stages of a model of {plan.whole_model():,} parameters",
+        *_stage_lines(plan),
+        "",
+        "ranks",
+        *_rank_lines(plan, ranks(args, world_size)),
+        "",
+        "memory of a rank, GiB (estimated)",
+        *_memory_lines(plan),
+    ]
+    return "\n".join(sections)
+
+
+def holds(chunk: Chunk) -> str:
+    """What a stage holds, in words."""
+    parts = ["embedding"] if chunk.embedding else []
+    if chunk.layers:
+        parts.append(f"layers {chunk.layers[0]}-{chunk.layers[-1]}")
+    if chunk.mtp:
+        parts.append("multi-token prediction" + ("" if chunk.embedding else " with a copy of the embedding"))
+    if chunk.head:
+        parts.append("final norm, output layer")
+    return ", ".join(parts) or "nothing"
+
+
+def _stage_lines(plan: Plan) -> list[str]:
+    lines = [f"{'PP':>6} {'VPP':>4} {'layers':>7}  holds"]
+    for stage, chunks in enumerate(plan.stages):
+        lines += [f"{stage:>6} {place:>4} {len(c.layers):>7}  {holds(c)}" for place, c in enumerate(chunks)]
+    return lines
+
+
+def _rank_lines(plan: Plan, everyone: list[Rank]) -> list[str]:
+    names = ("TP", "CP", "EP", "DP", "PP")
+    lines = [f"{'rank':>6} " + " ".join(f"{name:>4}" for name in names) + f"  {'engine replica':18} layers"]
+    cut = len(everyone) > MOST_RANKS
+    for rank in everyone[: MOST_RANKS // 2] + everyone[-MOST_RANKS // 2 :] if cut else everyone:
+        if cut and rank.rank == len(everyone) - MOST_RANKS // 2:
+            lines.append(f"{'...':>6} {len(everyone) - MOST_RANKS} more ranks, in the same order")
+        layers = ", ".join(f"{c.layers[0]}-{c.layers[-1]}" for c in plan.stages[rank.pp] if c.layers)
+        shared = any(other.replica_tp for other in everyone)
+        engine = f"{rank.replica}" + (f", its rank {rank.replica_tp}" if shared else "")
+        if server_urls(plan.args):
+            engine = "servers" if rank.rank == 0 else "-"
+        places = " ".join(f"{place:>4}" for place in (rank.tp, rank.cp, rank.ep, rank.dp, rank.pp))
+        lines.append(f"{rank.rank:>6} {places}  {engine:18} {layers}")
+    return lines
+
+
+def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
+    """What the engine takes of a GPU, and what that makes in all."""
+    args, most = plan.args, max(max(memory.total, memory.stays) for memory in memories) / GIB
+    if args.rollout_engine == "megatron":
+        caches = [plan.cache(stage) / GIB for stage in range(len(plan.stages))]
+        most = max(most, *(memory.stays / GIB + cache for memory, cache in zip(memories, caches, strict=True)))
+        return [
+            f"engine: the training model; while it generates, a cache of {max(caches):.2f}",
+            f"a GPU must have {most:.1f}",
+        ]
+    if server_urls(args):
+        return ["engine: servers, which have memory of their own", f"a GPU must have {most:.1f}"]
+    engine = plan.engine() * params_dtype(args).itemsize / GIB
+    utilization = args.vllm_gpu_memory_utilization
+    keeps = (
+        "which it keeps",
+        "and asleep nothing: its weights are then in host memory",
+        "and asleep nothing: it is given its weights anew",
+    )
+    share = f"with its cache {utilization:g} of a GPU's memory, {keeps[args.sleep_level]}"
+    lines = [f"engine: {engine:.2f} of weights; {share}"]
+    if args.sleep_level:  # what stays of the trainer is beside the engine that is awake, all of it when it sleeps
+        most_awake = max(memory.stays for memory in memories) / GIB
+        needed = max(most, most_awake / (1 - utilization) if utilization < 1 else math.inf, engine / utilization)
+        lines.append(f"a GPU must have {needed:.1f}, for the trainer by itself and for the engine with what stays")
+    elif utilization < 1:
+        needed = max(most / (1 - utilization), engine / utilization)
+        lines.append(f"a GPU must have {needed:.1f}, so that both shares suffice, the engine's and the trainer's")
+    return lines
+
+
+def _frozen_lines(args: Namespace) -> list[str]:
+    """What reference and teacher take beside the policy."""
+    frozen = {}
+    if args.beta > 0:
+        frozen["reference policy"] = reference_args(args)
+    if args.teacher_load_hf:
+        frozen["teacher"] = teacher_args(args)
+    lines = []
+    for name, own in frozen.items():
+        plan = Plan(own)
+        most = max(plan.parameters(stage).total for stage in range(len(plan.stages)))
+        swapped = name != "teacher" and not has_own_layout(args, "ref")
+        where = "the policy's are there" if swapped else "they are on the GPU too"
+        size = most * params_dtype(own).itemsize / GIB
+        lines.append(f"{name}: {size:.2f} of parameters in host memory; during its pass {where}")
+    return lines
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    args = plan.args
+    columns = {
+        "params": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "activat.": "activations",
+        "head": "head",
+        "training": "total",
+        "generating": "stays",
+        "host": "host",
+    }
+    lines = [f"{'PP':>6} {'10^6 params':>12} " + " ".join(f"{name:>10}" for name in columns)]
+    memories = [plan.memory(stage) for stage in range(len(plan.stages))]
+    for stage, memory in enumerate(memories):
+        cells = " ".join(f"{getattr(memory, name) / GIB:>10.2f}" for name in columns.values())
+        lines.append(f"{stage:>6} {plan.parameters(stage).total / 1e6:>12.1f} {cells}")
+    recomputing = {"full": ", every layer recomputed", "selective": ", some parts recomputed"}
+    lines += [
+        f"activations: of micro-batches of {plan.tokens()} tokens{recomputing.get(args.recompute_granularity, '')}; "
+        f"at a time at most {', '.join(f'{plan.in_flight(stage):g}' for stage in range(len(plan.stages)))}",
+        "generating: what the trainer keeps on the GPU while the engine generates; host: what it has in host memory",
+    ]
+    lines += _engine_lines(plan, memories)
+    lines += _frozen_lines(args)
+    if args.num_experts:
+        lines.append("experts: as if the router chose all equally often")
+    lines.append("not counted: communication buffers, libraries, fragmentation, the gradient's norm")
+    return lines

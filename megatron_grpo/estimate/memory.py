@@ -1,0 +1,348 @@
+"""How many parameters each rank holds, exactly, and an estimate of the memory that training takes there.
+
+Parameters are counted in the family's table of weights and in megatron-core's division of the layers over pipeline
+stages, so the counts are those of the models that are built. No process group is needed.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import NamedTuple
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_grpo.models.head import CHUNK
+from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention
+from megatron_grpo.training.arguments import params_dtype, transformer_config_from_args
+from megatron_grpo.utils.core_flags import DTYPES
+from megatron_grpo.weights import mapping
+from megatron_grpo.weights.families.common import query_groups
+from megatron_grpo.weights.families.moe import moe_layers
+from megatron_grpo.weights.layout import Weight
+
+MTP = "mtp"  # the place of the multi-token-prediction layers, beside layers' numbers and parameters' names
+EMBEDDING, OUTPUT, FINAL_NORM = "embedding.word_embeddings", "output_layer", "decoder.final_layernorm"
+
+
+class Chunk(NamedTuple):
+    """What a pipeline stage, or one of its virtual stages, holds; ``layers`` are counted from 0."""
+
+    layers: range
+    embedding: bool
+    mtp: bool
+    head: bool
+
+
+class Count(NamedTuple):
+    """Numbers of parameters: trained in the data-parallel groups, trained in groups that experts have of their own (if
+    EP > 1 or expert TP is not TP), frozen.
+    """
+
+    dense: int
+    experts: int
+    frozen: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. ``host`` is in the host's memory; ``stays`` on the device while the engine generates."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    host: float
+    stays: float
+
+    @property
+    def total(self) -> float:
+        """The most that the device holds while it trains."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.head
+
+
+def pipeline(args: Namespace) -> list[list[Chunk]]:
+    """``[stage][virtual stage]`` -> what it holds, as megatron-core divides the layers."""
+    # Without Transformer Engine, as on a laptop, megatron-core refuses what needs it; layers do not depend on that.
+    config = transformer_config_from_args(Namespace(**{**vars(args), **dict.fromkeys(NEED_TRANSFORMER_ENGINE)}))
+    pp, virtual = args.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    layout = config.pipeline_model_parallel_layout
+
+    def chunk(stage: int, place: int) -> Chunk:
+        first, last = stage == place == 0, (stage, place) == (pp - 1, virtual - 1)
+        if layout is not None:  # megatron-core's own functions would ask the process groups
+            earlier = [row[p] for p in range(virtual) for s, row in enumerate(layout.layout) if (p, s) < (place, stage)]
+            start = sum(kinds.count(LayerType.decoder) for kinds in earlier)
+            mine = layout.layout[stage][place]
+            return Chunk(range(start, start + mine.count(LayerType.decoder)), first, LayerType.mtp in mine, last)
+        vp_stage = place if virtual > 1 else None
+        start = get_transformer_layer_offset(config, vp_stage, stage)
+        count = get_num_layers_to_build(config, vp_stage, stage)
+        return Chunk(range(start, start + count), first, last and bool(args.mtp_num_layers), last)
+
+    return [[chunk(stage, place) for place in range(virtual)] for stage in range(pp)]
+
+
+class Plan:
+    """What the ranks of each pipeline stage hold under validated arguments; ranks of one stage hold equally much."""
+
+    def __init__(self, args: Namespace):
+        self.args = args
+        self.stages = pipeline(args)
+        self.weights = _weights(args)
+
+    def parameters(self, stage: int) -> Count:
+        """Parameters of one rank of a pipeline stage."""
+        places = [place for chunk in self.stages[stage] for place in self._places(chunk)]
+        etp, ep = self.args.expert_tensor_parallel_size, self.args.expert_model_parallel_size
+        return self._count(places, self.args.tensor_model_parallel_size, etp, ep)
+
+    def whole_model(self) -> int:
+        """Parameters of the model, each counted once, without multi-token prediction and padding."""
+        weights = [weight for place, row in self.weights.items() if place != MTP for weight in row]
+        return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.part_shapes())
+
+    def engine(self) -> int:
+        """Parameters of one rank of the engine, which splits experts as it splits the rest."""
+        width = self.args.vllm_tensor_parallel_size
+        return self._count([place for place in self.weights if place != MTP], width, width, 1).total
+
+    def cache(self, stage: int) -> int:
+        """Bytes of keys and values on a rank of a pipeline stage that generates (--rollout-engine megatron)."""
+        args, tp = self.args, self.args.tensor_model_parallel_size
+        heads, channels = max(query_groups(args) // tp, 1), args.kv_channels
+        if args.multi_latent_attention:
+            heads = args.num_attention_heads // tp
+            channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+        tokens = args.inference_max_requests * (args.max_prompt_length + args.max_completion_length)
+        layers = sum(len(chunk.layers) for chunk in self.stages[stage])
+        return 2 * layers * tokens * heads * channels * params_dtype(args).itemsize
+
+    def memory(self, stage: int) -> Memory:
+        """Bytes on a rank of a pipeline stage, the engine not counted."""
+        args, size = self.args, params_dtype(self.args).itemsize
+        count = self.parameters(stage)
+        trained = count.dense + count.experts
+        half = size == 2
+        weights = count.total * size
+        gradients = trained * (2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4)
+        share: float = trained
+        if args.use_distributed_optimizer:
+            share = count.dense / (args.data_parallel_size * args.context_parallel_size)
+            if count.experts:  # over the ranks of the stage that hold the same experts
+                stage_ranks = args.world_size // args.pipeline_model_parallel_size
+                experts_ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+                share += count.experts * experts_ranks / stage_ranks
+        on_device, on_host = _optimizer_bytes(args, half)
+        leaves = weights * args.offload_model + gradients * args.offload_gradients
+        leaves += share * on_device * args.offload_optimizer
+        return Memory(
+            weights,
+            gradients,
+            share * on_device,
+            self._activations(stage) * size,
+            self._head() if self.stages[stage][-1].head else 0,
+            share * on_host + weights * (args.beta > 0) + leaves - gradients * args.offload_gradients,
+            weights + gradients + share * on_device - leaves,
+        )
+
+    def in_flight(self, stage: int) -> float:
+        """Micro-batches whose activations a stage keeps at a time, at most.
+
+        Without virtual stages (1F1B) stage s has PP - s on their way. Interleaved, with V virtual stages and groups of
+        G micro-batches, it has run 2 (PP - s - 1) + (V - 1) G of its chunks before the first backward pass, and one
+        more (megatron-core's get_pp_rank_microbatches); a chunk is 1 / V of the stage.
+        """
+        args, pp, virtual = self.args, self.args.pipeline_model_parallel_size, len(self.stages[stage])
+        at_most: float = pp - stage
+        if virtual > 1:
+            group = args.microbatch_group_size_per_virtual_pipeline_stage or pp
+            at_most = (2 * (pp - stage - 1) + (virtual - 1) * group + 1) / virtual
+        if args.max_tokens_per_microbatch:
+            return at_most
+        return min(at_most, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+    def tokens(self) -> int:
+        """Tokens of the longest micro-batch, over all context-parallel ranks."""
+        longest = self.args.max_prompt_length + self.args.max_completion_length
+        return self.args.max_tokens_per_microbatch or self.args.micro_batch_size * longest
+
+    def _places(self, chunk: Chunk) -> Iterator[int | str]:
+        """Where in ``weights`` the parameters of a chunk are."""
+        if chunk.embedding or chunk.mtp:
+            yield EMBEDDING
+        yield from chunk.layers
+        if chunk.mtp:
+            yield MTP
+        if chunk.head:
+            yield FINAL_NORM
+            if self.args.untie_embeddings_and_output_weights:
+                yield OUTPUT
+            elif not chunk.embedding:  # its tied copy, beside the one for multi-token prediction
+                yield EMBEDDING
+
+    def _count(self, places: list[int | str], tp: int, etp: int | None, ep: int) -> Count:
+        dense = experts = frozen = 0
+        for place in places:
+            for weight in self.weights[place]:
+                number = self._copies(weight) * prod(weight.shard_shape(tp if weight.expert is None else etp))
+                if place == MTP and not self.args.mtp_loss_scaling_factor:
+                    frozen += number // (1 if weight.expert is None else ep)
+                elif weight.expert is None or (ep == 1 and etp == tp):
+                    dense += number
+                else:
+                    experts += number // ep
+        return Count(dense, experts, frozen)
+
+    def _copies(self, weight: Weight) -> int:
+        return 1 if weight.expert is None else self.args.num_experts
+
+    def _activations(self, stage: int) -> float:
+        """Numbers that the layers of a stage keep for their backward pass, at the longest micro-batch.
+
+        What recomputation has dropped is there again for the layers that the backward pass is in.
+        """
+        args, sparse = self.args, moe_layers(self.args) if self.args.num_experts else [False] * self.args.num_layers
+        kinds = [[sparse[layer] for layer in chunk.layers] for chunk in self.stages[stage]]
+        if args.mtp_loss_scaling_factor and self.stages[stage][-1].mtp:
+            kinds[-1] += [sparse[-1]] * args.mtp_num_layers
+        every = max(args.recompute_num_layers or 1, 1)
+        kept: float = 0
+        at_once: float = 0
+        for chunk in kinds:
+            whole = [_layer(args, kind) for kind in chunk]
+            if args.recompute_granularity == "full":
+                inputs = args.hidden_size / _sequence_split(args)
+                if args.recompute_method == "block":
+                    kept += inputs * min(every, len(whole)) + sum(whole[every:])
+                    at_once = max(at_once, *whole[:every], 0)
+                else:
+                    kept += inputs * ceil(len(whole) / every)
+                    at_once = max(at_once, *(sum(whole[i : i + every]) for i in range(0, len(whole), every)), 0)
+            else:
+                dropped = [_dropped(args, kind) for kind in chunk]
+                kept += sum(whole) - sum(dropped)
+                at_once = max(at_once, *dropped, 0)
+        return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size
+
+    def _head(self) -> float:
+        """Bytes of models/head.py in its backward pass: a chunk of logits and their gradient, the output weight's
+        gradient in float32 and in its own type, and of the hidden states the gathered, the chosen and the gradient.
+        """
+        args, size = self.args, params_dtype(self.args).itemsize
+        rows = args.padded_vocab_size // args.tensor_model_parallel_size
+        tokens = self.tokens() / args.context_parallel_size
+        weight = rows * args.hidden_size * (4 + size)
+        return min(CHUNK, tokens) * rows * 2 * size + weight + 3 * tokens * args.hidden_size * size
+
+
+def _weights(args: Namespace) -> dict[int | str, list[Weight]]:
+    """Layer, ``MTP`` or name of a parameter outside layers -> its parameters; of all experts of a layer the first.
+
+    Routers' expert biases are buffers, and what the files hold twice is one parameter.
+    """
+    found: dict[int | str, list[Weight]] = {}
+    seen = set()
+    for weight in mapping.table(args):
+        if weight.expert or weight.name in seen or weight.name.endswith("router.expert_bias"):
+            continue
+        seen.add(weight.name)
+        first, *rest = weight.name.split(".")
+        is_layer = first == "decoder" and rest[0] == "layers"
+        place: int | str = int(rest[1]) if is_layer else MTP if first == "mtp" else weight.name.removesuffix(".weight")
+        found.setdefault(place, []).append(weight)
+    return found
+
+
+def _optimizer_bytes(args: Namespace, half: bool) -> tuple[float, float]:
+    """Bytes of a parameter in the optimizer, (on the device, on the host): its float32 copy, if the model has another
+    type, and Adam's two moments or SGD's one; on the host the gradient too.
+    """
+    main = 4.0 if half else 0.0
+    if args.optimizer == "sgd":
+        return main + 4, 0
+    aware, share = args.use_precision_aware_optimizer, args.optimizer_offload_fraction
+    if args.optimizer_cpu_offload:  # without the former the copy on the device stays
+        return (1 - share) * (main + 8) + share * main * (not aware), share * 16
+    if not aware:
+        return main + 8, 0
+    if half:
+        main = DTYPES[args.main_params_dtype].itemsize
+        if args.bf16 and main == 4 and args.store_param_remainders:
+            main = 2  # the parameter itself is the other half
+    return main + DTYPES[args.exp_avg_dtype].itemsize + DTYPES[args.exp_avg_sq_dtype].itemsize, 0
+
+
+def _sequence_split(args: Namespace) -> int:
+    """Over how many ranks sequence parallelism splits what lies between the tensor-parallel layers."""
+    return args.tensor_model_parallel_size if args.sequence_parallel else 1
+
+
+def _attention(args: Namespace) -> tuple[float, float]:
+    """Numbers that attention keeps for a token, (projections and what is made of them, output).
+
+    Queries, keys and values as projected and once more as the kernel takes them, keys and values of all
+    context-parallel ranks if they are gathered. Latent attention keeps the latents before and after their norms too,
+    and its values are padded to the size of its keys.
+    """
+    tp, gathered = args.tensor_model_parallel_size, 1
+    if args.context_parallel_size > 1 and has_packed_attention(args):
+        gathered = args.context_parallel_size
+    heads = args.num_attention_heads
+    if not args.multi_latent_attention:
+        queries, keys = heads * args.kv_channels, query_groups(args) * args.kv_channels
+        return (2 * queries + (2 + 2 * gathered) * keys) / tp, queries / tp
+    size = args.qk_head_dim + args.qk_pos_emb_head_dim
+    latents = 2 * (args.q_lora_rank or 0) + 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
+    projected = heads * (2 * size + args.qk_head_dim + args.v_head_dim + 2 * gathered * size)
+    return projected / tp, heads * (size + args.v_head_dim) / tp + latents / _sequence_split(args)
+
+
+def _dense_mlp(args: Namespace) -> float:
+    return 3 * args.ffn_hidden_size / args.tensor_model_parallel_size
+
+
+def _experts(args: Namespace) -> tuple[float, float]:
+    """Numbers that the experts keep for a token if the router spreads tokens evenly, (inputs and projections, what the
+    activation function makes of these).
+    """
+    split, etp = _sequence_split(args), args.expert_tensor_parallel_size
+    topk, ffn = args.moe_router_topk, args.moe_ffn_hidden_size
+    return topk * (etp * args.hidden_size + 2 * ffn) / split, topk * ffn / split
+
+
+def _shared_experts(args: Namespace) -> float:
+    return 3 * (args.moe_shared_expert_intermediate_size or 0) / args.tensor_model_parallel_size
+
+
+def _layer(args: Namespace, sparse: bool) -> float:
+    """Numbers that a layer keeps for a token: inputs and outputs of its two norms, and inputs of two more if there are
+    any behind attention and MLP, attention, the inner width of the feed-forward three times (gate, up, product).
+    """
+    mlp = sum(_experts(args)) + _shared_experts(args) if sparse else _dense_mlp(args)
+    norms = 6 if args.sandwich_norm else 4
+    return norms * args.hidden_size / _sequence_split(args) + sum(_attention(args)) + mlp
+
+
+def _dropped(args: Namespace, sparse: bool) -> float:
+    """What selective recomputation drops of them; of attention itself nothing, which a flash kernel does not keep."""
+    if args.recompute_granularity != "selective":
+        return 0
+    parts = {"layernorm": 2 * args.hidden_size / _sequence_split(args)}
+    if args.multi_latent_attention:
+        parts["mla_up_proj"] = _attention(args)[0]
+    if not sparse:
+        parts["mlp"] = _dense_mlp(args)
+    elif "moe" in (args.recompute_modules or ()):
+        parts["moe"] = sum(_experts(args)) + _shared_experts(args)
+    else:
+        parts |= {"moe_act": _experts(args)[1], "shared_experts": _shared_experts(args)}
+    return sum(number for name, number in parts.items() if name in (args.recompute_modules or ()))

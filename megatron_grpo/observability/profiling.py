@@ -1,0 +1,93 @@
+"""``--profile``: record some updates, with PyTorch's profiler or for Nsight Systems, under Megatron-LM's flags."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import flag, needs
+
+PROFILE = (
+    ("--profile", bool, False, "record the updates between --profile-step-start and --profile-step-end"),
+    ("--use-pytorch-profiler", bool, False, "write traces and tables to {save}/profile [mark the updates for nsys]"),
+    ("--profile-step-start", int, 10, "record what comes after this update"),
+    ("--profile-step-end", int, 12, "and up to this one"),
+    ("--profile-ranks", [int], None, "ranks that record [0]"),
+)
+PHASE = "phase/"  # Timers gives each phase a range of this name
+OPERATORS = 30  # rows of the table
+
+
+def check_profiling(args: Namespace) -> None:
+    """Refuse flags without effect, ranges without updates, and what this machine cannot record."""
+    for dest in ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"):
+        needs(args, dest, "profile", "nothing is recorded without it")
+    if not args.profile:
+        return
+    start, end = args.profile_step_start, args.profile_step_end
+    if not 0 <= start < end <= (args.train_iters or end):
+        raise GrpoError(
+            f"--profile-step-start ({start}) must be at least 0 and less than --profile-step-end ({end}), and that at "
+            f"most --train-iters ({args.train_iters})"
+        )
+    if args.use_pytorch_profiler and not args.save:
+        raise GrpoError("--use-pytorch-profiler needs --save: there is no directory to write traces to")
+    if not args.use_pytorch_profiler and not torch.cuda.is_available() and not args.dry_run:
+        raise GrpoError(
+            f"--profile marks the updates for nsys, which sees a GPU's work and there is none: add "
+            f"{flag('use_pytorch_profiler')}"
+        )
+
+
+class Profiler:
+    """Records on the ranks asked for while updates are between the two steps; elsewhere it does nothing.
+
+    With PyTorch's profiler a rank leaves ``rank<R>.trace.json.gz`` (for Perfetto or chrome://tracing) and
+    ``rank<R>.txt``, a table of phases and operators; without it CUDA's profiler range begins and ends, for
+    ``nsys profile --capture-range cudaProfilerApi``.
+    """
+
+    def __init__(self, args: Namespace, rank: int, iteration: int):
+        self.args, self.rank = args, rank
+        self.wanted = args.profile and rank in (args.profile_ranks or [0])
+        self.recording: torch.profiler.profile | bool = False
+        self.after(iteration)
+
+    def after(self, iteration: int) -> None:
+        """Begin or end when so many updates are done."""
+        if self.wanted and not self.recording and iteration == self.args.profile_step_start:
+            self._begin()
+        elif self.recording and iteration >= self.args.profile_step_end:
+            self.close()
+
+    def close(self) -> None:
+        """End a recording that is under way, and write it."""
+        if isinstance(self.recording, torch.profiler.profile):
+            self.recording.stop()
+            self._write(self.recording)
+        elif self.recording:
+            torch.cuda.profiler.stop()
+        self.recording = False
+
+    def _begin(self) -> None:
+        if self.args.use_pytorch_profiler:
+            self.recording = torch.profiler.profile()  # of everything that this machine can record
+            self.recording.start()
+        else:
+            torch.cuda.profiler.start()
+            self.recording = True
+
+    def _write(self, recorded: torch.profiler.profile) -> None:
+        directory = Path(self.args.save, "profile")
+        directory.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(str(directory / f"rank{self.rank}.trace.json.gz"))
+        averages = recorded.key_averages()
+        lines = [f"updates {self.args.profile_step_start + 1} to {self.args.profile_step_end}", ""]
+        phases = [event for event in averages if event.key.startswith(PHASE)]
+        for event in sorted(phases, key=lambda event: -event.cpu_time_total):
+            seconds = event.cpu_time_total / 1e6
+            lines.append(f"{event.key.removeprefix(PHASE):12s} {seconds:10.3f} s in {event.count} calls")
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        lines += ["", averages.table(sort_by=order, row_limit=OPERATORS)]
+        (directory / f"rank{self.rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

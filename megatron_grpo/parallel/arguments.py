@@ -1,0 +1,254 @@
+"""Every rule about how a model is spread over ranks: tensor, pipeline, context and expert parallelism."""
+
+import math
+from argparse import Namespace
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_grpo.utils.batch_sizes import batch_arithmetic
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive
+from megatron_grpo.weights.families.common import query_groups
+
+BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+# Of the flags about experts, those that a launch script may keep for dense models.
+_INERT_WITHOUT_EXPERTS = ("moe_token_dispatcher_type", "moe_layer_recompute")
+
+NEED_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
+    "fine_grained_activation_offloading fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type "
+    "use_precision_aware_optimizer use_te_activation_func"
+).split()
+
+
+def check_heads(args: Namespace, size: int, what: str) -> None:
+    """``size`` ranks can share the heads out: query heads evenly, key/value heads evenly or each on several ranks."""
+    divides(args, "num_attention_heads", size, what)
+    groups = query_groups(args)
+    if not args.multi_latent_attention and groups % size and size % groups:
+        raise GrpoError(f"--num-query-groups ({groups}) must be a multiple or a divisor of {what} ({size})")
+
+
+def has_packed_attention(args: Namespace) -> bool:
+    """Whether attention is models/attention.py's, which has sinks and soft caps, and not Transformer Engine's."""
+    special = args.softmax_type != "vanilla" or args.attn_logit_softcapping is not None
+    return args.transformer_impl == "local" or special
+
+
+def _attention_of(args: Namespace) -> str:
+    """What decides the attention, for messages."""
+    if has_packed_attention(args) and args.transformer_impl != "local":
+        return "attention with sinks or soft caps"
+    return f"--transformer-impl {args.transformer_impl}"
+
+
+def generating_width(args: Namespace) -> int:
+    """Ranks of one pipeline stage that make forwards together under --rollout-engine megatron: those that share the
+    attention's weights, or experts.
+    """
+    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size if args.num_experts else 1
+    return math.lcm(args.tensor_model_parallel_size, experts)
+
+
+def check_parallelism(args: Namespace) -> None:
+    tp = args.tensor_model_parallel_size
+    check_heads(args, tp, "tensor parallel size")
+    divides(args, "ffn_hidden_size", tp, "tensor parallel size")
+    if args.sequence_parallel and tp == 1:
+        raise GrpoError("--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits over those ranks")
+    if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
+        raise GrpoError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
+            "megatron-core loses gradients of the keys' rotary part"
+        )
+    if args.transformer_impl == "local":
+        for dest in NEED_TRANSFORMER_ENGINE:
+            if getattr(args, dest):
+                raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
+        for module, instead in (("moe_act", "moe does not"), ("layernorm", "mlp and core_attn do not")):
+            if module in (args.recompute_modules or []):
+                raise GrpoError(f"--recompute-modules {module} needs --transformer-impl transformer_engine; {instead}")
+    excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no such function")
+    backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
+    if args.attention_backend not in backends:
+        raise GrpoError(
+            f"--attention-backend is {args.attention_backend}, but {_attention_of(args)} has {', '.join(backends)}"
+        )
+    _check_pipeline(args)
+    _check_context_parallelism(args)
+    _check_experts(args)
+
+
+def _check_pipeline(args: Namespace) -> None:
+    positive(args, "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank")
+    pp, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    if per_stage is not None:
+        excludes(
+            args,
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "each says how many virtual stages there are",
+        )
+        if args.num_layers % (pp * per_stage):
+            raise GrpoError(
+                f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
+                f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven stages give "
+                "--num-virtual-stages-per-pipeline-rank"
+            )
+        args.num_virtual_stages_per_pipeline_rank = args.num_layers // pp // per_stage
+    if args.pipeline_model_parallel_layout and pp > 1:
+        _read_layout(args)
+    if args.num_virtual_stages_per_pipeline_rank == 1:
+        args.num_virtual_stages_per_pipeline_rank = None
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    uneven = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    if pp == 1 and (virtual or any(getattr(args, dest) for dest in uneven)):
+        dest = "num_virtual_stages_per_pipeline_rank" if virtual else next(d for d in uneven if getattr(args, d))
+        raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
+    if virtual:
+        if "overlap_p2p_comm" not in args.explicit:
+            args.overlap_p2p_comm = True  # as in Megatron-LM
+        if pp == 2 and not args.overlap_p2p_comm:
+            raise GrpoError(
+                "--no-overlap-p2p-communication with 2 pipeline stages and virtual stages mixes up the messages of the "
+                "two neighbours, which are one rank: gradients would be wrong without a word; leave it out"
+            )
+        accumulation = batch_arithmetic(args, args.world_size).gradient_accumulation_steps
+        if accumulation is not None and accumulation % pp:
+            raise GrpoError(
+                f"an update has {accumulation} micro-batches on each data-parallel rank, and virtual stages need a "
+                f"multiple of --pipeline-model-parallel-size ({pp}): change --global-batch-size or --micro-batch-size, "
+                "or give --max-tokens-per-microbatch"
+            )
+        if args.global_batch_size % (args.data_parallel_size * pp):
+            raise GrpoError(
+                f"global_batch_size ({args.global_batch_size}) must be divisible by dp_size x pipeline parallel size "
+                f"({args.data_parallel_size} x {pp}): virtual stages need a multiple of {pp} micro-batches"
+            )
+    else:
+        for dest in ("overlap_p2p_comm", "overlap_p2p_communication_warmup_flush", "align_param_gather"):
+            needs(args, dest, "num_virtual_stages_per_pipeline_rank", "it belongs to the interleaved schedule")
+    uneven += ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    if not any(getattr(args, dest) for dest in uneven):
+        divides(args, "num_layers", pp * (virtual or 1), "pipeline parallel size" + " x virtual stages" * bool(virtual))
+
+
+def _read_layout(args: Namespace) -> None:
+    """Take the number of virtual stages from --pipeline-model-parallel-layout."""
+    pp, text = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    try:
+        layout = PipelineParallelLayerLayout(text, pp)
+    except (AssertionError, KeyError, ValueError) as error:
+        raise GrpoError(f"--pipeline-model-parallel-layout {text}: {error}") from error
+    virtual = layout.virtual_pipeline_model_parallel_size
+    if args.num_virtual_stages_per_pipeline_rank not in (None, virtual):
+        raise GrpoError(
+            f"--pipeline-model-parallel-layout {text} has {virtual} virtual stages on each of {pp} pipeline ranks, "
+            f"--num-virtual-stages-per-pipeline-rank says {args.num_virtual_stages_per_pipeline_rank}: leave it out"
+        )
+    args.num_virtual_stages_per_pipeline_rank = virtual
+    if any(LayerType.mtp in stage for rank in layout.layout for stage in rank if LayerType.loss not in stage):
+        raise GrpoError(
+            f"--pipeline-model-parallel-layout {text}: multi-token-prediction layers (m) must stand on the stage of "
+            "the head (L), which uses their outputs"
+        )
+
+
+def _check_context_parallelism(args: Namespace) -> None:
+    cp, kinds = args.context_parallel_size, args.cp_comm_type
+    if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
+        raise GrpoError(
+            f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p knows "
+            "no windows"
+        )
+    if kinds is None:
+        return
+    if cp == 1:
+        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
+    kinds = set(kinds if isinstance(kinds, list) else [kinds])
+    if has_packed_attention(args):
+        allowed, reason = {"all_gather"}, "keys and values are gathered: leave it out"
+    elif args.multi_latent_attention:
+        allowed, reason = {"p2p"}, "latent attention has p2p only"
+    else:
+        allowed, reason = {"p2p", "a2a"}, "Transformer Engine refuses packed batches in the others"
+    if wrong := sorted(kinds - allowed):
+        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention_of(args)} {reason}")
+    heads = cp * args.tensor_model_parallel_size
+    if "a2a" in kinds and (args.num_attention_heads % heads or query_groups(args) % heads):
+        raise GrpoError(
+            f"--cp-comm-type a2a shares heads out: --num-attention-heads ({args.num_attention_heads}) and "
+            f"--num-query-groups ({query_groups(args)}) must be divisible by TP x CP ({heads}); or take p2p"
+        )
+
+
+def _check_experts(args: Namespace) -> None:
+    ep, experts = args.expert_model_parallel_size, args.num_experts
+    positive(args, "num_experts moe_router_topk moe_ffn_hidden_size")
+    positive(args, "expert_model_parallel_size expert_tensor_parallel_size")
+    if args.moe_layer_recompute and args.recompute_granularity != "full":  # full recomputation has them already
+        args.recompute_granularity = "selective"
+        args.recompute_modules = sorted({*(args.recompute_modules or []), "moe"})
+    if experts is None:
+        needing = [dest for dest in args.explicit if dest.startswith(("moe_", "expert_")) and getattr(args, dest)]
+        needing = [dest for dest in needing if dest not in _INERT_WITHOUT_EXPERTS and getattr(args, dest) != 1]
+        if args.router_replay_mode != "disabled":
+            needing.append("router_replay_mode")
+        if needing:
+            raise GrpoError(f"{flag(sorted(needing)[0])} needs --num-experts: the model has no experts")
+        return
+    if args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+    tp = args.tensor_model_parallel_size
+    etp = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
+    divides(args, "num_experts", ep, "expert parallel size")
+    divides(args, "moe_ffn_hidden_size", etp, "expert tensor parallel size")
+    if args.world_size % (ep * etp * args.pipeline_model_parallel_size):
+        raise GrpoError(
+            f"world_size ({args.world_size}) must be divisible by EP {ep} x ETP {etp} x PP "
+            f"{args.pipeline_model_parallel_size} = {ep * etp * args.pipeline_model_parallel_size}"
+        )
+    cp = args.context_parallel_size
+    if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and ep * etp != tp * cp:
+        raise GrpoError(
+            f"--use-tp-pp-dp-mapping with pipeline stages and experts needs EP x ETP ({ep} x {etp}) = TP x CP ({tp} x "
+            f"{cp}): megatron-core has no other groups in this rank order"
+        )
+    if args.moe_router_topk > experts:
+        raise GrpoError(f"--moe-router-topk ({args.moe_router_topk}) must be at most --num-experts ({experts})")
+    if tp > 1 and not args.sequence_parallel:
+        raise GrpoError(
+            f"mixture of experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: each rank routes "
+            "its own part of the tokens"
+        )
+    if args.add_bias_linear:
+        _check_expert_biases(args)
+    if args.router_replay_mode != "disabled":
+        excludes(args, "router_replay_mode", "moe_router_fusion", "the fused router chooses for itself")
+        if experts > 2**15:
+            raise GrpoError(f"--router-replay-mode keeps experts in 16 bits: --num-experts ({experts}) is too large")
+    kinds = args.moe_router_load_balancing_type
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in BALANCING:
+            raise GrpoError(f"--moe-router-load-balancing-type {kind}: choose from {', '.join(BALANCING)}")
+
+
+def _check_expert_biases(args: Namespace) -> None:
+    """Experts with biases, where megatron-core would refuse, fail or compute something else."""
+    if args.expert_tensor_parallel_size > 1:
+        raise GrpoError(
+            f"experts with biases cannot be split over {args.expert_tensor_parallel_size} tensor-parallel ranks, each "
+            "of which would add the whole bias: give --expert-tensor-parallel-size 1"
+        )
+    if args.transformer_impl == "transformer_engine":
+        excludes(args, "bias_dropout_fusion", "add_bias_linear", "grouped experts add their biases themselves")
+    if args.moe_grouped_gemm:
+        return
+    if args.transformer_impl == "transformer_engine":
+        raise GrpoError("experts with biases need --moe-grouped-gemm with --transformer-impl transformer_engine")
+    if args.bias_activation_fusion and args.activation_func_clamp_value is not None:
+        raise GrpoError(
+            "--bias-activation-fusion with --activation-func-clamp-value would cut off before the bias is added: leave "
+            "it out, or give --moe-grouped-gemm"
+        )

@@ -1,0 +1,1 @@
+"""The models that only answer with log-probabilities: reference and teacher."""

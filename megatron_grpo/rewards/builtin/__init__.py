@@ -1,0 +1,1 @@
+"""The reward functions that ship."""

@@ -1,0 +1,62 @@
+"""The reward for code that passes its tests, which are run in a sandbox."""
+
+from typing import Any
+
+from megatron_grpo.rewards.builtin.answer_text import last_code_block
+from megatron_grpo.rewards.registry import Sample, json_column, register_reward
+from megatron_grpo.rewards.sandbox.sandbox import Limits, sandbox
+from megatron_grpo.utils.errors import GrpoError
+
+_SHARE = 0.8  # of --reward-timeout, for the tests: the rest is for the sandbox itself
+_FORMS = '"assert ..", {"stdin": .., "stdout": ..} or {"call": NAME, "args": [..], "returns": ..}'
+
+
+@register_reward("code")
+def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory: int, reward_timeout: float) -> float:
+    """The share of row["tests"] that the completion's last block of Python (```python .. ```) passes; 0 without one.
+
+    row["tests"] is a list, or JSON text of one, of Python to be run behind the program ("assert f(1) == 2"), of
+    {"stdin": .., "stdout": ..}, where white space at the ends of lines and of the output does not count, and of
+    {"call": NAME, "args": [..], "returns": ..}, compared as JSON. What takes too long has not passed.
+    """
+    tests = _tests(sample.row.get("tests"))
+    program = last_code_block(sample.completion)
+    if program is None:
+        return 0.0
+    limits = Limits(code_timeout, _SHARE * reward_timeout, code_memory)
+    results = sandbox(code_sandbox == "strict").run(program, [_question(test) for test in tests], limits)
+    return sum(map(passes, tests, results)) / len(tests)
+
+
+def passes(test: dict[str, Any], result: dict[str, Any]) -> bool:
+    """Whether a result of ``Sandbox.run`` is what the test expects."""
+    if "stdout" in test:
+        return "stdout" in result and _lines(result["stdout"]) == _lines(test["stdout"])
+    if "returns" in test:
+        return "value" in result and result["value"] == test["returns"]
+    return result.get("passed", False)
+
+
+def _tests(column: Any) -> list[dict[str, Any]]:
+    tests = json_column(column)
+    if isinstance(tests, list) and tests:
+        tests = [{"assert": test} if isinstance(test, str) else test for test in tests]
+        if all(map(_is_test, tests)):
+            return tests
+    raise GrpoError(f'the row\'s "tests" must be a list of {_FORMS}, found {column!r:.200}')
+
+
+def _is_test(test: Any) -> bool:
+    match test:
+        case {"assert": str()} | {"stdin": str(), "stdout": str()} | {"call": str(), "args": list(), "returns": _}:
+            return True
+    return False
+
+
+def _question(test: dict[str, Any]) -> dict[str, Any]:
+    """The test without what it expects, which is not for the program to see."""
+    return {key: value for key, value in test.items() if key not in ("stdout", "returns")}
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

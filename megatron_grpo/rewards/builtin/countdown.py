@@ -1,0 +1,54 @@
+"""The reward for the numbers game: reach a target from given numbers."""
+
+import ast
+import operator
+from collections import Counter
+from fractions import Fraction
+
+from megatron_grpo.rewards.builtin.answer_text import final_answer
+from megatron_grpo.rewards.registry import Sample, register_reward
+from megatron_grpo.utils.errors import GrpoError
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
+
+
+@register_reward("countdown")
+def countdown(sample: Sample) -> float:
+    r"""1 when the answer (<answer> text or the last \boxed{}) makes row["target"] of row["nums"], else 0.
+
+    Each number exactly once, with + - * / and brackets, computed exactly; what follows "=" is not looked at.
+
+    Source of the game's form: TinyZero (Pan et al. 2025, github.com/Jiayi-Pan/TinyZero).
+    """
+    numbers, target = sample.row.get("nums"), sample.row.get("target")
+    if not _whole([target]) or not isinstance(numbers, list) or not numbers or not _whole(numbers):
+        raise GrpoError(f'the row needs whole "nums" (a list) and "target", found {numbers!r:.80} and {target!r:.80}')
+    answer = final_answer(sample.completion)
+    if answer is None:
+        return 0.0
+    used: list[int] = []
+    try:
+        tree = ast.parse(answer.partition("=")[0].translate(_SIGNS).strip(), mode="eval")
+        value = _value(tree.body, used)
+    # Text that is no expression, or one that is nested too deeply for Python's parser.
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return 0.0
+    return float(value == target and Counter(used) == Counter(numbers))
+
+
+def _whole(values: list) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    """The value of an expression, whose numbers are appended to ``used``; ValueError for anything else in it."""
+    match node:
+        case ast.BinOp(left, operation, right) if type(operation) in _OPERATORS:
+            return _OPERATORS[type(operation)](_value(left, used), _value(right, used))
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand, used)
+        case ast.Constant(int(number)) if not isinstance(number, bool):
+            used.append(number)
+            return Fraction(number)
+    raise ValueError(f"not arithmetic: {ast.dump(node):.80}")

@@ -1,0 +1,59 @@
+"""The reward for calling the right tools with the right arguments."""
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from megatron_grpo.rewards.registry import Sample, json_column, register_reward
+from megatron_grpo.utils.errors import GrpoError
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@register_reward("tool_call")
+def tool_call(sample: Sample) -> float:
+    """How far the completion's <tool_call>{"name": .., "arguments": {..}}</tool_call> are row["tool_calls"], 0 to 1.
+
+    (names in common + calls in common) / (2 max(calls, expected calls)), both as multisets, in any order; a call is in
+    common when name and all arguments are equal. Text in the tags that is no such JSON is a call that matches nothing.
+    Where no call is expected, 1 without any, else 0. row["tool_calls"] is a list, or JSON text of one, as Parquet
+    needs it where arguments differ from row to row.
+
+    Source of names and arguments as parts: ToolRL (Qian et al. 2025, arXiv:2504.13958), simplified.
+    """
+    expected = _expected(sample.row.get("tool_calls"))
+    made = [_read(text) for text in _CALL.findall(sample.completion)]
+    if not expected:
+        return float(not made)
+    calls = Counter(call for call in made if call) & Counter(expected)
+    names = Counter(call[0] for call in made if call) & Counter(name for name, _ in expected)
+    return (names.total() + calls.total()) / (2 * max(len(made), len(expected)))
+
+
+def _expected(column: Any) -> list[tuple[str, str]]:
+    calls = json_column(column)
+    if isinstance(calls, list):
+        read = [_read(json.dumps(call)) for call in calls]
+        if all(read):
+            return [call for call in read if call]
+    raise GrpoError(
+        f'the row\'s "tool_calls" must be a list of {{"name": .., "arguments": {{..}}}}, found {column!r:.200}'
+    )
+
+
+def _read(text: str) -> tuple[str, str] | None:
+    """Name and arguments (as JSON with sorted keys, in which 2 and 2.0 are the same) of a call, or None."""
+    try:
+        call = json.loads(text, parse_float=_number)
+    except (ValueError, RecursionError):
+        return None
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return name, json.dumps(arguments, sort_keys=True)
+    return None
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value

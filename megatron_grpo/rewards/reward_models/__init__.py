@@ -1,0 +1,1 @@
+"""Reward models: sequence classifiers and generative judges."""

@@ -1,0 +1,146 @@
+"""Rules of the flags of reward models, and what each of them is."""
+
+import json
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_grpo.rewards.reward_models.judge import DEFAULT_PATTERN, check_pattern, check_template
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import flag, needs, positive
+
+_BY_NAME = ("reward_model_template", "reward_model_pattern", "reward_model_plugin")
+_OF_MODELS = (*_BY_NAME, "reward_model_max_tokens", "reward_model_timeout", "reward_model_concurrency")
+
+
+@dataclass(frozen=True)
+class RewardModelSpec:
+    """One of --reward-model: a directory or an address, and for a judge its plugin, or its template's text and its
+    pattern.
+    """
+
+    name: str
+    place: str
+    template: str | None = None
+    pattern: str = DEFAULT_PATTERN
+    plugin: str | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is asked over HTTP."""
+        return "://" in self.place
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether it is asked by chat, and not for a classifier's score."""
+        return self.template is not None or self.plugin is not None
+
+    @property
+    def key_variable(self) -> str:
+        """The variable of the environment that holds its API key."""
+        return f"{re.sub(r'[^A-Za-z0-9]', '_', self.name).upper()}_API_KEY"
+
+
+def check_reward_models(args: Namespace) -> None:
+    """Refuse flags of reward models that do not go together, or would do nothing; GrpoError."""
+    positive(args, "reward_model_max_tokens reward_model_timeout reward_model_concurrency")
+    for dest in _OF_MODELS:
+        needs(args, dest, "reward_model", "it is about reward models")
+    models = reward_models(args)
+    for name, spec in models.items():
+        if name not in (args.reward_funcs or []):
+            raise GrpoError(f"--reward-model {name}: name it in --reward-funcs as well, or leave it out")
+        if not spec.is_served:
+            _check_directory(spec)
+    if "reward_model_max_tokens" in args.explicit and not any(spec.template for spec in models.values()):
+        raise GrpoError("--reward-model-max-tokens needs --reward-model-template: no other answer is limited by it")
+
+
+def reward_models(args: Namespace) -> dict[str, RewardModelSpec]:
+    """The models of --reward-model by name, with their templates read; GrpoError for what cannot be one."""
+    places = _by_name("reward_model", args.reward_model)
+    given = {dest: _by_name(dest, getattr(args, dest)) for dest in _BY_NAME}
+    for dest, values in given.items():
+        for name in values:
+            if name not in places:
+                raise GrpoError(f"{flag(dest)} {name}: there is no --reward-model {name}")
+    templates, patterns, plugins = given.values()
+    specs = {}
+    for name, place in places.items():
+        if "://" in place:
+            _check_address(name, place)
+        if name in plugins and (name in templates or name in patterns):
+            raise GrpoError(f"--reward-model-plugin {name}: the plugin asks and scores; leave out template and pattern")
+        if name in patterns:
+            if name not in templates:
+                raise GrpoError(f"--reward-model-pattern {name} needs --reward-model-template: classifiers do not talk")
+            _at(f"--reward-model-pattern {name}", check_pattern, patterns[name])
+        text = _read(name, templates[name]) if name in templates else None
+        specs[name] = RewardModelSpec(name, place, text, patterns.get(name, DEFAULT_PATTERN), plugins.get(name))
+        if specs[name].is_judge and not specs[name].is_served:
+            raise GrpoError(
+                f"--reward-model {name}={place}: a judge is asked over HTTP: start one with `vllm serve {place}` and "
+                "give its address"
+            )
+    return specs
+
+
+def _by_name(dest: str, words: list[str] | None) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for word in words or []:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or not equals or not value or name in values:
+            raise GrpoError(f"{flag(dest)} {word}: expected NAME=VALUE, each name once")
+        values[name] = value
+    return values
+
+
+def _check_address(name: str, place: str) -> None:
+    url = urlsplit(place)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise GrpoError(f"--reward-model {name}: that is no server's address: give http://HOST:PORT, or a directory")
+    if url.username or url.password or url.query:
+        raise GrpoError(
+            f"--reward-model {name}: an address must not hold a key, which would be printed and saved: put it into the "
+            f"environment, as {RewardModelSpec(name, place).key_variable}"
+        )
+
+
+def _check_directory(spec: RewardModelSpec) -> None:
+    path, where = Path(spec.place, "config.json"), f"--reward-model {spec.name}={spec.place}"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise GrpoError(f"{where}: no Hugging Face model directory ({error}); an address has http://") from error
+    match config:
+        case {"architectures": [str(architecture), *_]}:
+            pass
+        case _:
+            architecture = "of no architecture"
+    if not architecture.endswith("ForSequenceClassification"):
+        raise GrpoError(
+            f"{where} is {architecture}, no ...ForSequenceClassification: take a sequence classifier, or serve it and "
+            "make it a judge by --reward-model-template"
+        )
+    names = config.get("id2label")
+    labels = config.get("num_labels", len(names) if isinstance(names, dict) else 2)  # two when it does not say
+    if labels != 1:
+        raise GrpoError(f"{where} tells {labels} classes apart: take a classifier with one score (num_labels 1)")
+
+
+def _read(name: str, file: str) -> str:
+    try:
+        text = Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrpoError(f"--reward-model-template {name}={file}: cannot be read: {error}") from error
+    _at(f"--reward-model-template {name}={file}", check_template, text)
+    return text
+
+
+def _at(where: str, check, text: str) -> None:
+    try:
+        check(text)
+    except GrpoError as error:
+        raise GrpoError(f"{where}: {error}") from error

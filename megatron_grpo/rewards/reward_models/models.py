@@ -1,0 +1,288 @@
+"""Reward models: a sequence classifier in this process or behind vLLM's /classify, and a judge that is asked by chat.
+
+A chat is shown to a classifier as that model's own chat template writes it, with the completion as the assistant's
+message; a prompt that is a string, and a chat where the model has no template, as the plain text of prompt and
+completion. A classifier's score is its logit: no sigmoid.
+"""
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.data.row_prompt import parse_prompt
+from megatron_grpo.rewards.registry import Sample, known_rewards
+from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
+from megatron_grpo.rewards.reward_models.judge import Judge, TemplateJudge, get_judge
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.http_client import Client, Fault
+
+_LONGEST_PAUSE = 5.0  # seconds between two requests to a server that is away
+_TOLD_AFTER = 1.0  # seconds without an answer: one that is busy for a moment is not worth a line
+
+
+class RewardModel(ABC):
+    """One model that scores; ``flags`` are the attributes of the parsed arguments."""
+
+    def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
+        self.spec, self.flags = spec, flags
+        self._has_template = True
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Make it ready; GrpoError with cause and cure when it cannot score."""
+
+    @abstractmethod
+    async def score(self, sample: Sample) -> float | None:
+        """The score of a sample; Fault when it cannot be had."""
+
+    def shown(self, sample: Sample) -> str | list[dict[str, Any]]:
+        """What a classifier is shown: a text, or a chat that its own template turns into one."""
+        prompt = parse_prompt(sample.row, self.flags["prompt_key"], self.flags["system_prompt"])
+        if isinstance(prompt, str):
+            return prompt + sample.completion
+        if not self._has_template:
+            return sample.prompt + sample.completion
+        return [*prompt, {"role": "assistant", "content": sample.completion}]
+
+    def without_template(self, reason: str) -> None:
+        """From now on chats are shown as plain text."""
+        self._has_template = False
+        print(f"reward model {self.spec.name} is shown chats as plain text: {reason}", flush=True)
+
+
+class ServedModel(RewardModel, Client):
+    """A model behind HTTP, asked at most --reward-model-concurrency times at once.
+
+    A request that is refused, breaks off, or is answered by 5xx or 429 is made again, until the model has not answered
+    for --reward-model-timeout seconds. After that each further request is made once, so that a server that is gone for
+    good costs no more time, and one that comes back is used again.
+    """
+
+    def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
+        address, _, self._model = spec.place.partition("#")
+        Client.__init__(self, address, os.environ.get(spec.key_variable))
+        RewardModel.__init__(self, spec, flags)
+        self.key_flag = f"--api-key: {spec.key_variable} in the environment"
+        self._patience = flags["reward_model_timeout"]
+        self._room = asyncio.Semaphore(flags["reward_model_concurrency"])
+        self._away_since: float | None = None  # its first fault that passes since its last answer
+        self._told = False
+
+    async def check(self) -> None:
+        try:
+            cards = (await self._ask("GET", "/v1/models"))["data"]
+            names = [card["id"] for card in cards]
+            if not self._model and len(names) != 1:
+                raise Fault(f"it has {len(names)} models ({', '.join(names)[:200]}): name one, {self.url}#MODEL")
+            self._model = self._model or names[0]
+            await self.check_kind()
+        except Fault as fault:
+            cure = ": start it, or correct the address" if fault.passing else ""
+            raise GrpoError(f"--reward-model {self.spec.name}={self.url}: {fault}{cure}") from fault
+
+    @abstractmethod
+    async def check_kind(self) -> None:
+        """Fault when the server's model is of another kind."""
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        first = None
+        async with self._room:
+            for pause in _pauses():
+                try:
+                    answer = await self.call(method, path, body, self._patience)
+                except Fault as fault:
+                    if not fault.passing:
+                        raise
+                    now = time.monotonic()
+                    first = first or now
+                    self._away_since = self._away_since or now
+                    if not self._told and now - self._away_since > _TOLD_AFTER:
+                        self._told = True
+                        self._tell(f"{fault}; it is asked again for {self._patience:g} s (--reward-model-timeout)")
+                    if now - min(first, self._away_since) >= self._patience:
+                        raise Fault(f"{fault}; it was asked for {self._patience:g} s", passing=True) from fault
+                    await asyncio.sleep(min(pause, self._patience / 4))
+                else:
+                    if self._told and self._away_since:
+                        self._tell(f"answers again, after {time.monotonic() - self._away_since:.1f} s")
+                    self._away_since, self._told = None, False
+                    return answer
+
+    def _tell(self, what: str) -> None:
+        print(f"reward model {self.spec.name} at {self.url}: {what}", flush=True)
+
+
+def _pauses() -> Iterator[float]:
+    pause = 0.25
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class ServedClassifier(ServedModel):
+    """A sequence classifier behind ``vllm serve DIR --runner pooling``, whose activation is left out."""
+
+    async def check_kind(self) -> None:
+        try:
+            _logit(await self.call("POST", "/classify", self._body("a"), self._patience))
+        except Fault as fault:
+            raise Fault(
+                f"{fault}. Is it a classifier, started by `vllm serve DIR --runner pooling`? A generative model can be "
+                "a judge, by --reward-model-template"
+            ) from fault
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            _logit(await self.call("POST", "/classify", self._body(chat), self._patience))
+        except Fault as fault:
+            if fault.passing:
+                raise
+            self.without_template(str(fault))
+
+    async def score(self, sample: Sample) -> float:
+        return _logit(await self._ask("POST", "/classify", self._body(self.shown(sample))))
+
+    def _body(self, shown: str | list[dict[str, Any]]) -> dict[str, Any]:
+        what = {"input": shown} if isinstance(shown, str) else {"messages": shown}
+        return {"model": self._model, "use_activation": False} | what
+
+
+def _logit(answer: Any) -> float:
+    match answer:
+        case {"data": [{"probs": [int() | float() as logit]}]}:
+            return logit
+        case {"data": [{"probs": [*classes]}]}:
+            raise Fault(f"it tells {len(classes)} classes apart: serve a classifier with one score (num_labels 1)")
+    raise Fault(f"its answer is no classifier's: {answer!r:.200}")
+
+
+class ServedJudge(ServedModel):
+    """A generative model behind an OpenAI-compatible /v1/chat/completions."""
+
+    def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
+        super().__init__(spec, flags)
+        self._judge = build_judge(spec, flags["reward_model_max_tokens"])
+
+    async def check_kind(self) -> None:
+        body = {"model": self._model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        try:
+            _text(await self.call("POST", "/v1/chat/completions", body, self._patience))
+        except Fault as fault:
+            if self.spec.plugin and fault.status != 404:
+                return  # what a plugin asks may be another matter
+            raise Fault(
+                f"{fault}. Is it a generative model with a chat template? A classifier has no --reward-model-template "
+                "and no --reward-model-plugin"
+            ) from fault
+
+    async def score(self, sample: Sample) -> float | None:
+        body = {"model": self._model} | self._judge.request(sample)
+        return self._judge.score(sample, _text(await self._ask("POST", "/v1/chat/completions", body)))
+
+
+def _text(answer: Any) -> str:
+    match answer:
+        case {"choices": [{"message": {"content": str() | None as text}}, *_]}:
+            return text or ""  # None: it has done nothing but think
+    raise Fault(f"its answer is no chat completion: {answer!r:.200}")
+
+
+class LocalClassifier(RewardModel):
+    """A Hugging Face sequence classifier in this process, on its CPU in float32: the samples that wait are a batch."""
+
+    def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
+        super().__init__(spec, flags)
+        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._running: asyncio.Task | None = None
+
+    async def check(self) -> None:
+        await asyncio.to_thread(self._load)
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        directory = self.spec.place
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self._model, info = AutoModelForSequenceClassification.from_pretrained(
+                directory, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
+        except Exception as error:  # damaged files make tokenizers, safetensors and torch raise kinds of their own
+            raise GrpoError(f"--reward-model {self.spec.name}={directory}: cannot be loaded: {error}") from error
+        if info["missing_keys"]:
+            raise GrpoError(
+                f"--reward-model {self.spec.name}={directory}: its files lack {sorted(info['missing_keys'])[0]}, which "
+                "would be random: take a trained classifier"
+            )
+        self._model.eval()
+        self._longest = getattr(self._model.config, "max_position_embeddings", None)
+        if self._tokenizer.chat_template is None:
+            self.without_template(f"{Path(directory).name} has no chat template")
+
+    async def score(self, sample: Sample) -> float:
+        shown = self.shown(sample)
+        if isinstance(shown, str):
+            ids = self._tokenizer(shown)["input_ids"]
+        else:
+            text = self._tokenizer.apply_chat_template(shown, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+        if self._longest and len(ids) > self._longest:
+            raise Fault(f"{len(ids)} tokens are more than the {self._longest} that it reads")
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ids, future))
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return await future
+
+    async def _run(self) -> None:
+        # Without padding of its own transformers cannot tell where a sequence of several ends.
+        size = self.flags["reward_model_concurrency"] if self._model.config.pad_token_id is not None else 1
+        await asyncio.sleep(0)  # what was handed over together is scored together
+        while self._waiting:
+            batch, self._waiting = self._waiting[:size], self._waiting[size:]
+            try:
+                scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])
+            except Exception as error:
+                for _, future in batch:
+                    future.set_exception(error)
+            else:
+                for (_, future), score in zip(batch, scores, strict=True):
+                    future.set_result(score)
+        self._running = None
+
+    def _forward(self, sequences: list[list[int]]) -> list[float]:
+        import torch
+
+        width, pad = max(map(len, sequences)), self._model.config.pad_token_id or 0
+        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in sequences])
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
+        with torch.inference_mode():
+            return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].tolist()
+
+
+def build_judge(spec: RewardModelSpec, max_tokens: int) -> Judge:
+    """How this judge is asked; GrpoError when its plugin is not there."""
+    if spec.plugin is not None:
+        return get_judge(spec.plugin)
+    assert spec.template is not None
+    return TemplateJudge(spec.template, spec.pattern, max_tokens)
+
+
+def check_models(models: Mapping[str, RewardModelSpec], max_tokens: int) -> None:
+    """GrpoError for a model whose name a function has, or whose plugin there is not."""
+    for name, spec in models.items():
+        if name in known_rewards():
+            raise GrpoError(f"--reward-model {name}: a reward function has this name; choose another")
+        if spec.is_judge:
+            build_judge(spec, max_tokens)
+
+
+def build_model(spec: RewardModelSpec, flags: Mapping[str, Any]) -> RewardModel:
+    """The reward model that the flags describe."""
+    if not spec.is_served:
+        return LocalClassifier(spec, flags)
+    return ServedJudge(spec, flags) if spec.is_judge else ServedClassifier(spec, flags)

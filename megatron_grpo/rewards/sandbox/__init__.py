@@ -1,0 +1,1 @@
+"""Runs generated code where it can do no harm."""

@@ -1,0 +1,128 @@
+"""Runs generated Python where it can do no harm: the side that asks. ``sandbox_driver`` is the side that runs it."""
+
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.utils.errors import GrpoError
+
+_DRIVER = Path(__file__).with_name("sandbox_driver.py")
+_PATIENCE = 20.0  # s for starting and answering, beyond the time that the tests may take
+_PROBE = "import collections, heapq, itertools, math, random, re\nassert input() == '1'\nprint(math.pi)\n"
+
+# What there is to isolate by, best first, and what it means.
+KINDS = {
+    "namespaces": "Linux namespaces (no network, no files but Python's, no other processes) and limits",
+    "limits": "limits on time, memory, processes and files ONLY: it reaches the network, and what this user may read; "
+    "--code-sandbox strict refuses that",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What each test may have; ``seconds_in_all`` bounds the tests of one program together."""
+
+    seconds: float = 4.0
+    seconds_in_all: float = 8.0
+    memory_mb: int = 512  # of address space, for each process
+    processes: int = 32
+    file_mb: int = 16  # for each file, and with namespaces for all together
+    output_kb: int = 1024
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed: nothing is known about the program."""
+
+
+class Sandbox:
+    """A process, of a kind of ``KINDS``, that runs one program after the other, each time in fresh processes."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, program: str, tests: Sequence[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
+        """Runs a Python program once for each test, and says in their order what came of it.
+
+        A test is {"stdin": text}, {"call": name of a function, "args": list} or {"assert": code to be run behind it}.
+        A result has "stdout", "value" (what the call returned, as JSON has it) or "passed" (true); or else "fault", a
+        line about what went wrong. SandboxError, and a new process for the next program, when the sandbox failed.
+        """
+        if self._process is None:
+            self._process = self._start()
+        job = {"program": program, "tests": list(tests)} | vars(limits)
+        try:
+            assert self._process.stdin
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+            return json.loads(self._line(limits.seconds_in_all + _PATIENCE))
+        except (OSError, ValueError, SandboxError) as error:
+            raise SandboxError(f"the sandbox failed: {error} {self.close()}".strip()) from error
+
+    def close(self) -> str:
+        """Ends the process; returns the last line that it had to say about it."""
+        if self._process is None:
+            return ""
+        self._process.kill()
+        _, errors = self._process.communicate()
+        self._process = None
+        return errors.decode(errors="replace").strip().rpartition("\n")[2][-300:]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        folder = tempfile.gettempdir()
+        return subprocess.Popen(
+            # It stays in the process group of the worker, and so ends with it.
+            [sys.executable, "-I", "-S", str(_DRIVER), self.kind, sys.base_prefix, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            cwd="/",
+        )
+
+    def _line(self, seconds: float) -> bytes:
+        assert self._process and self._process.stdout
+        deadline, data = time.monotonic() + seconds, b""
+        while not data.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise SandboxError(f"it did not answer within {seconds:g} s")
+            part = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not part:
+                raise SandboxError("it ended")
+            data += part
+        return data
+
+
+@functools.cache
+def sandbox(strict: bool) -> Sandbox:
+    """The best sandbox that works here, found by trying; GrpoError when none does, or with ``strict`` a lesser one."""
+    said = []
+    for kind in list(KINDS)[: 1 if strict else None]:
+        candidate = Sandbox(kind)
+        try:
+            (result,) = candidate.run(_PROBE, [{"stdin": "1\n"}], Limits(10.0, 10.0))
+        except SandboxError as error:
+            result = {"fault": str(error)}
+        if result.get("stdout", "").startswith("3.14159"):
+            return candidate
+        said.append(f"{kind}: {result.get('fault', 'the program printed something else')}")
+        candidate.close()
+    cure = "leave --code-sandbox strict out to do with limits alone" if strict else "docs/rewards.md says what it takes"
+    raise GrpoError(f"generated code cannot be isolated on this machine ({'; '.join(said)}): {cure}")
+
+
+def isolation_here(strict: bool) -> str:
+    """What `sandbox` isolates by on this machine, in words; GrpoError as there."""
+    found = sandbox(strict)
+    found.close()
+    return KINDS[found.kind]

@@ -1,0 +1,1 @@
+"""The training model itself as the engine."""

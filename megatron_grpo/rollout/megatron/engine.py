@@ -1,0 +1,231 @@
+"""The training model itself as the engine (``--rollout-engine megatron``): batched, with a KV cache, at its own layout.
+
+There are no other weights than the trainer's, hence no sync, and completions are exactly on-policy. A step runs the new
+prompts and the newest tokens of all running completions in one forward: through the pipeline's stages one after the
+other, then one exchange tells every rank of the replica which tokens were sampled.
+
+Each tensor-parallel group, with its pipeline, is a replica with requests of its own; context-parallel ranks too, for a
+cache needs no split sequences. Those that share experts make forwards together: they are members of one replica.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from megatron_grpo.models.kv_cache import KVCache, Step, generating
+from megatron_grpo.parallel.arguments import generating_width
+from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.megatron.sampling import sample
+from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
+from megatron_grpo.training import train_step as training
+from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.errors import GrpoError
+
+
+class MegatronEngine:
+    """Generates with ``model``, the trainer's chunks of this rank, where they are."""
+
+    has_weights = True
+
+    def __init__(self, args, model: training.Model, tokenizer):
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        ranks_of_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
+        place = parallel_state.get_data_parallel_rank(with_context_parallel=True) * tp
+        place += parallel_state.get_tensor_model_parallel_rank()  # within this pipeline stage
+        width = generating_width(args)
+        self.replica, self.num_replicas = place // width, ranks_of_stage // width
+        self._member, self._members = place % width // tp, width // tp
+        self.is_lead = place % width == 0 and parallel_state.is_pipeline_first_stage()
+        self._group = _group_of(self.replica, self.num_replicas)
+        self._first, self._last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        self._samples = self._last and parallel_state.get_tensor_model_parallel_rank() == 0
+
+        self._args, self._model, self._chunks = args, model, unwrap_model(model)
+        self._version = 0
+        length = args.max_prompt_length + args.max_completion_length
+        self._cache = KVCache(model, args.inference_max_requests, length)
+        self._scheduler = Scheduler(
+            self._members, args.inference_max_requests, length, tokenizer.eos_id, tokenizer.decode
+        )
+        self._generator = torch.Generator(device())
+
+    # ---- requests
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._scheduler.submit(requests)
+
+    def abort(self, ids: Iterable[int]) -> None:
+        self._scheduler.abort(ids)
+
+    def poll(self) -> list[Completion]:
+        works = self._scheduler.step()
+        counts = [len(work.sampled) for work in works]
+        if not sum(counts):
+            return []
+        step = self._step(works[self._member], self._padded(works))
+        hidden = self._forward(step)
+        values = torch.zeros(sum(counts), 2, dtype=torch.float64, device=device())  # holds any token's number exactly
+        if self._last and counts[self._member]:
+            logits = self._chunks[-1].next_token_logits(hidden, step.sampled)
+            if self._samples:
+                begin = sum(counts[: self._member])
+                values[begin : begin + len(logits)] = self._sample(logits, works[self._member])
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)  # each row has one writer
+        tokens, log_probs = values.cpu().T.tolist()  # the only time that the host waits for the device
+        finished = self._scheduler.take(works, list(map(int, tokens)), log_probs)
+        return [self._completion(running) for running in finished]
+
+    def _completion(self, running) -> Completion:
+        log_probs = running.log_probs if running.request.sampling.log_probs else None
+        return Completion(running.request.id, running.token_ids, log_probs, running.finish_reason, self._version)
+
+    def _padded(self, works: list[Work]) -> int:
+        """Tokens of this member's step: padded to parts for tensor-parallel ranks, and never none, so that an idle
+        member takes part in the exchange of experts.
+        """
+        parts = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
+        tokens = works[self._member].num_tokens
+        if self._args.moe_token_dispatcher_type == "allgather":  # it gathers as many from each rank
+            tokens = max(work.num_tokens for work in works)
+        return max(-(-tokens // parts), 1) * parts
+
+    def _step(self, work: Work, total: int) -> Step:
+        """The tokens of ``work``, with padding ``total``, on the device."""
+        length = self._cache.length
+        tokens, positions, rows, source, sampled, ends = [], [], [], [], [], [0]
+        for prompt in work.prompts:
+            ids = np.asarray(prompt[0].request.prompt_ids, np.int64)
+            places = np.arange(len(ids))
+            tokens.append(ids)
+            positions.append(places)
+            for running in prompt:
+                rows.append(running.slot * length + places)
+                source.append(ends[-1] + places)
+            ends.append(ends[-1] + len(ids))
+            sampled += [ends[-1] - 1] * len(prompt)
+        slots = np.array([running.slot for running in work.running], np.int64)
+        lengths = np.array([running.length for running in work.running], np.int64)
+        newest = ends[-1] + np.arange(len(slots))
+        padding = np.zeros(total - ends[-1] - len(slots), np.int64)
+        arrays = (
+            [*tokens, [running.token_ids[-1] for running in work.running], padding],
+            [*positions, lengths - 1, padding],
+            [*rows, slots * length + lengths - 1],
+            [*source, newest],
+            [slots],
+            [lengths],
+            [sampled, newest],
+        )
+        flat = [np.concatenate([np.asarray(part, np.int64) for part in parts]) for parts in arrays]
+        # One copy to the device, not seven.
+        both = torch.from_numpy(np.concatenate(flat)).to(device(), non_blocking=True)
+        tokens, positions, rows, source, slots, on_device, sampled = both.split([len(array) for array in flat])
+        longest = int(lengths.max(initial=0))
+        return Step(tokens, positions, rows, source, tuple(ends), slots, on_device, longest, sampled)
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        """The step through all stages and virtual stages, one after the other; on the last its hidden states."""
+        self._cache.step = step
+        parts = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
+        config, group = self._chunks[0].config, parallel_state.get_pipeline_model_parallel_group()
+        hidden = None
+        for number, chunk in enumerate(self._chunks):
+            if number or not self._first:
+                shape = len(step.tokens) // parts, 1, config.hidden_size
+                received = torch.empty(shape, dtype=config.pipeline_dtype, device=device())
+                dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank(), group=group)
+                chunk.set_input_tensor([received])
+            hidden = chunk.hidden_states(step.tokens, step.positions)
+            if number < len(self._chunks) - 1 or not self._last:
+                sent = hidden.to(config.pipeline_dtype).contiguous()
+                dist.send(sent, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
+        return hidden
+
+    def _sample(self, logits: torch.Tensor, work: Work) -> torch.Tensor:
+        """Tokens and log-probabilities ``[n, 2]`` of the member's rows."""
+        rows = work.sampled
+        tokens, log_probs = sample(
+            logits,
+            [running.request.sampling for running in rows],
+            [running.request.prompt_ids for running in rows],
+            [running.token_ids for running in rows],
+            self._generator,
+        )
+        return torch.stack([tokens.double(), log_probs.double()], 1)
+
+    # ---- a rollout
+
+    @contextlib.contextmanager
+    def rollout(self, seed: int) -> Iterator[None]:
+        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it
+        was; the model generates, and cannot be trained.
+        """
+        seeds = np.random.SeedSequence([seed + self.replica, self._member])
+        self._generator.manual_seed(int(seeds.generate_state(1)[0]))
+        with (
+            training.parameters_complete(self._args, self._model),
+            torch.no_grad(),
+            generating(self._model, self._cache),
+        ):
+            try:
+                yield
+            finally:
+                self._cache.step = None
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """The weights are the trainer's own: ``weights`` is left alone."""
+        self._version = version
+
+    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
+        return []  # they are the same tensors
+
+    def wake_weights(self) -> None:
+        pass
+
+    def wake_cache(self) -> None:
+        """Allocate the cache; GrpoError when there is no room."""
+        free = _free_bytes()
+        if self._cache.num_bytes > free and not self._cache.layers:
+            raise GrpoError(
+                f"the KV cache of {self._cache.slots} sequences of {self._cache.length} tokens takes "
+                f"{self._cache.num_bytes / 2**30:.2f} GiB on each rank, but {free / 2**30:.2f} GiB are free: lower "
+                "--inference-max-requests, or offload more (--offload-optimizer, --offload-gradients)"
+            )
+        self._cache.allocate()
+
+    def sleep(self) -> None:
+        """Free the cache."""
+        self._cache.free()
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self._cache.free()
+
+    def health(self) -> str | None:
+        return None  # it lives and dies with this process
+
+
+def _free_bytes() -> int:
+    """Memory that this process could take on its device: what is free, and what torch holds but does not use."""
+    if not torch.cuda.is_available():
+        return psutil.virtual_memory().available
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _group_of(replica: int, num_replicas: int) -> dist.ProcessGroup | None:
+    """The process group of a replica's ranks on the device; None when it has one rank."""
+    replicas = [torch.empty((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(replicas, torch.tensor(replica), group=host_group())
+    if len(replicas) == num_replicas:
+        return None
+    of = [int(number) for number in replicas]
+    groups = [dist.new_group([rank for rank in range(len(of)) if of[rank] == number]) for number in range(num_replicas)]
+    return groups[replica]

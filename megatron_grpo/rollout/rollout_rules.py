@@ -1,0 +1,178 @@
+"""The rules about what generates: engines, servers, sampling, weight sync; validation.py applies them."""
+
+from argparse import Namespace
+from urllib.parse import urlsplit
+
+import torch
+
+from megatron_grpo.algorithm.loss_rules import uses_engine_log_probs
+from megatron_grpo.parallel.arguments import check_heads
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import flag, positive, required, within
+
+# Flags of an engine in the training processes; a server is started with its own.
+ENGINES_OWN = (
+    "vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_len vllm_enforce_eager "
+    "vllm_enable_prefix_caching vllm_dtype vllm_quantization vllm_enable_expert_parallel vllm_engine_kwargs sleep_level"
+).split()
+
+
+def _check_servers(args: Namespace) -> None:
+    """Rules of engines over HTTP; the servers themselves are asked when the engine is built."""
+    kind = "sglang" if args.rollout_engine == "sglang" else "vllm" if args.vllm_mode == "server" else None
+    url_flag = f"{kind}_server_base_url"
+    for dest in ("base_url", "api_key", "timeout"):
+        if f"vllm_server_{dest}" in args.explicit and kind != "vllm":
+            raise GrpoError(f"{flag(f'vllm_server_{dest}')} needs --rollout-engine vllm --vllm-mode server")
+        if f"sglang_server_{dest}" in args.explicit and kind != "sglang":
+            raise GrpoError(f"{flag(f'sglang_server_{dest}')} needs --rollout-engine sglang")
+    if kind is None:
+        for dest in ("weight_sync_method", "weight_sync_dir"):
+            if dest in args.explicit:
+                raise GrpoError(
+                    f"{flag(dest)} needs servers: an engine in the training processes has the weights there"
+                )
+        return
+    if kind == "sglang" and "vllm_mode" in args.explicit:
+        raise GrpoError("--vllm-mode and --rollout-engine sglang cannot both be given: SGLang is always a server here")
+    required(args, url_flag, "name the servers, such as http://127.0.0.1:8000")
+    positive(args, f"{kind}_server_timeout")
+    urls = [urlsplit(url) for url in getattr(args, url_flag) or []]
+    for url in urls:
+        if (
+            url.scheme not in ("http", "https")
+            or not url.hostname
+            or url.query
+            or url.path.rstrip("/") not in ("", "/v1")
+        ):
+            raise GrpoError(f"{flag(url_flag)}: {url.hostname or 'it'} is no server's address: give http://HOST:PORT")
+        if url.username or url.password:
+            raise GrpoError(f"{flag(url_flag)} must not hold a password, which would be printed and saved")
+    if len({(url.hostname, url.port) for url in urls}) < len(urls):
+        raise GrpoError(f"{flag(url_flag)} names a server twice: name each once")
+    for dest in ENGINES_OWN:
+        if dest in args.explicit and (kind, dest) != ("sglang", "sleep_level"):
+            raise GrpoError(f"{flag(dest)} is for an engine in the training processes: start the server with its own")
+    if args.router_replay_mode == "R3":
+        raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
+    _check_weight_sync(args, kind, all(url.hostname in ("localhost", "127.0.0.1", "::1") for url in urls))
+
+
+def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
+    if args.weight_sync_method is None:
+        args.weight_sync_method = "nccl" if torch.cuda.is_available() else "checkpoint"
+    method = args.weight_sync_method
+    if method == "gloo":
+        raise GrpoError("--weight-sync-method gloo is not here: where there is no NCCL, checkpoint goes through files")
+    if method == "ipc":
+        if kind != "sglang":
+            raise GrpoError("--weight-sync-method ipc is for --rollout-engine sglang: give nccl or checkpoint")
+        if not on_one_host:
+            raise GrpoError("--weight-sync-method ipc needs servers on rank 0's host, as http://127.0.0.1: give nccl")
+    if method != "checkpoint":
+        if not args.dry_run and not torch.cuda.is_available():
+            raise GrpoError(f"--weight-sync-method {method} needs GPUs: give checkpoint")
+        if kind == "sglang" and method not in ("nccl", "ipc"):
+            raise GrpoError(f"--weight-sync-method {method} is vLLM's: give nccl, ipc or checkpoint")
+        if args.weight_sync_dir is not None:
+            raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: nothing else goes through files")
+        return
+    if args.model_family == "gpt_oss":
+        raise GrpoError(
+            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload puts aside: take "
+            "--vllm-mode colocate"
+        )
+    if args.weight_sync_dir is None:
+        if not on_one_host:
+            raise GrpoError(
+                "--weight-sync-dir is missing: with servers on other hosts, --weight-sync-method checkpoint needs a "
+                "directory that they share with rank 0, under one path"
+            )
+        args.weight_sync_dir = "/dev/shm"
+
+
+# Arguments of vllm.LLM without which the engine would not be the trainer's.
+OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
+OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
+
+
+def check_rollout(args: Namespace, world_size: int) -> None:
+    """Refuse what no engine can do; GrpoError."""
+    _check_servers(args)
+    positive(args, "vllm_tensor_parallel_size vllm_max_num_seqs vllm_gpu_memory_utilization temperature top_p")
+    for dest in ("vllm_gpu_memory_utilization", "top_p", "min_p", "mismatch_sample_rate"):
+        within(args, dest, 0, 1)
+    _check_megatron_engine(args)
+    if args.top_k != -1 and args.top_k < 1:
+        raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
+    width = args.vllm_tensor_parallel_size
+    if world_size % width:
+        raise GrpoError(f"world_size ({world_size}) must be divisible by --vllm-tensor-parallel-size ({width})")
+    check_heads(args, width, "--vllm-tensor-parallel-size")
+    within(args, "sleep_level", 0, 2)
+    if args.vllm_enable_expert_parallel and not args.num_experts:
+        raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
+    if args.vllm_quantization and not args.dry_run and not torch.cuda.is_available():
+        raise GrpoError(f"--vllm-quantization {args.vllm_quantization} needs a GPU: leave it out")
+    ours = sorted(OURS.intersection(args.vllm_engine_kwargs or {}))
+    if ours:
+        raise GrpoError(f"--vllm-engine-kwargs: {', '.join(ours)} is decided by this program: leave it out")
+    if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
+        raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can give memory back, leave it out")
+    within(args, "temperature", 0.01, 2)  # vLLM samples at 0.01 when asked for less, and refuses more
+    positive(args, "repetition_penalty")
+    for dest in ("presence_penalty", "frequency_penalty"):
+        within(args, dest, -2, 2)
+    _check_log_probs(args)
+    if args.rollout_balancing == "dynamic" and (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
+        raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
+    if args.check_weight_sync and args.rollout_engine == "megatron":
+        raise GrpoError("--check-weight-sync needs an engine with weights of its own: leave it out")
+    if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
+        raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
+
+
+def probability_changes(args: Namespace) -> list[str]:
+    """The flags, with their values, that change what is sampled and not what the trainer computes."""
+    off = {"top_p": 1, "top_k": -1, "min_p": 0}
+    off |= {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    return [f"{flag(dest)} {getattr(args, dest)}" for dest, value in off.items() if getattr(args, dest) != value]
+
+
+def _check_log_probs(args: Namespace) -> None:
+    """Refuse what changes probabilities where the engine's are compared with the trainer's; see rollout/engine.py."""
+    changing, user = probability_changes(args), uses_engine_log_probs(args)
+    where, cure = f"at --temperature {args.temperature}", "give --temperature 1"
+    if args.rollout_engine == "sglang":  # its are before truncation and after penalties, at any temperature
+        changing, where, cure = [change for change in changing if "penalty" in change], "with SGLang", "leave them out"
+    elif args.temperature == 1:
+        return
+    if changing and (user or args.mismatch_sample_rate > 0):
+        raise GrpoError(
+            f"{', '.join(changing)} {where}: the engine's log-probabilities would be those after them, and cannot be "
+            f"compared with the trainer's: {cure}, or {f'leave out {user}' if user else 'add --mismatch-sample-rate 0'}"
+        )
+
+
+def _check_megatron_engine(args: Namespace) -> None:
+    positive(args, "inference_max_requests")
+    if args.rollout_engine != "megatron":
+        if "inference_max_requests" in args.explicit:
+            raise GrpoError("--inference-max-requests needs --rollout-engine megatron; vLLM has --vllm-max-num-seqs")
+        return
+    theirs = sorted(dest for dest in args.explicit if dest.startswith("vllm_"))
+    if theirs:
+        raise GrpoError(f"{flag(theirs[0])} is vLLM's, and --rollout-engine megatron runs without vLLM: leave it out")
+    for dest, reason in (
+        ("sleep_level", "its cache is always freed between rollouts"),
+        ("offload_model", "it generates with the trainer's weights"),
+        ("cpu_offloading", "Transformer Engine would move activations in generation too"),
+        ("fine_grained_activation_offloading", "activations would be moved in generation too"),
+    ):
+        if getattr(args, dest):
+            raise GrpoError(f"{flag(dest)} cannot go with --rollout-engine megatron: {reason}; leave it out")
+    if args.router_replay_mode == "R3":
+        raise GrpoError(
+            "--router-replay-mode R3 cannot go with --rollout-engine megatron, whose routers are the trainer's: with "
+            "one update per rollout they choose alike, else give R2"
+        )

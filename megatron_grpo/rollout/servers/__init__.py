@@ -1,0 +1,1 @@
+"""Inference servers over HTTP, whatever their kind."""

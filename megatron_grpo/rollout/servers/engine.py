@@ -1,0 +1,132 @@
+"""The engine contract over inference servers: rank 0 talks to them all, the other ranks wait."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.servers.pool import ServerPool
+from megatron_grpo.rollout.servers.server import Server
+from megatron_grpo.rollout.weight_sync.transfer import WeightTransfer
+
+
+class ServerEngine:
+    """Servers that others started (``--vllm-mode server``, ``--rollout-engine sglang``).
+
+    Requests carry seeds of their own, so what is sampled depends neither on which server has room nor on what else it
+    does, but for rounding: logits depend on the requests that are computed together, and a server promises no order.
+    Now and then a sample therefore differs from run to run, and everything after it.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        transfer: WeightTransfer,
+        timeout: float,
+        max_in_flight: int,
+        sleep_level: int = 0,
+    ):
+        self.is_lead = dist.get_rank() == 0
+        self.replica, self.num_replicas = 0 if self.is_lead else None, 1
+        self.has_weights = False
+        self._transfer, self._sleep_level = transfer, sleep_level
+        self._seed = self._version = 0
+        self._pool = ServerPool(servers, timeout, max_in_flight) if self.is_lead else None
+        with led_by_rank_0():
+            if self._pool:
+                self._pool.check()
+        self.sleep()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        if self._pool:
+            self._pool.submit(requests, self._seed)
+
+    def poll(self) -> list[Completion]:
+        return self._pool.poll() if self._pool else []
+
+    def abort(self, ids: Iterable[int]) -> None:
+        if self._pool:
+            self._pool.abort(ids)
+
+    @contextlib.contextmanager
+    def rollout(self, seed: int) -> Iterator[None]:
+        """Within, requests are sampled from ``seed``; the ranks that have no server leave when rank 0 does."""
+        self._seed = seed
+        with led_by_rank_0():
+            if self._pool:
+                self._pool.refresh()
+            try:
+                yield
+            finally:
+                if self._pool:
+                    self._pool.end_rollout()
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        with led_by_rank_0():
+            try:
+                if self._pool:
+                    self._transfer.send(weights, version, self._pool)
+            finally:  # the ranks gather the weights together, so rank 0 goes on to the end after an error, too
+                for _ in weights:
+                    pass
+        self.has_weights, self._version = True, version
+
+    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
+        """Tensors, by the servers' names, that change when the same weights are sent once more."""
+        before: dict[str, dict[str, str] | None] = {}
+        after: dict[str, dict[str, str] | None] = {}
+        with led_by_rank_0():
+            if self._pool:
+                self._pool.each(partial(_note_checksums, before))
+            can_tell = torch.tensor(bool(before) and None not in before.values())
+        dist.broadcast(can_tell, src=0, group=host_group())
+        if not can_tell:
+            return None
+        self.update_weights(weights, self._version)
+        with led_by_rank_0():
+            if self._pool:
+                self._pool.each(partial(_note_checksums, after))
+        return [line for url in after for line in _changed(url, before[url] or {}, after[url] or {})]
+
+    def wake_weights(self) -> None:
+        """Look at all servers: one that was started anew, or is back, needs the weights, so all ranks send them."""
+        with led_by_rank_0():
+            current = torch.tensor(self._pool.refresh() if self._pool else False)
+            if self._pool:
+                self._pool.each(lambda server: server.wake("weights"), "wake up")
+        dist.broadcast(current, src=0, group=host_group())
+        self.has_weights = bool(current)
+
+    def wake_cache(self) -> None:
+        with led_by_rank_0():
+            if self._pool:
+                self._pool.each(lambda server: server.wake("kv_cache"), "wake up")
+
+    def sleep(self) -> None:
+        """With --sleep-level the servers' memory is free when this returns; without, they keep it."""
+        if self._sleep_level:
+            with led_by_rank_0():
+                if self._pool:
+                    self._pool.sleep(keeps_weights=self._sleep_level < 2)
+
+    def close(self) -> None:
+        self._transfer.close()
+        if self._pool:
+            self._pool.close()
+
+    def health(self) -> str | None:
+        lost = [f"{server.url}: {server.lost}" for server in self._pool.servers if server.lost] if self._pool else []
+        return "; ".join(lost) or None
+
+
+async def _note_checksums(notes: dict[str, dict[str, str] | None], server: Server) -> None:
+    notes[server.url] = await server.checksums()
+
+
+def _changed(url: str, before: dict[str, str], after: dict[str, str]) -> list[str]:
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return [f"{name} of {url}: it changes when the same weights are sent again" for name in names]

@@ -1,0 +1,357 @@
+"""Inference servers as one pool: requests go to whichever has room, and those of a lost server to the others."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.parallel.initialize import print_rank_0
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.servers.server import Server, Signs
+from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, Silence
+
+WATCH_INTERVAL = 2.0  # seconds between two looks at a server; none is started anew in so short a time
+RETRIES = 4  # of a request or a server, with 0.5, 1, 2, 4 seconds between
+
+
+def _pause(retry: int) -> float:
+    return 0.5 * 2.0**retry
+
+
+@dataclass
+class Job:
+    """Requests that differ in their number only, and go to a server as one."""
+
+    requests: list[Request]
+    seed: int
+    failures: int = 0
+    unwanted: set[int] = field(default_factory=set)  # ids that were aborted
+
+
+class ServerPool:
+    """The servers of a run, driven by one process; its event loop runs within these calls alone.
+
+    A server gets at most ``max_in_flight`` completions at a time. One that fails is looked at again after a while, a
+    few times; one without a sign of life for ``timeout`` seconds while it has work is given up, and so is one that was
+    started anew, which has lost its weights. Both may be back at the next `refresh`. EngineLost when none is left.
+    """
+
+    def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int):
+        self.servers, self.timeout, self.max_in_flight = servers, timeout, max_in_flight
+        self._loop = asyncio.new_event_loop()
+        self._queue: deque[Job] = deque()
+        self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
+        self._looks: dict[asyncio.Task, Server] = {}
+        self._left = time.monotonic()  # when the last poll ended
+
+    # ---- at the start and between rollouts
+
+    def check(self) -> None:
+        """Wait for every server, ``timeout`` seconds at most, and have it checked; GrpoError for one that will not
+        do.
+        """
+
+        async def check_one(server: Server) -> None:
+            deadline, pause = time.monotonic() + self.timeout, 0.25
+            while True:
+                try:
+                    await server.check()
+                    server.process = (await server.look(PROBE_TIMEOUT)).process
+                    return
+                except Fault as fault:
+                    if not fault.passing or time.monotonic() + pause > deadline:
+                        raise GrpoError(f"{server.url}: {fault}") from fault
+                    if pause == 1.0:
+                        print_rank_0(f"waiting for server {server.url}: {fault}")
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 4.0)
+
+        for outcome in self._all(check_one, self.servers):
+            if outcome is not None:
+                raise outcome
+
+    def refresh(self) -> bool:
+        """Look at every server; returns whether all that answer hold the same version of our weights."""
+
+        async def look(server: Server) -> Signs:
+            if server.lost is None:
+                signs = await self._look_again(server)
+            else:
+                signs = await server.look(PROBE_TIMEOUT / 5)
+            if server.lost is not None or signs.process != server.process:  # who knows how it was started this time
+                await server.check()
+            return signs
+
+        outcomes = list(zip(self.servers, self._all(look, self.servers), strict=True))
+        # First those that are there: with none left the run ends.
+        for server, outcome in sorted(outcomes, key=lambda pair: isinstance(pair[1], Fault)):
+            if isinstance(outcome, Fault):
+                self._lose(server, str(outcome))
+                continue
+            if server.lost is not None or outcome.process != server.process:
+                print_rank_0(f"server {server.url} is back, or was started anew: it gets the weights before it serves")
+                server.version, server.lost, server.process = None, None, outcome.process
+            server.alive, server.failures, server.next_look = time.monotonic(), 0, 0.0
+        versions = {server.version for server in self.serving()}
+        return len(versions) == 1 and None not in versions
+
+    @staticmethod
+    async def _look_again(server: Server) -> Signs:
+        """Look at a server, a few times if need be."""
+        for retry in range(RETRIES):
+            try:
+                return await server.look(PROBE_TIMEOUT)
+            except Silence:
+                raise
+            except Fault as fault:
+                if not fault.passing:
+                    raise
+                await asyncio.sleep(_pause(retry))
+        return await server.look(PROBE_TIMEOUT)
+
+    def serving(self) -> list[Server]:
+        """Those that are not given up."""
+        return [server for server in self.servers if server.lost is None]
+
+    def members(self) -> list[tuple[str, str]]:
+        """(URL, process) of those that are not given up: who can be in a group for weights."""
+        return [(server.url, server.process) for server in self.serving()]
+
+    def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]] | None = None) -> None:
+        """Have ``give`` bring weights to every server that answers, all at the same time; they are ``version``.
+
+        Without it they are there already.
+        """
+
+        async def give_one(server: Server) -> None:
+            server.version = None  # whatever becomes of it, the old ones are gone
+            if give:
+                await give(server)
+            await server.weights_are(version)
+            server.process = (await server.look(PROBE_TIMEOUT)).process
+            server.version = version
+
+        self.each(give_one)
+
+    def sleep(self, keeps_weights: bool) -> None:
+        """Every server that answers leaves its device to the trainer."""
+
+        async def sleep_one(server: Server) -> None:
+            await server.sleep()
+            if not keeps_weights:
+                server.version = None
+
+        self.each(sleep_one, "go to sleep")
+
+    def each(self, function: Callable[[Server], Coroutine], purpose: str = "take the weights") -> None:
+        """Await ``function`` for every server that answers, all at the same time; one that fails in it is given up.
+
+        May be called in another thread, while this one sends what the servers wait for.
+        """
+        servers = self.serving()
+        for server, outcome in zip(servers, self._all(function, servers), strict=True):
+            if isinstance(outcome, Fault):
+                self._lose(server, f"it did not {purpose}: {outcome}")
+
+    def _all(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
+        """What ``function`` returns for each server, or the Fault or GrpoError that it raises."""
+
+        async def gather() -> list[Any]:
+            return await asyncio.gather(*map(function, servers), return_exceptions=True)
+
+        for task in self._looks:  # what they have seen is soon of the past
+            task.cancel()
+        self._looks.clear()
+        outcomes = self._loop.run_until_complete(gather())
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Fault | GrpoError):
+                raise outcome
+        return outcomes
+
+    # ---- in a rollout
+
+    def submit(self, requests: Iterable[Request], seed: int) -> None:
+        """Queue requests; consecutive ones with one prompt travel together, so that a server computes it once.
+
+        What is sampled for a request depends on ``seed``, its prompt's first ``id`` and its place among them.
+        """
+        group: list[Request] = []
+        for request in [*requests, None]:
+            if group and (request is None or len(group) == self.max_in_flight or not _alike(group[0], request)):
+                words = np.random.SeedSequence([seed, group[0].id]).generate_state(1)
+                self._queue.append(Job(group, int(words[0]) // 2))
+                group = []
+            if request is not None:
+                group.append(request)
+
+    def poll(self, patience: float = 0.1) -> list[Completion]:
+        """Hand out what there is room for and return what has come back within ``patience`` seconds."""
+        away = time.monotonic() - self._left  # when nobody listens, it is no silence of theirs
+        for server in self.servers:
+            server.alive += away
+        try:
+            return self._loop.run_until_complete(self._step(patience))
+        finally:
+            self._left = time.monotonic()
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """Forget requests; a server is told, by the end of the connection, when it works for none of a job's."""
+        unwanted = set(ids)
+        for job in self._queue:
+            job.unwanted |= unwanted
+        self._queue = deque(job for job in self._queue if not job.unwanted.issuperset(_ids(job)))
+        for task, (job, server) in list(self._running.items()):
+            job.unwanted |= unwanted
+            if job.unwanted.issuperset(_ids(job)):
+                self._drop(task, server)
+
+    async def _step(self, patience: float) -> list[Completion]:
+        self._watch()
+        self._hand_out()
+        if not self._running and not self._looks:
+            if self._queue:  # all wait for a second chance
+                await asyncio.sleep(patience)
+            return []
+        done, _ = await asyncio.wait(
+            [*self._running, *self._looks], timeout=patience, return_when=asyncio.FIRST_COMPLETED
+        )
+        finished: list[Completion] = []
+        for task in done:
+            if task in self._looks:
+                self._seen(self._looks.pop(task), task)
+            elif task in self._running:  # not one of a server that was given up in this very step
+                job, server = self._running.pop(task)
+                server.in_flight -= len(job.requests)
+                fault = task.exception()
+                if fault is None:
+                    server.failures, server.alive = 0, time.monotonic()
+                    finished += [completion for completion in task.result() if completion.id not in job.unwanted]
+                elif isinstance(fault, Fault):
+                    self._failed(job, server, fault)
+                else:
+                    raise fault
+            elif not task.cancelled():
+                task.exception()  # asked for, so that asyncio does not report it
+        return finished
+
+    def _hand_out(self) -> None:
+        while self._queue:
+            size = len(self._queue[0].requests)
+            room = self.max_in_flight - size if size < self.max_in_flight else 0
+            ready = [server for server in self.serving() if server.version is not None and not server.failures]
+            ready = [server for server in ready if server.in_flight <= room]
+            if not ready:
+                break
+            server, job = min(ready, key=lambda server: server.in_flight), self._queue.popleft()
+            if not server.in_flight:
+                server.alive = time.monotonic()  # it had nothing to give signs about
+            server.in_flight += size
+            self._running[self._loop.create_task(server.generate(job.requests, job.seed))] = (job, server)
+        if self._queue and not any(server.version is not None for server in self.serving()):
+            raise EngineLost("no server holds the weights: a sync comes first")
+
+    def _failed(self, job: Job, server: Server, fault: Fault) -> None:
+        self._queue.appendleft(job)
+        if server.lost is not None:
+            return
+        if not fault.passing:
+            self._lose(server, str(fault))
+            return
+        job.failures += 1
+        if job.failures > RETRIES * len(self.servers):
+            raise EngineLost(f"a request failed {job.failures} times, the last time at {server.url}: {fault}")
+        if not server.failures:  # else it failed together with others
+            server.failures = 1
+            server.next_look = time.monotonic() + _pause(0)
+
+    def _watch(self) -> None:
+        """Start the looks at servers that are due; give up those that do not move."""
+        now = time.monotonic()
+        for server in self.serving():
+            if (server.in_flight or server.failures) and now - server.alive > self.timeout:
+                self._lose(server, f"no sign of life for {self.timeout:g} s")
+            elif now >= server.next_look and server not in self._looks.values():
+                server.next_look = now + WATCH_INTERVAL
+                self._looks[self._loop.create_task(server.look(PROBE_TIMEOUT))] = server
+
+    def _seen(self, server: Server, task: asyncio.Task) -> None:
+        """Take in what a look has shown."""
+        fault = task.exception()
+        if server.lost is not None:
+            return
+        if isinstance(fault, Silence):
+            server.failures = max(server.failures, 1)  # nothing new for it; what it has stays until its time is up
+            return
+        if isinstance(fault, Fault):
+            server.failures += 1
+            if server.failures > RETRIES or not fault.passing:
+                self._lose(server, str(fault))
+            else:
+                server.next_look = time.monotonic() + _pause(server.failures - 1)
+            return
+        if fault is not None:
+            raise fault
+        signs = task.result()
+        if server.version is not None and signs.process != server.process:
+            self._lose(server, "it was started anew, and has lost its weights")
+            return
+        if not server.in_flight or signs.progress is None or signs.progress != server.progress:
+            server.alive = time.monotonic()
+        server.progress = signs.progress
+        server.failures = 0
+
+    def _lose(self, server: Server, reason: str) -> None:
+        """Give a server up until the next sync; what it was to do goes first to the others."""
+        if server.lost is None:
+            print_rank_0(f"server {server.url} is given up until the next weight sync: {reason}")
+        server.lost, server.version, server.failures = reason, None, 0
+        for task, (job, owner) in list(self._running.items()):
+            if owner is server:
+                self._drop(task, server)
+                self._queue.appendleft(job)
+        if not self.serving():
+            reasons = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
+            raise EngineLost(f"no server is left to generate ({reasons}): start them again")
+
+    def _drop(self, task: asyncio.Task, server: Server) -> None:
+        job, _ = self._running.pop(task)
+        server.in_flight -= len(job.requests)
+        task.cancel()
+
+    def end_rollout(self) -> None:
+        """Forget all requests; their connections are closed."""
+        self._queue.clear()
+        self._looks.clear()
+        for task, (_, server) in list(self._running.items()):
+            self._drop(task, server)
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.end_rollout()
+
+        async def close_all() -> None:
+            for server in self.servers:
+                await server.close()
+
+        self._loop.run_until_complete(close_all())
+        self._loop.close()
+
+
+def _ids(job: Job) -> list[int]:
+    return [request.id for request in job.requests]
+
+
+def _alike(first: Request, second: Request) -> bool:
+    if first.sampling.temperature == 0:  # vLLM refuses several greedy completions of one prompt
+        return False
+    same_prompt = second.prompt_ids is first.prompt_ids or list(second.prompt_ids) == list(first.prompt_ids)
+    return same_prompt and second.sampling == first.sampling

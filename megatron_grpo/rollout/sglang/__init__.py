@@ -1,0 +1,1 @@
+"""SGLang servers, and the ways of weights to them."""

@@ -1,0 +1,96 @@
+"""Weights to SGLang servers over NCCL: one process group of rank 0 and all servers' ranks, one broadcast a tensor.
+
+Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); run against SGLang
+0.5.15 on GPUs, and on a CPU with gloo in NCCL's place.
+"""
+
+import contextlib
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_grpo.parallel.initialize import free_port
+from megatron_grpo.rollout.servers.pool import ServerPool
+from megatron_grpo.rollout.servers.server import Server
+from megatron_grpo.rollout.weight_sync.nccl import STUCK, address_for, together
+from megatron_grpo.rollout.weight_sync.transfer import Bucket, Weights, buckets
+from megatron_grpo.utils.http_client import Fault
+
+GROUP = "megatron_grpo_weights"
+BUCKET_BYTES = 2**30
+
+
+class SglangNcclTransfer:
+    """``--rollout-engine sglang --weight-sync-method nccl``: tensors in buckets of ``BUCKET_BYTES`` and one more."""
+
+    def __init__(self, backend: str = "nccl"):
+        self._backend = backend
+        self._group: dist.ProcessGroup | None = None
+        self._members: list[tuple[str, str]] = []
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        for bucket in buckets(weights, BUCKET_BYTES):
+            self._broadcast([(name, tensor.contiguous()) for name, tensor in bucket], servers)
+        servers.give_weights(version)
+        self._members = servers.members()
+
+    def _join(self, servers: ServerPool) -> None:
+        """Make a process group of this rank and those servers that answer now."""
+        members, offsets, world_size = servers.members(), {}, 1
+        for server in servers.serving():
+            offsets[server.url] = world_size
+            world_size += server.tensor_parallel_size
+        address, port = address_for(list(offsets)), free_port()
+        timeout = datetime.timedelta(seconds=servers.timeout + 2 * STUCK)  # `together` comes first, and says more
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": world_size,
+            "group_name": GROUP,
+            "backend": self._backend,
+        }
+
+        async def join(server: Server) -> None:
+            with contextlib.suppress(Fault):  # that there is none; there is one of an earlier run, or of other members
+                await server.call("POST", "/destroy_weights_update_group", {"group_name": GROUP}, servers.timeout)
+            offset = {"rank_offset": offsets[server.url]}
+            await server.call("POST", "/init_weights_update_group", body | offset, servers.timeout)
+
+        def join_here() -> None:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+            store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+            # What torch's init_process_group does, for a second group that has other processes than the first.
+            self._group, _ = c10d._new_process_group_helper(
+                world_size, 0, [], self._backend, dist.PrefixStore(GROUP, store), c10d.GroupName(GROUP), timeout=timeout
+            )
+            c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+
+        together(servers, join, join_here)
+        self._members = members
+
+    def _broadcast(self, bucket: Bucket, servers: ServerPool) -> None:
+        while self._members != servers.members():  # one that failed in it, or in the bucket before, is left out
+            self._join(servers)
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": GROUP,
+            "flush_cache": False,
+        }
+
+        async def receive(server: Server) -> None:
+            await server.call("POST", "/update_weights_from_distributed", body, servers.timeout)
+
+        def send() -> None:
+            for work in [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]:
+                work.wait()
+            torch.cuda.current_stream().synchronize()  # until then they are only on their way
+
+        together(servers, receive, send)
+
+    def close(self) -> None:
+        """Nothing: the group goes with the process."""

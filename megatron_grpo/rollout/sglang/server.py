@@ -1,0 +1,162 @@
+"""Stock SGLang servers: what they are asked, and what is refused of their answers.
+
+    python -m sglang.launch_server --model-path DIR --port 30000
+
+Written from SGLang's sources (srt/entrypoints/http_server.py, srt/managers/io_struct.py) and run against SGLang 0.5.15;
+tests talk to a double of it.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.servers.engine import ServerEngine
+from megatron_grpo.rollout.servers.server import Server, Signs, sampling_parameters, weight_tag
+from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
+from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
+from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer, WeightTransfer
+from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
+
+_ASLEEP = "/asleep "  # in the name of its weights, before the parts of its memory that it has given away
+
+
+def build_sglang_servers(args, eos_id: int) -> ServerEngine:
+    """The engine of ``--rollout-engine sglang``."""
+    servers = [SglangServer(url, args, eos_id) for url in args.sglang_server_base_url]
+    transfer: WeightTransfer
+    match args.weight_sync_method:
+        case "checkpoint":
+            transfer = CheckpointTransfer(args.weight_sync_dir)
+        case "ipc":
+            transfer = SglangIpcTransfer()
+        case _:
+            transfer = SglangNcclTransfer()
+    return ServerEngine(servers, transfer, args.sglang_server_timeout, args.vllm_max_num_seqs, args.sleep_level)
+
+
+class SglangServer(Server):
+    """One SGLang server.
+
+    Its log-probabilities are those after penalties and temperature and before truncation, unless it was started with
+    SGLANG_RETURN_ORIGINAL_LOGPROB. It heeds seeds only when started with --enable-deterministic-inference.
+    """
+
+    key_flag = "--api-key: --sglang-server-api-key here, or SGLANG_API_KEY in the environment"
+
+    def __init__(self, url: str, args, eos_id: int):
+        super().__init__(url, args.sglang_server_api_key or os.environ.get("SGLANG_API_KEY"))
+        self._args, self._eos_id = args, eos_id
+        self._asleep: list[str] = []
+
+    async def check(self) -> None:
+        info = await self.call("GET", "/get_server_info", timeout=PROBE_TIMEOUT)
+        if self._args.sleep_level and not info["enable_memory_saver"]:
+            raise Fault("it cannot sleep: start it with --enable-memory-saver, or leave --sleep-level out")
+        if self._args.sleep_level == 1 and not info["enable_weights_cpu_backup"]:
+            raise Fault("it would lose its weights: start it with --enable-weights-cpu-backup, or give --sleep-level 2")
+        self.tensor_parallel_size = info["tp_size"]
+        longest = self._args.max_prompt_length + self._args.max_completion_length
+        for name in ("context_length", "max_total_num_tokens"):
+            if info.get(name) and info[name] < longest:
+                raise Fault(
+                    f"its {name} is {info[name]}, but --max-prompt-length + --max-completion-length are {longest}: "
+                    "start it with at least that"
+                )
+        if info.get("skip_tokenizer_init") and self._args.stop_words:
+            raise Fault("it cannot look for --stop-words: start it without --skip-tokenizer-init")
+        if "weight_version" not in await self.call("GET", "/get_model_info", timeout=PROBE_TIMEOUT):
+            raise Fault("/get_model_info has no weight_version, so a restart would go unnoticed: take a newer SGLang")
+
+    async def look(self, timeout: float) -> Signs:
+        model = await self.call("GET", "/get_model_info", timeout=timeout)
+        if self.in_flight:  # has it generate one token, if it does not generate anyway
+            await self.call("GET", "/health_generate", timeout=timeout)
+        name, _, asleep = model["weight_version"].partition(_ASLEEP)
+        self._asleep = asleep.split()
+        return Signs(name, None)
+
+    async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
+        sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
+        version = self.version
+        assert version is not None
+        one = {
+            "max_new_tokens": sampling.max_tokens,
+            **sampling_parameters(sampling, self._eos_id),
+            "ignore_eos": sampling.ignore_eos,  # where it is true, stop_token_ids are ignored too
+        }
+        body = {
+            "input_ids": [prompt] * len(requests),
+            # Not "n": its samples would share the seed, and with it be the same.
+            "sampling_params": [one | {"sampling_seed": seed + place} for place in range(len(requests))],
+            "return_logprob": sampling.log_probs,
+        }
+        answers = await self.call("POST", "/generate", body)
+        if len(answers) != len(requests):
+            raise Fault(f"{len(requests)} completions were asked for, {len(answers)} came")
+        return [
+            self._completion(request, answer, len(prompt), version)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    def _completion(self, request: Request, answer: dict[str, Any], prompt_length: int, version: int) -> Completion:
+        sampling, ids, meta = request.sampling, answer.get("output_ids"), answer["meta_info"]
+        reason = (meta["finish_reason"] or {}).get("type", "")
+        if ids is None:
+            raise Fault("it returns no output_ids: take a newer SGLang, or start it with --skip-tokenizer-init")
+        if meta["prompt_tokens"] != prompt_length:
+            raise Fault(f"it made {meta['prompt_tokens']} tokens of a prompt of {prompt_length}")
+        if meta.get("weight_version", weight_tag(version)) != weight_tag(version):
+            raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not those that it was given")
+        self.check_end(request, ids, reason, self._args.vocab_size, self._eos_id)
+        log_probs = None
+        if sampling.log_probs:
+            pairs = meta["output_token_logprobs"]
+            if [pair[1] for pair in pairs] != ids:
+                raise Fault("its log-probabilities are of other tokens than those sampled")
+            log_probs = [pair[0] for pair in pairs]
+        return Completion(request.id, ids, log_probs, reason, version)
+
+    async def load_weights(self, directory: str, timeout: float) -> None:
+        body = {
+            "model_path": directory,
+            "load_format": "auto",  # not that of the server's own start, which may be dummy
+            "flush_cache": False,
+        }
+        await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
+
+    async def checksums(self) -> dict[str, str] | None:
+        timeout = self._args.sglang_server_timeout
+        answer = await self.call_if_able("POST", "/weights_checker", {"action": "checksum"}, timeout)
+        if answer is None:  # on a CPU
+            return None
+        ranks = enumerate(answer["ranks"])
+        return {f"{name} of rank {i}": value for i, rank in ranks for name, value in rank["checksums"].items()}
+
+    async def weights_are(self, version: int) -> None:
+        await self._name(weight_tag(version), self._asleep)
+        await self._flush()
+
+    async def wake(self, part: str) -> None:
+        if part in self._asleep:
+            await self.call("POST", "/resume_memory_occupation", {"tags": [part]}, timeout=PROBE_TIMEOUT)
+            await self._name(self.process, [other for other in self._asleep if other != part])
+
+    async def sleep(self) -> None:
+        parts = [part for part in ("kv_cache", "weights") if part not in self._asleep]
+        if parts:
+            await self._flush()
+            await self.call("POST", "/release_memory_occupation", {"tags": parts}, timeout=PROBE_TIMEOUT)
+            await self._name(self.process, [*self._asleep, *parts])
+
+    async def _name(self, name: str, asleep: list[str]) -> None:
+        """Name its weights and what of its memory it has given away, for whoever comes next: asked for it again, it
+        dies.
+        """
+        name += _ASLEEP + " ".join(asleep) if asleep else ""
+        await self.call("POST", "/update_weight_version", {"new_version": name}, timeout=PROBE_TIMEOUT)
+        self._asleep = asleep
+
+    async def _flush(self) -> None:
+        """Drop what was computed with the old weights, when the requests that were aborted have ended."""
+        await self.call("POST", f"/flush_cache?timeout={PROBE_TIMEOUT:g}", timeout=2 * PROBE_TIMEOUT)

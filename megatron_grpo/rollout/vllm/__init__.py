@@ -1,0 +1,1 @@
+"""vLLM in the training processes, and its servers."""

@@ -1,0 +1,296 @@
+"""vLLM inside the training processes: one engine core a rank, tensor-parallel over consecutive ranks, no server, no
+Ray.
+"""
+
+import os
+
+# Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import contextlib
+import functools
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.rollout.engine import Completion, Request, Sampling
+from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
+from megatron_grpo.rollout.vllm.load_weights import load_weights
+from megatron_grpo.training.arguments import params_dtype
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.families.moe import moe_layers
+
+
+class VllmColocate:
+    """The policy in vLLM beside the trainer, in the same process (``--rollout-engine vllm --vllm-mode colocate``).
+
+    ``hf_config`` is the model's ``config.json``; weights do not come from a file but through ``update_weights``.
+    """
+
+    def __init__(self, args, hf_config: dict, eos_id: int):
+        world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
+        self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
+        self.has_weights = False
+        self._version = 0
+        self._sleep_level = args.sleep_level
+        self._eos_id = eos_id
+        self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
+        # Without it vLLM also stops at the one that transformers gives the family (DeepSeek 1, Llama 2).
+        # The padding token of a family's default may lie beyond a smaller vocabulary.
+        hf_config = {**hf_config, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
+            self._llm = _build(args, directory)
+        self._engine = self._llm.llm_engine
+        self.sleep()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            try:
+                self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+            except ValueError as error:  # a constraint that Python's own checks let through
+                constraint = request.sampling.structured_outputs
+                if not constraint:
+                    raise
+                raise GrpoError(
+                    f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or the "
+                    "row's structured_outputs"
+                ) from error
+
+    def poll(self) -> list[Completion]:
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                sample = output.outputs[0]
+                ids = list(sample.token_ids)
+                log_probs = None if sample.logprobs is None else sample.logprobs.logprobs
+                reason = sample.finish_reason or "length"
+                experts = None
+                if self._moe_layers is not None:
+                    experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
+                finished.append(Completion(int(output.request_id), ids, log_probs, reason, self._version, experts))
+        return finished
+
+    def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
+        """The experts of ``Completion``, of vLLM's ``[tokens, layers, topk]``, which has rows for dense layers too."""
+        experts = None if routed is None else routed[:routed_tokens, self._moe_layers].astype(np.int16)
+        # vLLM's buffer holds zeros where a kernel keeps its choice to itself.
+        if experts is None or (experts.shape[2] > 1 and (experts[..., 0] == experts[..., 1]).any()):
+            raise GrpoError(
+                "--router-replay-mode R3: vLLM does not tell which experts it chose, with the kernels that it uses "
+                "here: give R2"
+            )
+        return experts
+
+    def abort(self, ids: Iterable[int]) -> None:
+        self._engine.abort_request([str(i) for i in ids])
+
+    @contextlib.contextmanager
+    def rollout(self, seed: int) -> Iterator[None]:
+        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it
+        was.
+        """
+        with _random_state_kept():
+            # One seed for the whole rollout: per-request seeds make vLLM's sampler loop over requests one by one.
+            torch.manual_seed(seed + self.replica)
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed(seed + self.replica)
+            self._engine.reset_prefix_cache()
+            yield
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        self._llm.collective_rpc(load_weights, args=(weights,))
+        self._engine.reset_prefix_cache()
+        self._version = version
+        self.has_weights = True
+
+    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
+        if not all(self._llm.collective_rpc(can_compare)):
+            return None
+        return [line for lines in self._llm.collective_rpc(compare_weights, args=(weights,)) for line in lines]
+
+    def wake_weights(self) -> None:
+        if self._sleep_level:
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        if self._sleep_level:
+            self._llm.wake_up(tags=["kv_cache"])
+
+    def sleep(self) -> None:
+        if self._sleep_level:
+            self._llm.sleep(self._sleep_level)
+            self.has_weights &= self._sleep_level < 2
+
+    def close(self) -> None:
+        """Let go of vLLM's process groups and their shared memory."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        destroy_model_parallel()
+
+    def health(self) -> str | None:
+        return None  # it lives and dies with this process
+
+
+def _build(args, directory: str):
+    from vllm import LLM
+
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
+    on_a_cpu = _options_for_a_cpu(args) if not torch.cuda.is_available() else {}
+    try:
+        options = dict(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=not args.engine_decodes,
+            tokenizer=args.tokenizer_model if args.engine_decodes else None,
+            dtype=args.vllm_dtype or str(params_dtype(args)).removeprefix("torch."),
+            quantization=args.vllm_quantization,
+            enable_expert_parallel=args.vllm_enable_expert_parallel,
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_len=args.vllm_max_model_len,
+            max_num_seqs=args.vllm_max_num_seqs,
+            # On a CPU there are no CUDA graphs, and to compile takes 40 s of CPU time a rank, at every start.
+            enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
+            enable_prefix_caching=args.vllm_enable_prefix_caching,
+            enable_sleep_mode=args.sleep_level > 0,
+            enable_return_routed_experts=args.router_replay_mode == "R3",
+            logprobs_mode=_logprobs_mode(args.temperature),
+            seed=args.seed,
+            disable_log_stats=True,
+            **on_a_cpu,
+        )
+        return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        raise GrpoError(f"vLLM could not be started: {error}. The --vllm-* flags and config.json decide.") from error
+
+
+def _options_for_a_cpu(args) -> dict:
+    """What vLLM needs to be told on a CPU; GrpoError for what it has not, which it finds out in the first rollout."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if args.router_replay_mode == "R3":
+        raise GrpoError(
+            "--router-replay-mode R3: vLLM on a CPU does not tell which experts it chose (that is for its model "
+            "runner V2, which needs Triton): give R2, or take a GPU"
+        )
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    flags = "--qk-head-dim + --qk-pos-emb-head-dim" if args.multi_latent_attention else "--kv-channels"
+    channels = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
+    if channels not in sizes:
+        raise GrpoError(
+            f"{flags} is {channels}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
+            "channels only: take a model with such heads, or a GPU"
+        )
+    if args.num_experts and args.hidden_size % 32:
+        raise GrpoError(
+            f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: take a "
+            "model with such a size, or a GPU"
+        )
+    if not args.multi_latent_attention:
+        return {}
+    # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
+    # caching: expand keys and values before attention, as transformers does.
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    # Its rotary kernel takes [tokens, heads * channels]; of latent attention's [tokens, heads, channels] it turns the
+    # wrong rows. Switched off, torch's operators do it.
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+def _logprobs_mode(temperature: float) -> str:
+    """vLLM's mode in which log-probabilities are those of ``engine.py`` for this --temperature.
+
+    raw_logprobs are the model's own, before temperature, penalties and truncation; processed_logprobs are those of the
+    distribution that is sampled from, after all of them: then validation.py allows the temperature alone.
+    """
+    return "raw_logprobs" if temperature == 1 else "processed_logprobs"
+
+
+@functools.lru_cache(1024)  # rows may have one each
+def _sampling_params(sampling: Sampling, eos_id: int):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=None if sampling.ignore_eos else [eos_id],
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0 if sampling.log_probs else None,
+        flat_logprobs=True,  # one list of numbers, not an object and a dictionary a token
+        detokenize=bool(sampling.stop),
+        structured_outputs=(
+            StructuredOutputsParams(**json.loads(sampling.structured_outputs)) if sampling.structured_outputs else None
+        ),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds and draws from the process's global generators: give the trainer its own back."""
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def _private_shared_memory() -> Iterator[None]:
+    """Give vLLM's CPU build shared memory of this run's own, that goes when the run goes, however it ends.
+
+    Under torchrun its files in /dev/shm have one fixed name for all runs: two at a time would meet in them, and those
+    that a killed run leaves behind keep every later one from starting. Once all ranks have mapped them no name is
+    needed.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = torch.tensor(int.from_bytes(os.urandom(6)))
+    dist.broadcast(token, src=0, group=host_group())
+    name_of = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{name_of(communicator)}-{int(token):x}")
+    try:
+        yield
+    finally:
+        dist.barrier(group=host_group())
+        for path in Path("/dev/shm").glob(f"*-{int(token):x}*"):
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _one_model_directory(hf_config: dict) -> Iterator[str]:
+    """A directory with nothing but ``config.json``, from which vLLM takes the architecture."""
+    with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
+        Path(directory, "config.json").write_text(json.dumps(hf_config))
+        yield directory
+        dist.barrier(group=host_group())

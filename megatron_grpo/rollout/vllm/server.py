@@ -1,0 +1,197 @@
+"""Stock vLLM servers (0.26 and later): what they are asked, and what is refused of their answers.
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --logprobs-mode processed_logprobs
+
+The development mode opens what a trainer needs (loading weights, the server's configuration).
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.rollout_rules import probability_changes
+from megatron_grpo.rollout.servers.engine import ServerEngine
+from megatron_grpo.rollout.servers.server import Server, Signs, sampling_parameters, weight_tag
+from megatron_grpo.rollout.weight_sync.transfer import build_transfer
+from megatron_grpo.training.arguments import params_dtype
+from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
+
+
+def build_vllm_servers(args, eos_id: int) -> ServerEngine:
+    """The engine of ``--vllm-mode server``."""
+    servers = [VllmServer(url, args, eos_id) for url in args.vllm_server_base_url]
+    return ServerEngine(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs)
+
+
+class VllmServer(Server):
+    """One vLLM server."""
+
+    key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
+
+    def __init__(self, url: str, args, eos_id: int):
+        super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
+        self._args, self._eos_id = args, eos_id
+        self._model = ""  # its name at the server
+
+    async def check(self) -> None:
+        args = self._args
+        card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
+        self._model = card["id"]
+        longest = args.max_prompt_length + args.max_completion_length
+        if card["max_model_len"] < longest:
+            raise Fault(
+                f"its --max-model-len is {card['max_model_len']}, but --max-prompt-length + --max-completion-length "
+                f"are {longest}: start it with at least that"
+            )
+        try:
+            info = await self.call("GET", "/server_info?config_format=json", timeout=self._start_timeout)
+        except Fault as fault:
+            if fault.passing:
+                raise
+            raise Fault(f"{fault}: start it with VLLM_SERVER_DEV_MODE=1, without which it takes no weights") from fault
+        self._check_config(info["vllm_config"], info.get("vllm_env", {}))
+        await self._check_model()
+        if not (await self.look(PROBE_TIMEOUT)).process:
+            raise Fault(
+                "/metrics does not tell when it was started (process_start_time_seconds), and it has no /weight_info: "
+                "a restart would go unnoticed; start it with one API server process"
+            )
+
+    @property
+    def _start_timeout(self) -> float:
+        return self._args.vllm_server_timeout  # /server_info looks at the whole system when it is first asked
+
+    def _check_config(self, config: dict[str, Any], environment: dict[str, Any]) -> None:
+        args, model = self._args, config["model_config"]
+        dtype = str(params_dtype(args))
+        if model["dtype"] != dtype:
+            dtype = dtype.removeprefix("torch.")
+            raise Fault(f"it computes in {model['dtype']}, the trainer in {dtype}: start it with --dtype {dtype}")
+        mode, right = model["logprobs_mode"], []
+        right += ["raw_logprobs"] if args.temperature == 1 else []
+        right += [] if probability_changes(args) else ["processed_logprobs"]
+        if mode not in right and (args.mismatch_sample_rate > 0 or args.rollout_importance_sampling_mode):
+            raise Fault(
+                f"it returns {mode}, which with --temperature {args.temperature:g} are not the log-probabilities that "
+                f"the trainer computes: start it with --logprobs-mode {right[0]}"
+            )
+        wanted = {"nccl": "nccl", "sparse": "sparse_nccl"}.get(args.weight_sync_method)
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        if wanted not in (None, backend):
+            raise Fault(
+                f"it takes no weights by --weight-sync-method {args.weight_sync_method}: start it with "
+                f"""--weight-transfer-config '{{"backend": "{wanted}"}}'"""
+            )
+        if config["device_config"]["device"] != "cpu":
+            return
+        if config["scheduler_config"]["enable_chunked_prefill"]:
+            raise Fault(
+                "vLLM's CPU build ends when it cuts a prompt that has a seed: start it with --no-enable-chunked-prefill"
+            )
+        # What rollout/vllm_weights.py does for these inside a process of ours nobody does for a server.
+        if args.num_experts:
+            raise Fault("vLLM's CPU build cannot load experts anew as a server: take --vllm-mode colocate, or a GPU")
+        if not args.untie_embeddings_and_output_weights and not args.model_family.startswith("gemma"):
+            raise Fault(
+                "vLLM's CPU build keeps the old output layer when it loads tied embeddings anew as a server: take "
+                "--vllm-mode colocate, or a GPU"
+            )
+        custom_ops = (config.get("compilation_config") or {}).get("custom_ops") or []
+        if args.multi_latent_attention and not (
+            environment.get("VLLM_MLA_DISABLE") and "-rotary_embedding" in custom_ops
+        ):
+            raise Fault(
+                "vLLM's CPU build needs VLLM_MLA_DISABLE=1 and --compilation-config "
+                """'{"custom_ops": ["-rotary_embedding"]}' for latent attention: start it so"""
+            )
+
+    async def _check_model(self) -> None:
+        """Compare layers, width and vocabulary with what the server prints of its model."""
+        body = {"method": "get_model_inspection"}
+        shown = await self.call("POST", "/collective_rpc", body, timeout=self._start_timeout)
+        theirs = model_sizes(shown["results"][0])
+        args = self._args
+        ours = {
+            "layers": args.num_layers,
+            "tokens in its vocabulary": args.vocab_size,
+            "channels": args.hidden_size,
+        }
+        for what, mine in ours.items():
+            if theirs.get(what, mine) != mine:
+                raise Fault(f"its model has {theirs[what]} {what}, the trainer's {mine}: start it with the same model")
+
+    async def look(self, timeout: float) -> Signs:
+        text = await self.call("GET", "/metrics", timeout=timeout)
+        tokens = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", text, re.M)
+        started = re.search(r"^process_start_time_seconds (\S+)$", text, re.M)
+        weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # vLLM 0.26 has none
+        process = f"{started[1] if started else ''} {weights['weight_version'] if weights else ''}".strip()
+        return Signs(process, sum(map(float, tokens)) if tokens else None)
+
+    async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
+        sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
+        version = self.version
+        assert version is not None
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "n": len(requests),
+            "seed": seed,  # of the first; the server counts on from it
+            "max_tokens": sampling.max_tokens,
+            **sampling_parameters(sampling, self._eos_id),
+            "ignore_eos": True,  # the tokenizer's end of sequence and no other: not generation_config.json's
+            "logprobs": 0 if sampling.log_probs else None,
+            "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        choices = (await self.call("POST", "/v1/completions", body))["choices"]
+        if sorted(choice["index"] for choice in choices) != list(range(len(requests))):
+            raise Fault(f"{len(requests)} completions were asked for; numbers {[c['index'] for c in choices]} came")
+        return [self._completion(requests[choice["index"]], choice, prompt, version) for choice in choices]
+
+    def _completion(self, request: Request, choice: dict[str, Any], prompt: list[int], version: int) -> Completion:
+        sampling, ids, reason = request.sampling, choice["token_ids"], choice["finish_reason"]
+        if choice["prompt_token_ids"] != prompt:
+            raise Fault("it changed the ids of a prompt")
+        self.check_end(request, ids, reason, self._args.vocab_size, self._eos_id)
+        log_probs = None
+        if sampling.log_probs:
+            if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:
+                raise Fault("its log-probabilities are of other tokens than those sampled")
+            log_probs = choice["logprobs"]["token_logprobs"]
+        return Completion(request.id, ids, log_probs, reason, version)
+
+    async def checksums(self) -> dict[str, str] | None:
+        timeout = self._args.vllm_server_timeout
+        answer = await self.call_if_able("POST", "/weight_checker", {"action": "checksum"}, timeout)
+        return answer and answer["checksums"]  # vLLM 0.26 has none
+
+    async def load_weights(self, directory: str, timeout: float) -> None:
+        body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        await self.call("POST", "/collective_rpc", body, timeout=timeout)
+
+    async def weights_are(self, version: int) -> None:
+        if not (await self.call("POST", "/reset_prefix_cache", timeout=PROBE_TIMEOUT))["success"]:
+            raise Fault("it could not drop its prefix cache: has it requests of others?")
+        body = {"new_version": weight_tag(version)}
+        await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # vLLM 0.26 has none
+
+
+def model_sizes(text: str) -> dict[str, int]:
+    """What a model that vLLM prints has of layers, tokens and channels; what cannot be read is left out."""
+    sizes = {}
+    layers = re.search(r"^( *)\(layers\): ModuleList\(.*\n((?:\1 +.*\n)*)", text, re.M)
+    if layers:
+        ranges = re.findall(rf"^{layers[1]}  \((?:\d+-)?(\d+)\): ", layers[2], re.M)
+        sizes["layers"] = max(map(int, ranges), default=-1) + 1
+    embedding = re.search(r"\(embed_tokens\): VocabParallelEmbedding\((.*)\)", text)
+    if embedding:
+        numbers = dict(re.findall(r"(\w+)=(\d+)", embedding[1]))
+        for what, name in (("tokens in its vocabulary", "org_vocab_size"), ("channels", "embedding_dim")):
+            if name in numbers:
+                sizes[what] = int(numbers[name])
+    return sizes

@@ -1,0 +1,1 @@
+"""How the weights come to the engines, and the check that they have come."""

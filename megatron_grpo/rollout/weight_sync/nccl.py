@@ -1,0 +1,270 @@
+"""The trainer's weights to vLLM servers over NCCL, by the engines for weight transfer that stock vLLM brings.
+
+Rank 0 of the trainer and the workers of all servers form a group of their own; it is formed anew when a server was
+started anew. What is broadcast goes in the order in which the trainer's weights come, so that nothing is gathered in
+one place.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from megatron_grpo.parallel.initialize import free_port
+from megatron_grpo.rollout.servers.pool import ServerPool
+from megatron_grpo.rollout.servers.server import Server
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.http_client import Fault
+from megatron_grpo.weights.stream import Described, describe
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+PACKED = {"packed": True, "packed_buffer_size_bytes": 2**28, "packed_num_buffers": 2}
+STUCK = 30.0  # seconds after which a broadcast that a server has left is given up
+
+
+class NcclTransfer:
+    """All weights, packed into buckets (``--weight-sync-method nccl``)."""
+
+    packs = True
+
+    def __init__(self, args):
+        if not torch.cuda.is_available():
+            raise GrpoError(f"--weight-sync-method {args.weight_sync_method} needs GPUs: here take checkpoint")
+        self._args = args
+        self._described: list[Described] = []
+        self._group: Any = None  # vLLM's PyNcclCommunicator
+        self._members: list[tuple[str, str]] = []  # (URL, process) of the servers in the group
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        self._described = self._described or describe(self._args)
+        self._connect(servers)
+        update = {
+            "names": [tensor.name for tensor in self._described],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._described],
+            "shapes": [list(tensor.shape) for tensor in self._described],
+        }
+        update |= {} if _packing_at_start() else PACKED
+        _update(servers, version, update, lambda: send_packed(weights, self._group))
+
+    def _connect(self, servers: ServerPool) -> None:
+        """Form the group, when the servers that answer are not those that form it now."""
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        if servers.members() == self._members:
+            return
+        self._members = []  # until all are in it
+        sizes: dict[str, int] = {}
+
+        async def ask_size(server: Server) -> None:
+            sizes[server.url] = (await server.call("GET", "/get_world_size", timeout=servers.timeout))["world_size"]
+
+        servers.each(ask_size)
+        members = servers.members()
+        offsets, world = {}, 1
+        for url, _ in members:
+            offsets[url], world = world, world + sizes[url]
+        address, port = address_for([url for url, _ in members]), free_port()
+        packing = PACKED if self.packs and _packing_at_start() else {}
+
+        async def join(server: Server) -> None:
+            place = {"master_address": address, "master_port": port, "rank_offset": offsets[server.url]}
+            info = {**place, "world_size": world, **packing}
+            await server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout=servers.timeout)
+
+        def join_here() -> None:
+            group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
+            self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
+
+        together(servers, join, join_here)
+        self._members = members
+
+    def close(self) -> None:
+        self._group = None
+
+
+class SparseTransfer(NcclTransfer):
+    """Changed elements only (``--weight-sync-method sparse``): an update at a small learning rate leaves most numbers
+    of 16 bits as they are.
+
+    Rank 0 keeps the weights that it sent last in host memory. The first sync, and the one after a server was started
+    anew, sends every element, with its index.
+    """
+
+    packs = False
+
+    def __init__(self, args):
+        super().__init__(args)
+        if args.num_experts or args.multi_latent_attention:
+            raise GrpoError("--weight-sync-method sparse is for dense models without latent attention: take nccl")
+        self._sent: dict[str, torch.Tensor] = {}
+        self.sent_elements = 0  # in the newest sync
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        self._described = self._described or describe(self._args)
+        known = self._members
+        self._connect(servers)
+        if self._members != known:
+            self._sent = {}
+        places = runtime_places(self._described)
+        patches = [(*places[name], *changed) for name, tensor in weights for changed in [self._changed(name, tensor)]]
+        patches = [(name, offset + indices, values) for name, offset, indices, values in patches if len(indices)]
+        self.sent_elements = sum(len(indices) for _, _, indices in patches)
+        update = {
+            "names": [name for name, _, _ in patches],
+            "dtype_names": [str(values.dtype).removeprefix("torch.") for _, _, values in patches],
+            "shapes": [[len(values)] for _, _, values in patches],
+            "num_updates_list": [len(values) for _, _, values in patches],
+        }
+
+        def broadcast() -> None:
+            stream = torch.cuda.current_stream()
+            for _, indices, values in patches:
+                self._group.broadcast(indices, src=0, stream=stream)
+                self._group.broadcast(values, src=0, stream=stream)
+            stream.synchronize()
+
+        _update(servers, version, update if patches else None, broadcast)
+
+    def _changed(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(indices int32, values) of the elements that are not as they were sent last."""
+        flat = tensor.contiguous().view(-1)
+        last = self._sent.get(name)
+        if last is None:
+            indices = torch.arange(len(flat), device=flat.device)
+            self._sent[name] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+        else:
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[flat.element_size()]
+            before = last.to(flat.device, non_blocking=True)
+            indices = (flat.view(bits) != before.view(bits)).nonzero()[:, 0]
+        self._sent[name].copy_(flat, non_blocking=True)
+        return indices.int(), flat[indices]
+
+
+def send_packed(weights: Weights, group) -> None:
+    """Broadcast ``weights`` to the others of a group (vLLM's PyNcclCommunicator) in which this process is rank 0."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(
+        _one_stream_after_the_other(weights),
+        group=group,
+        src=0,
+        post_iter_func=lambda pair: pair[1],
+        buffer_size_bytes=PACKED["packed_buffer_size_bytes"],
+        num_buffers=PACKED["packed_num_buffers"],
+    )
+
+
+def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:
+    """Where vLLM keeps each Hugging Face tensor: (its parameter, the element of it at which the tensor begins).
+
+    vLLM 0.26 patches its own parameters, in which the projections of one input are stacked; without tensor parallelism
+    they stand one after another.
+    """
+    stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    owner = {part: stack for stack, parts in stacks.items() for part in parts}
+    sizes = {tensor.name: tensor.shape.numel() for tensor in described}
+    places = {}
+    for name in sizes:
+        path, part, kind = (f"..{name}").rsplit(".", 2)
+        stack = owner.get(part)
+        if stack is None:
+            places[name] = (name, 0)
+            continue
+        before = stacks[stack][: stacks[stack].index(part)]
+        path = path.removeprefix("..")
+        places[name] = (f"{path}.{stack}.{kind}", sum(sizes[f"{path}.{other}.{kind}"] for other in before))
+    return places
+
+
+def _update(servers: ServerPool, version: int, update: dict | None, broadcast: Callable[[], None]) -> None:
+    """Have every server receive what ``broadcast`` sends; without ``update`` there is nothing to send."""
+
+    async def receive(server: Server) -> None:
+        await server.call("POST", "/start_weight_update", timeout=servers.timeout)
+        if update is not None:
+            await server.call("POST", "/update_weights", {"update_info": update}, timeout=servers.timeout)
+
+    async def finish(server: Server) -> None:
+        await server.call("POST", "/finish_weight_update", timeout=servers.timeout)
+
+    together(servers, receive, broadcast if update is not None else lambda: None)
+    servers.give_weights(version, finish)
+
+
+def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
+    """Ask every server for ``theirs`` in a thread, and do ``ours`` here: each waits for the other.
+
+    A server that fails is given up; when ``ours`` goes on to wait for it, the program ends: nothing else ends that.
+    """
+    done = threading.Event()
+
+    async def ask(server: Server) -> None:
+        try:
+            await theirs(server)
+        except Fault as fault:
+            for _ in range(int(STUCK)):
+                if done.is_set():
+                    raise
+                await asyncio.sleep(1.0)
+            print(
+                f"pretrain_grpo.py: error: server {server.url} failed in an exchange by NCCL, which cannot be taken "
+                f"back: {fault}. Start it again, and this run from its last checkpoint by --load",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+    others = ThreadPoolExecutor(1)
+    asked = others.submit(servers.each, ask)
+    try:
+        ours()
+    except RuntimeError as error:
+        done.set()
+        with contextlib.suppress(TimeoutError):
+            asked.result(timeout=STUCK)  # says more, when no server is left
+        raise GrpoError(f"the servers could not be reached by NCCL: {error}") from error
+    finally:
+        done.set()
+        others.shutdown(wait=False)
+    asked.result()
+
+
+def _packing_at_start() -> bool:
+    """Whether vLLM's servers are told how tensors are packed when the group is formed; 0.26 with every update."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo
+
+    return "packed" in {field.name for field in fields(NCCLWeightTransferInitInfo)}
+
+
+def _one_stream_after_the_other(weights: Weights) -> Weights:
+    """The same; each is made when all that was done before, on whichever stream, is done: vLLM packs on several."""
+    weights, last = iter(weights), torch.cuda.current_stream()
+    while True:
+        if (now := torch.cuda.current_stream()) != last:
+            now.wait_stream(last)
+            last = now
+        pair = next(weights, None)
+        if pair is None:
+            return
+        yield pair
+
+
+def address_for(urls: list[str]) -> str:
+    """This host's address as the servers see it."""
+    hosts = [urlsplit(url).hostname or "localhost" for url in urls]
+    addresses = [socket.gethostbyname(host) for host in hosts]
+    there = next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there, 9))  # no packet is sent: it only chooses the interface
+        return probe.getsockname()[0]

@@ -1,0 +1,116 @@
+"""How the trainer's weights come to inference servers: what every way promises, and the one over files."""
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_grpo.rollout.servers.pool import ServerPool
+from megatron_grpo.rollout.servers.server import Server
+from megatron_grpo.rollout.weight_sync.nccl import NcclTransfer, SparseTransfer
+from megatron_grpo.utils.errors import GrpoError
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+Bucket = list[tuple[str, torch.Tensor]]
+FILE_BYTES = 2**30
+
+
+def buckets(weights: Weights, size: int) -> Iterator[Bucket]:
+    """The same in lists of ``size`` bytes and at most one tensor more."""
+    bucket: Bucket = []
+    held = 0
+    for name, tensor in weights:
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+class WeightTransfer(Protocol):
+    """Brings weights to the servers of a run."""
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
+
+        For rank 0, while the other ranks iterate theirs to the end; after an error the caller does so here.
+        """
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class CheckpointTransfer:
+    """Weights as safetensors files in a directory that rank 0 and all servers share (``--weight-sync-method
+    checkpoint``).
+
+    At most ``FILE_BYTES`` and one tensor more are in rank 0's memory. The files are there for as long as the servers
+    read them; those of a run that was killed are removed by the next one on the same host.
+    """
+
+    def __init__(self, shared: str):
+        self._shared = Path(shared)
+        self._directory = self._shared / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}"
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        try:
+            self._write(weights)
+
+            async def load(server: Server) -> None:
+                await server.load_weights(str(self._directory), servers.timeout)
+
+            servers.give_weights(version, load)
+        finally:
+            self.close()
+
+    def _write(self, weights: Weights) -> None:
+        try:
+            _remove_those_of_dead_processes(self._shared)
+            self._directory.mkdir()
+            on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
+            for number, part in enumerate(buckets(on_host, FILE_BYTES)):
+                save_file(dict(part), self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
+        except Exception as error:  # safetensors has its own for a full disk
+            if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+                raise GrpoError(f"--weight-sync-dir {self._shared}: the weights cannot be written: {error}") from error
+            raise
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+_PREFIX = "megatron_grpo-weights-"
+
+
+def _remove_those_of_dead_processes(shared: Path) -> None:
+    prefix = f"{_PREFIX}{socket.gethostname()}-"
+    for directory in shared.glob(f"{prefix}*"):
+        process = directory.name.removeprefix(prefix)
+        if process.isdigit() and not Path("/proc", process).exists():
+            with contextlib.suppress(OSError):
+                shutil.rmtree(directory)
+
+
+def build_transfer(args) -> WeightTransfer:
+    """The one of ``--weight-sync-method``."""
+    match args.weight_sync_method:
+        case "checkpoint":
+            return CheckpointTransfer(args.weight_sync_dir)
+        case "nccl":
+            return NcclTransfer(args)
+        case "sparse":
+            return SparseTransfer(args)
+        case "m2n":
+            raise GrpoError(
+                "--weight-sync-method m2n: shard-to-shard transfer came with vLLM 0.32, and GPU builds up to 0.26 are "
+                "what this program runs with: take nccl"
+            )
+    raise GrpoError(f"--weight-sync-method {args.weight_sync_method} is not known")

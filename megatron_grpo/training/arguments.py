@@ -1,0 +1,381 @@
+"""Flags: ours in the tables below, megatron-core's generated in ``core_flags``; how they are read, printed, handed on.
+
+Names are Megatron-LM's where it has one. An attribute of the parsed arguments is its flag's name with underscores.
+Which values go together is the business of ``validation``.
+"""
+
+import argparse
+import difflib
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import fast_gelu
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_grpo.algorithm.advantage_flags import ADVANTAGE_FLAGS
+from megatron_grpo.algorithm.loss_flags import LOSS_FLAGS
+from megatron_grpo.observability.profiling import PROFILE
+from megatron_grpo.observability.tracker_flags import TRACKER_FLAGS
+from megatron_grpo.reference.frozen_flags import FROZEN_FLAGS
+from megatron_grpo.rewards.reward_flags import REWARDS
+from megatron_grpo.rollout.rollout_flags import ROLLOUT_FLAGS
+from megatron_grpo.rollout.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
+from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
+from megatron_grpo.utils.errors import speaks_for_host
+from megatron_grpo.weights.families import FAMILIES
+
+# One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
+# or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
+# is not given.
+Row = tuple[str, Any, Any, str]
+
+TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
+
+FLAGS: dict[str, tuple[Row, ...]] = {
+    "batch and duration": (
+        ("--micro-batch-size", int, 1, "completions in a micro-batch of one data-parallel rank"),
+        ("--max-tokens-per-microbatch", int, None, "pack micro-batches up to so many tokens, whatever their number"),
+        ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
+        ("--num-generations", int, 8, "completions sampled for each prompt: GRPO's group"),
+        ("--steps-per-generation", int, 1, "updates made from one rollout, each on its own share of the completions"),
+        ("--generation-batch-size", int, None, "completions in a rollout [global batch x --steps-per-generation]"),
+        ("--num-iterations", int, 1, "how often the completions of a rollout are gone through"),
+        ("--train-iters", int, None, "updates to make; give this or --num-epochs"),
+        ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
+        ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
+        ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
+        *ENDS,
+    ),
+    "model": (
+        ("--model-family", tuple(FAMILIES), None, "names and layout of the weights [--load-hf's]"),
+        ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
+        ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
+        ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),
+        ("--seq-length", int, None, "bound of prompt + completion, tokens [--max-position-embeddings]"),
+        ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
+        ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
+        ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
+        ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
+        (
+            "--rotary-base-local",
+            int,
+            None,
+            "base of rotary frequencies in layers with a window, unscaled [--rotary-base]",
+        ),
+        ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
+        ("--sandwich-norm", bool, False, "norms behind attention and MLP too, before the residual is added"),
+        ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
+        ("--attn-logit-softcapping", float, None, "cap of attention scores: cap * tanh(score / cap)"),
+        ("--final-logit-softcapping", float, None, "cap of logits: cap * tanh(logit / cap)"),
+        ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
+        ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
+        ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
+    ),
+    "parallelism": (
+        ("--num-layers-per-virtual-pipeline-stage", int, None, "layers of a virtual stage, instead of their number"),
+        ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
+    ),
+    "memory while the engine generates": (
+        ("--offload-model", bool, False, "move the trainer's weights to host memory"),
+        ("--offload-gradients", bool, False, "free the gradient buffers"),
+        ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
+    ),
+    "data": (
+        (
+            "--train-data-path",
+            [str],
+            None,
+            "JSON-lines or Parquet files of training prompts, each after a weight or none",
+        ),
+        ("--valid-data-path", [str], None, "JSON-lines or Parquet files of held-out prompts"),
+        ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
+        ("--system-prompt", str, None, "system message put before every prompt"),
+        ("--max-prompt-length", int, 512, "most tokens of a prompt"),
+        (
+            "--truncation-strategy",
+            ("raise", "left", "delete"),
+            "raise",
+            "longer prompts: refuse, cut on the left, or leave out",
+        ),
+        ("--bad-rows", ("raise", "skip"), "raise", "rows that cannot be used: name them and end, or leave them out"),
+        ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
+        ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
+        ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
+        ("--tiktoken-pattern", ("v1", "v2"), "v2", "how a TikTokenizer splits text into words, by Megatron-LM's names"),
+        ("--tiktoken-num-special-tokens", int, 1000, "ids of a TikTokenizer that come before its vocabulary"),
+        ("--tiktoken-special-tokens", [str], None, "names of the first of them [Megatron-LM's seven]"),
+    ),
+    "rollout": ROLLOUT_FLAGS,
+    "reuse and sampling": CHOICE,
+    "rewards": REWARDS,
+    "algorithm": LOSS_FLAGS,
+    "advantages and KL": ADVANTAGE_FLAGS,
+    "reference and teacher": FROZEN_FLAGS,
+    "learning rate": (
+        ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
+        ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
+        ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
+        ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
+        *WEIGHT_DECAY,
+    ),
+    "checkpoints": (
+        ("--save", str, None, "directory for checkpoints, metrics and completions"),
+        ("--load", str, None, "directory to resume from, when it holds a checkpoint"),
+        ("--save-interval", int, None, "save when the number of updates is a multiple of this; always at the end"),
+        ("--max-checkpoints-to-keep", int, None, "delete the oldest beyond this many [keep all]"),
+        ("--pretrained-checkpoint", str, None, "Megatron checkpoint to take the first weights from"),
+        ("--load-hf", str, None, "Hugging Face model directory to take the first weights, shape and tokenizer from"),
+        ("--save-hf", str, None, "directory of the Hugging Face export at the end [{save}/hf_model]"),
+        ("--no-save-hf", bool, False, "no Hugging Face export at the end"),
+        ("--finetune", bool, False, "take only the weights of --load, and start from update 0"),
+        ("--use-checkpoint-args", bool, False, "take the model's shape from the checkpoint"),
+        ("--no-load-optim", bool, False, "do not restore the optimizer from --load"),
+        ("--no-load-rng", bool, False, "do not restore the random state from --load"),
+    ),
+    "evaluation": (
+        ("--eval-interval", int, None, "evaluate when the number of updates is a multiple of this"),
+        ("--val-before-train", bool, False, "evaluate before the first update"),
+        ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, besides the greedy one"),
+        ("--eval-max-prompts", int, None, "use only the first held-out prompts [all]"),
+    ),
+    "logging": (
+        ("--log-interval", int, 1, "updates between two lines"),
+        ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
+        ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
+        ("--device-peak-tflops", float, None, "dense TFLOP/s of a device, for perf/mfu [known ones, in 16 bits]"),
+        ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
+        *TRACKER_FLAGS,
+    ),
+    "profiling": PROFILE,
+    "running": (
+        ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end"),
+        ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run"),
+    ),
+}
+
+# Flags of Megatron-LM scripts that have nothing to change here: (takes a value, why they may stay in a script).
+ACCEPTED: dict[str, tuple[bool, str]] = {
+    "--use-mcore-models": (False, "megatron-core's models are the only ones"),
+    "--use-flash-attn": (False, "packed batches always take a flash kernel on a GPU"),
+    "--use-rotary-position-embeddings": (False, "rotary embeddings are the only ones"),
+    "--no-position-embedding": (False, "rotary embeddings are the only ones"),
+    "--attention-softmax-in-fp32": (False, "the attention kernels always compute it in float32"),
+    "--no-masked-softmax-fusion": (False, "the attention kernels compute the softmax themselves"),
+    "--no-persist-layer-norm": (False, "the persistent kernel of apex is not used"),
+    "--no-async-tensor-model-parallel-allreduce": (False, "megatron-core ignores it"),
+    "--cross-entropy-loss-fusion": (False, "the head computes log-probabilities in chunks, with its own backward"),
+    "--log-entropy": (False, "the entropy over the vocabulary is always reported"),
+    "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
+}
+
+# Never printed, saved or logged.
+SECRET = ("vllm_server_api_key", "sglang_server_api_key")
+
+NOT_GIVEN = object()
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, printed by the first process of each host, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
+        if speaks_for_host():
+            print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+class Accept(argparse.Action):
+    """Note that a flag of ``ACCEPTED`` was given."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Append the flag's name to ``args.accepted``."""
+        given = namespace.accepted if isinstance(namespace.accepted, list) else []
+        namespace.accepted = [*given, option_string]
+
+
+def build_parser() -> Parser:
+    """The parser of every flag: ours group by group, then megatron-core's section by section."""
+    parser = Parser(
+        prog="pretrain_grpo.py",
+        usage="torchrun --nproc-per-node N pretrain_grpo.py [flags]",
+        description="GRPO on Megatron-Core and vLLM. docs/arguments.md says how the batch sizes hang together.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+        allow_abbrev=False,
+    )
+    for title, rows in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, kind, default, text in rows:
+            group.add_argument(name, default=default, help=help_text(text, default), **_reading(kind))
+    add_core_flags(parser)
+    synonyms = parser.add_argument_group("from Megatron-LM scripts")
+    synonyms.add_argument(
+        "--recompute-activations",
+        action="store_const",
+        const="selective",
+        dest="recompute_granularity",
+        help="the same as --recompute-granularity selective",
+    )
+    synonyms.add_argument(
+        "--moe-layer-recompute",
+        action="store_true",
+        help="the same as --recompute-granularity selective --recompute-modules moe",
+    )
+    for name, (takes_value, reason) in ACCEPTED.items():
+        synonyms.add_argument(
+            name,
+            action=Accept,
+            nargs=None if takes_value else 0,
+            dest="accepted",
+            default=[],
+            metavar="S",
+            help=f"no effect: {reason}",
+        )
+    return parser
+
+
+def _reading(kind: Any) -> dict[str, Any]:
+    """What ``add_argument`` needs to read this kind of value."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if isinstance(kind, tuple):
+        return {"choices": kind}
+    if isinstance(kind, list):
+        return {"type": kind[0], "nargs": "+", "metavar": METAVARS[kind[0]]}
+    if kind is dict:
+        return {"type": json_object, "metavar": "JSON"}
+    return {"type": kind, "metavar": METAVARS[kind]}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read ``{"rope_type": "linear", "factor": 8.0}``; ValueError for anything but an object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object: {text}")
+    return value
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse flags (those of the command line by default); ``args.explicit`` holds the attributes that were given.
+
+    Underscores are taken for hyphens in names. An error, such as an unknown flag, ends the program with exit code 2.
+    """
+    parser = build_parser()
+    defaults = vars(parser.parse_args([]))
+    words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
+    args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
+    if unknown:
+        parser.error(_explain(unknown, parser))
+    explicit = frozenset(dest for dest in defaults if getattr(args, dest) is not NOT_GIVEN)
+    for dest in defaults.keys() - explicit:
+        setattr(args, dest, defaults[dest])
+    args.explicit = explicit
+    args.padded_vocab_size = args.engine_decodes = None
+    return args
+
+
+def hyphens(word: str) -> str:
+    """A word of the command line, with the underscores of a flag's name (not of its value) turned into hyphens."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _explain(unknown: Sequence[str], parser: Parser) -> str:
+    """One line about what was not understood: why there is no such flag, or which was meant."""
+    flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
+    if flag is None:
+        return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
+    reason = EXCLUDED.get(flag[2:].replace("-", "_")) or EXCLUDED.get(flag[2:].removeprefix("no-").replace("-", "_"))
+    if reason:
+        return f"{flag} is not a flag of this program: {reason}"
+    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.6)
+    return f"unknown flag {flag}; " + (f"did you mean {close[0]}?" if close else "--help lists all flags")
+
+
+def print_args(args: Namespace) -> None:
+    """Print every argument once, sorted, in Megatron-LM's manner; a star marks those that were given."""
+    print("------------------------ arguments (* given) ------------------------")
+    for dest, value in sorted(args_to_json(args).items()):
+        print(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
+    for flag in args.accepted:
+        print(f"note: {flag} has no effect: {ACCEPTED[flag][1]}")
+    print("---------------------------------------------------------------------", flush=True)
+
+
+def server_urls(args: Namespace) -> list[str]:
+    """Addresses of the servers that generate; none for an engine in the training processes."""
+    if args.rollout_engine == "sglang":
+        return args.sglang_server_base_url or []
+    return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
+
+
+def args_to_json(args: Namespace) -> dict[str, Any]:
+    """The arguments as JSON's types, to be stored with a checkpoint (all but ``explicit`` and keys)."""
+    left_out = ("explicit", *SECRET)
+    return json.loads(json.dumps({dest: value for dest, value in vars(args).items() if dest not in left_out}))
+
+
+def args_from_json(stored: dict[str, Any]) -> Namespace:
+    """Arguments as a checkpoint stored them; flags that are younger than the checkpoint have their defaults."""
+    args = parse_args([])
+    vars(args).update(stored)
+    return args
+
+
+def params_dtype(args: Namespace) -> torch.dtype:
+    """The dtype of parameters and activations: --bf16, --fp16, else float32."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def transformer_config_from_args(args: Namespace) -> TransformerConfig:
+    """megatron-core's ``TransformerConfig`` (for latent attention its subclass); GrpoError with its words when it
+    refuses the combination.
+    """
+    dtype = params_dtype(args)
+    derived = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "gated_linear_unit": args.swiglu or args.geglu or args.quick_geglu,
+        "activation_func": _activation(args),
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
+        "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
+        # Not with gloo: a send that is under way reads the memory that this frees, and the next stage gets garbage.
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        "cuda_graph_scope": [],  # no graphs; its default means the same, with a warning
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "moe_enable_routing_replay": args.router_replay_mode != "disabled",
+    }
+    if not args.multi_latent_attention:
+        return core_config(TransformerConfig, args, **derived)
+    return core_config(
+        MLATransformerConfig, args, **derived, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent
+    )
+
+
+def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function of the MLP, of its gate where it has one."""
+    if args.swiglu:
+        return F.silu
+    if args.quick_geglu:
+        return quick_gelu
+    # --geglu is the tanh approximation, which fused kernels compute under F.gelu's name.
+    fused = args.bias_activation_fusion or args.use_te_activation_func
+    return fast_gelu if args.geglu and not fused else F.gelu
+
+
+def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
+    """megatron-core's ``OptimizerConfig``; GrpoError with its words when it refuses the combination."""
+    return core_config(OptimizerConfig, args, params_dtype=params_dtype(args))
+
+
+def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
+    """megatron-core's ``DistributedDataParallelConfig``; GrpoError with its words when it refuses the combination."""
+    return core_config(DistributedDataParallelConfig, args)

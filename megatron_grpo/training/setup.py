@@ -1,0 +1,277 @@
+"""Everything that happens before the first rollout: check what can be checked, then build the parts of a run."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
+from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.observability.metrics import MetricsLogger, Timers
+from megatron_grpo.observability.profiling import Profiler
+from megatron_grpo.observability.provenance import write_run_record
+from megatron_grpo.parallel.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.reference.arguments import has_own_layout
+from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
+from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.registry import get_rewards, load_plugins
+from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
+from megatron_grpo.rewards.reward_models.models import check_models
+from megatron_grpo.rewards.reward_rules import reward_routes
+from megatron_grpo.rewards.sandbox.sandbox import isolation_here
+from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.vllm.server import build_vllm_servers
+from megatron_grpo.training import train_step as training
+from megatron_grpo.training.arguments import args_to_json, print_args
+from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.validation import check_warmup, merge_architecture, validate_args
+from megatron_grpo.utils.batch_sizes import batch_arithmetic
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import families, hf
+
+
+def setup(args, model_provider: Callable) -> Trainer | None:
+    """Check everything that can be checked, then build; returns None after ``--dry-run`` has printed its report."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    resume = bool(args.load) and not args.finetune and checkpointing.latest_iteration(args.load) is not None
+    _merge_architecture(args, resume)
+    validate_args(args, world_size)
+    ref_args = reference_args(args) if args.beta > 0 else None
+    teach_args = teacher_args(args) if args.teacher_load_hf else None
+    _keep_what_is_there(args, resume)
+    if resume:
+        _check_position(args)
+    if args.dry_run:
+        print_rank_0(dry_run_report(args, world_size))
+        return None
+    load_plugins(args.external_plugins or [])
+    models = reward_models(args)
+    get_rewards([name for name in args.reward_funcs if name not in models], vars(args))
+    check_models(models, args.reward_model_max_tokens)
+    isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
+    tokenizer = build_tokenizer(args)
+    check_vocabulary(tokenizer, args.vocab_size)
+    if teach_args is not None:
+        check_teachers_tokenizer(args, tokenizer)
+    dataset = PromptDataset(args.train_data_path, tokenizer, args)
+    valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
+    args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
+    if args.train_iters is None:
+        rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
+        args.train_iters = rollouts * args.updates_per_rollout
+        if rollouts == 0:
+            raise GrpoError(
+                f"--num-epochs {args.num_epochs} over {len(dataset)} prompts is less than one rollout of "
+                f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
+            )
+        check_warmup(args)
+    _check_destinations(args)
+
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    print_rank_0(banner(args))
+    if dist.get_rank() == 0:
+        print_args(args)
+    for line in batch_arithmetic(args, world_size).lines():
+        print_rank_0(line)
+    if isolation:
+        print_rank_0(f"generated code is isolated by {isolation}")
+
+    model, optimizer, scheduler, reference = _build_model(args, model_provider, resume, ref_args)
+    teacher = None
+    if teach_args is not None:
+        load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
+        teacher = FrozenModel(teach_args, model_provider, load)
+    elif args.teacher_server:
+        teacher = TeacherServer(args)
+    iteration, position = 0, {}
+    if resume:
+        iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+        print_rank_0(f"resumed from {args.load} at iteration {iteration}")
+    elif args.load and not args.finetune:
+        print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
+    sampler = dataset.sampler()
+    if position:
+        sampler.load_state_dict(position["sampler"])
+
+    engine = build_engine(args, model, tokenizer)
+    scorer = None
+    if engine.is_lead:
+        scorer = build_scorer(args, models)
+    valid_prompts = valid.first(args.eval_max_prompts) if valid else []
+    logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    if args.save and dist.get_rank() == 0:
+        write_run_record(args, iteration)
+    return Trainer(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        teacher=teacher,
+        state_offloader=Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer),
+        weight_offloader=Offloader(model, optimizer, args.offload_model, False, False),
+        engine=engine,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        sampler=sampler,
+        valid_prompts=valid_prompts,
+        scorer=scorer,
+        logger=logger,
+        timers=Timers(),
+        profiler=Profiler(args, dist.get_rank(), iteration),
+        early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
+        iteration=iteration,
+        first_iteration=iteration,
+        rollouts=position.get("rollouts", 0),
+        tokens=position.get("tokens", 0),
+    )
+
+
+def _keep_what_is_there(args, resume: bool) -> None:
+    """Refuse to start another run in the folder of an earlier one, whose logs and checkpoints it would replace."""
+    there = checkpointing.latest_iteration(args.save) if args.save else None
+    if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
+        raise GrpoError(
+            f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
+            "to go on from it, or choose another folder"
+        )
+
+
+def _check_position(args) -> None:
+    """Refuse to go on where no rollout begins: saves, evaluations and the end would never fall due."""
+    iteration, per_rollout = checkpointing.latest_iteration(args.load), args.updates_per_rollout
+    if iteration % per_rollout:
+        raise GrpoError(
+            f"{args.load} holds a checkpoint of iteration {iteration}, which is no multiple of the updates per rollout "
+            f"({per_rollout} = --steps-per-generation {args.steps_per_generation} x --num-iterations "
+            f"{args.num_iterations}): give both as before, or take the weights alone with --finetune"
+        )
+
+
+def _check_destinations(args) -> None:
+    """Refuse at the start what could not be written at the end."""
+    export = Path(args.save_hf) if args.save_hf else None
+    if export and export.exists() and not hf.is_replaceable(export):
+        raise GrpoError(f"--save-hf {export} exists and is no Hugging Face model directory: choose another place")
+    places = {
+        "--weight-sync-dir": args.weight_sync_dir,
+        "--save": args.save,
+        "--save-hf": export and export.parent,
+        "--tensorboard-dir": args.tensorboard_dir,
+        "--wandb-save-dir": args.wandb_save_dir,
+        "--swanlab-save-dir": args.swanlab_save_dir,
+    }
+    for flag, directory in places.items():
+        if not directory:
+            continue
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GrpoError(f"{flag} {directory} cannot be made: {error.strerror}; choose another place") from error
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another place")
+
+
+def _merge_architecture(args, resume: bool) -> None:
+    """Take the architecture from the checkpoint or the ``config.json`` that the weights come from; flags must agree."""
+    checkpoint = args.load if resume or args.finetune else args.pretrained_checkpoint
+    if checkpoint and (resume or args.use_checkpoint_args):
+        merge_architecture(args, checkpointing.read_checkpoint_args(checkpoint), f"the checkpoint {checkpoint}")
+    elif args.load_hf:
+        config = hf.read_config(args.load_hf)
+        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
+    if args.tokenizer_model is None:
+        load = args.load if resume or args.finetune else None  # without a checkpoint, what lies there is nobody's
+        assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
+        args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
+
+
+def _build_model(args, model_provider: Callable, resume: bool, ref_args):
+    """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
+    model = training.build_model(args, model_provider)
+    start = args.pretrained_checkpoint or (args.load if args.finetune else None)
+    moved = checkpointing.moved_reference(args.load) if resume and ref_args is not None else None
+    own_origin = args.ref_load or args.ref_load_hf or moved
+    # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
+    if not resume or (ref_args is not None and not own_origin):
+        if start:
+            checkpointing.load_weights(start, model)
+        elif args.load_hf:
+            hf.load_hf(model, args, args.load_hf)
+        elif resume:
+            raise GrpoError(
+                "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
+                "--pretrained-checkpoint or --load-hf as before, or --ref-load"
+            )
+    reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, moved)
+    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    return model, optimizer, scheduler, reference
+
+
+def _build_reference(args, ref_args, model_provider: Callable, model: training.Model, moved: Path | None):
+    """The reference: moved, as a checkpoint holds it, or of --ref-load or --ref-load-hf, or the model as it is."""
+
+    def load(chunks: training.Model) -> None:
+        if args.ref_load:
+            checkpointing.load_weights(args.ref_load, chunks)
+        else:
+            hf.load_hf(chunks, ref_args, args.ref_load_hf)
+
+    own_origin = not moved and (args.ref_load or args.ref_load_hf)
+    if has_own_layout(args, "ref"):
+        reference = FrozenModel(ref_args, model_provider, load if own_origin else None)
+        if not own_origin and not moved:
+            reference.take_over(args, model)
+    else:
+        policy = training.ReferencePolicy(model) if own_origin else None
+        if own_origin:
+            load(model)
+        reference = SwappedReference(ref_args, model)
+        if policy is not None:
+            policy.copy_to(model)
+    if moved:
+        reference.load(moved, model)
+    return reference
+
+
+def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
+    """The processes that score, as the flags describe them."""
+    return RewardPool(
+        args.reward_funcs,
+        args.external_plugins or [],
+        args.reward_workers,
+        args.reward_timeout,
+        args.reward_retries,
+        args_to_json(args),
+        reward_routes(args.reward_routing, args.reward_funcs),
+        args.reward_clip,
+        models,
+    )
+
+
+def build_engine(args, model: training.Model, tokenizer) -> Engine:
+    """The engine of --rollout-engine and --vllm-mode."""
+    match args.rollout_engine, args.vllm_mode:
+        case "vllm", "colocate":
+            from megatron_grpo.rollout.vllm.colocate import VllmColocate  # takes seconds: after all checks
+
+            return VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
+        case "megatron", _:
+            from megatron_grpo.rollout.megatron.engine import MegatronEngine
+
+            return MegatronEngine(args, model, tokenizer)
+        case "vllm", "server":
+            return build_vllm_servers(args, tokenizer.eos_id)
+        case "sglang", _:
+            return build_sglang_servers(args, tokenizer.eos_id)
+    raise GrpoError(f"--rollout-engine {args.rollout_engine} has no --vllm-mode {args.vllm_mode}")

@@ -1,0 +1,377 @@
+"""megatron-core's configuration dataclasses as command-line flags, and back.
+
+Every field of ``TransformerConfig``, ``OptimizerConfig`` and ``DistributedDataParallelConfig`` is either a flag, with
+megatron-core's type, default and documentation, or a row of ``EXCLUDED`` with the reason why not. A flag's attribute
+in the parsed arguments is its name with underscores. A field that two dataclasses share is one flag for both.
+"""
+
+import ast
+import dataclasses
+import enum
+import functools
+import inspect
+import re
+import textwrap
+import types
+import typing
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import Any, Literal, Union
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron_grpo.utils.errors import GrpoError
+
+CONFIGS = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)  # the first is a TransformerConfig
+
+# Megatron-LM's name where it is not the field's own. Fields with the same flag are fed by it together.
+RENAMED = {
+    "num_moe_experts": "--num-experts",
+    "gated_linear_unit": "--swiglu",
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+    "fp8": "--fp8-format",
+    "fp8_param": "--fp8-param-gather",
+    "fp4": "--fp4-format",
+    "fp4_param": "--fp4-param-gather",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "check_for_nan_in_grad": "--check-for-nan-in-loss-and-grad",
+    "bucket_size": "--ddp-bucket-size",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "average_in_collective": "--ddp-average-in-collective",
+    "nccl_ub": "--use-nccl-ub",
+}
+
+# Megatron-LM's name of the flag that switches a field off, where it is not --no-<the flag>.
+SWITCHED_OFF_BY = {
+    "add_bias_linear": ("--disable-bias-linear",),
+    "perform_initialization": ("--no-initialization",),
+    "bias_activation_fusion": ("--no-bias-swiglu-fusion", "--no-bias-gelu-fusion"),
+    "apply_rope_fusion": ("--no-rope-fusion",),
+    "overlap_p2p_comm": ("--no-overlap-p2p-communication",),
+    "grad_reduce_in_fp32": ("--grad-reduce-in-bf16",),
+}
+
+# Where our default is not megatron-core's: (default, reason).
+DEFAULTS: dict[str, tuple[Any, str]] = {
+    "num_layers": (None, "config.json, the checkpoint or a flag must say it"),
+    "hidden_size": (None, "config.json, the checkpoint or a flag must say it"),
+    "num_attention_heads": (None, "config.json, the checkpoint or a flag must say it"),
+    "hidden_dropout": (0.0, "the trainer's log-probabilities must equal the engine's, which drops nothing"),
+    "attention_dropout": (0.0, "the trainer's log-probabilities must equal the engine's, which drops nothing"),
+    "normalization": ("LayerNorm", "as TransformerConfig has it, for models without multi-latent attention too"),
+    "multi_latent_attention": (False, "grouped-query attention is the usual one"),
+    "q_lora_rank": (None, "as in Megatron-LM: without it queries are projected in one step"),
+    "moe_token_dispatcher_type": (
+        "alltoall",
+        "packs differ in length: the other has to pad all to the longest",
+    ),
+    "moe_router_bias_update_rate": (0.0, "the bias was balanced in pretraining, and completions are no fair sample"),
+    "mtp_loss_scaling_factor": (
+        0.0,
+        "these layers are kept as they are, unless it is asked to train them",
+    ),
+    "optimizer_offload_fraction": (1.0, "as in Megatron-LM: without a fraction all of it"),
+    "min_lr": (0.0, "as in Megatron-LM"),
+    "grad_reduce_in_fp32": (True, "as Megatron-LM does with --bf16: many small gradients are added up"),
+}
+
+# Where fewer values are allowed than the field's type says.
+CHOICES = {
+    "transformer_impl": ("local", "transformer_engine"),
+    "optimizer": ("adam", "sgd"),
+    "rope_type": ("rope", "yarn"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
+}
+
+EXCLUDED = {
+    field: reason
+    for reason, fields in {
+        "a function or object, which the program sets itself": (
+            "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func init_method "
+            "output_layer_init_method embedding_init_method _cpu_offloading_context quant_recipe"
+        ),
+        "--swiglu and --quick-geglu decide": "activation_func use_fused_weighted_squared_relu",
+        "--bf16 and --fp16 decide": "params_dtype pipeline_dtype autocast_dtype enable_autocast",
+        "follows from the pipeline: packs differ in length, sent tensors are freed": (
+            "variable_seq_lengths deallocate_pipeline_outputs mtp_standalone"
+        ),
+        "the opposite of --overlap-p2p-comm": "batch_p2p_comm",
+        "the loss is normalised by per-token weights over the whole update": "calculate_per_token_loss",
+        "the head computes log-probabilities in place of megatron-core's output layer and loss": (
+            "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit"
+        ),
+        "the attention kernels here compute the softmax themselves, in float32": (
+            "attention_softmax_in_fp32 masked_softmax_fusion apply_query_key_layer_scaling"
+        ),
+        "the norms here are torch's or Transformer Engine's, not apex's": (
+            "persist_layer_norm memory_efficient_layer_norm"
+        ),
+        "a flag of its own, for every model": "rotary_base rotary_percent",
+        "use --recompute-granularity selective --recompute-modules moe": "moe_layer_recompute",
+        "--router-replay-mode decides": "moe_enable_routing_replay",
+        "metrics.py measures instead of megatron-core's timers": "barrier_with_L1_time",
+        "not among the metrics": "log_num_zeros_in_grad log_max_attention_logit",
+        "use --recompute-granularity, which is the same for every micro-batch": (
+            "num_microbatches_with_partial_activation_checkpoints"
+        ),
+        "megatron-core ignores it": (
+            "moe_extended_tp async_tensor_model_parallel_allreduce moe_token_dropping fp8_interval"
+        ),
+        "only megatron-core's own inference engine reads it, which is none of those here": (
+            "flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers "
+            "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents"
+        ),
+        "for megatron-core's own tests": "test_mode",
+        "Mamba layers are not supported": (
+            "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path"
+        ),
+        "layers that differ are not supported": "heterogeneous_block_specs hetereogenous_dist_checkpoint",
+        "only softmax attention is supported": (
+            "experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim "
+            "dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq "
+            "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+            "linear_num_value_heads"
+        ),
+        "Megatron-LM's training loop applies it, megatron-core does not": "qk_clip qk_clip_alpha qk_clip_threshold",
+        "needs NVIDIA's kitchen extension, which is not published": (
+            "use_kitchen use_kitchen_attention kitchen_attention_backend"
+        ),
+        "needs Transformer Engine's user buffers, which this program does not set up": (
+            "tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
+            "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
+            "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend"
+        ),
+        "micro-batches differ in shape, so a CUDA graph of one cannot be replayed for another": (
+            "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool "
+            "cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker"
+        ),
+        "needs a torch that is built with ring_exchange": "use_ring_exchange_p2p",
+        "the process groups are NCCL's or gloo's, one data-parallel group per optimizer": (
+            "pipeline_model_parallel_comm_backend num_distributed_optimizer_instances"
+        ),
+        "Megatron FSDP is not supported": (
+            "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
+            "gradient_reduce_div_fusion suggested_communication_unit_size preserve_fp32_weights "
+            "keep_fp8_transpose_cache fsdp_double_buffer fsdp_manual_registration init_model_with_meta_device"
+        ),
+        "the Muon optimizer is not supported": (
+            "muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps "
+            "muon_tp_mode muon_extra_scale_factor"
+        ),
+    }.items()
+    for field in fields.split()
+}
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+
+
+@dataclasses.dataclass
+class CoreFlag:
+    """One generated flag: its names, what it holds, and the (dataclass, field) pairs that it feeds."""
+
+    option: str
+    off_options: tuple[str, ...]
+    annotation: Any
+    default: Any
+    help: str
+    section: str
+    feeds: list[tuple[type, str]]
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed arguments that holds the value."""
+        return self.option[2:].replace("-", "_")
+
+
+@functools.cache
+def core_flags() -> dict[str, CoreFlag]:
+    """All generated flags by attribute name, in the order of megatron-core's sources."""
+    flags: dict[str, CoreFlag] = {}
+    for config in CONFIGS:
+        annotations, notes = typing.get_type_hints(config), dict(_notes(config))
+        for field in dataclasses.fields(config):
+            if field.name in EXCLUDED:
+                continue
+            option = RENAMED.get(field.name, "--" + field.name.replace("_", "-"))
+            off = SWITCHED_OFF_BY.get(field.name, ("--no-" + option[2:],))
+            flag = CoreFlag(option, off, annotations[field.name], _default(field), *notes[field.name], [])
+            flags.setdefault(flag.dest, flag).feeds.append((config, field.name))
+    return flags
+
+
+def add_core_flags(parser: ArgumentParser) -> None:
+    """Add every generated flag, in one group for each section of megatron-core's sources.
+
+    A boolean has two flags, one to switch it on and one to switch it off; help shows the one that changes the default.
+    """
+    groups: dict[str, Any] = {}
+    for flag in core_flags().values():
+        if flag.section not in groups:
+            groups[flag.section] = parser.add_argument_group(flag.section)
+        group = groups[flag.section]
+        if bool not in _alternatives(flag.annotation):
+            text = help_text(flag.help, flag.default)
+            group.add_argument(flag.option, default=flag.default, help=text, **_argparse_type(flag))
+            continue
+        for names, value in (((flag.option,), True), (flag.off_options, False)):
+            text = flag.help if value else f"Switch off: {flag.help}"
+            text = SUPPRESS if value == flag.default else help_text(text)
+            reading = {"action": "store_const", "const": value, "dest": flag.dest}
+            group.add_argument(*names, default=flag.default, help=text, **reading)
+
+
+def help_text(text: str, default: Any = None) -> str:
+    """A help text for argparse, with the default in brackets where there is one."""
+    shown = "" if default is None or default is False or default == [] else f" [{default}]"
+    return (text + shown).replace("%", "%%")
+
+
+def core_config(config: type, args: Namespace, **derived: Any) -> Any:
+    """Build one of megatron-core's dataclasses from parsed arguments; ``derived`` are the fields without a flag.
+
+    Raises GrpoError with megatron-core's own words when it refuses the combination.
+    """
+    values = {
+        field: _core_value(getattr(args, flag.dest), flag.annotation)
+        for flag in core_flags().values()
+        for owner, field in flag.feeds
+        if issubclass(owner, config) and field in config.__dataclass_fields__
+    }
+    try:
+        return config(**{**values, **derived})
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        raise GrpoError(f"megatron-core refuses these settings ({config.__name__}): {error}") from error
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """The default as parsed arguments hold it: JSON's types, so enumerations and dtypes by name."""
+    if field.name in DEFAULTS:
+        return DEFAULTS[field.name][0]
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return next(name for name, dtype in DTYPES.items() if dtype is value)
+    return value
+
+
+def _core_value(value: Any, annotation: Any) -> Any:
+    """A parsed value as megatron-core takes it: the inverse of ``_default``, and ``[x]`` as x where either will do."""
+    kinds = _alternatives(annotation)
+    if isinstance(value, str):
+        if torch.dtype in kinds:
+            return DTYPES[value]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, enum.Enum):
+                return kind[value]
+    if isinstance(value, list):
+        if any(typing.get_origin(kind) is tuple for kind in kinds):
+            return tuple(value)
+        if len(value) == 1 and any(isinstance(kind, type) for kind in kinds):
+            return value[0]
+        return list(value)
+    return value
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The members of a union without None; of any other annotation, itself."""
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    return [annotation]
+
+
+def _argparse_type(flag: CoreFlag) -> dict[str, Any]:
+    """What ``add_argument`` needs to read a value of this flag."""
+    if flag.dest in CHOICES:
+        return {"choices": CHOICES[flag.dest]}
+    kinds = _alternatives(flag.annotation)
+    lists = [kind for kind in kinds if typing.get_origin(kind) is list]
+    first = kinds[0]
+    if torch.dtype in kinds:
+        return {"choices": tuple(DTYPES)}
+    if typing.get_origin(first) is Literal:
+        return {"choices": typing.get_args(first)}
+    if isinstance(first, type) and issubclass(first, enum.Enum):
+        return {"choices": tuple(first.__members__)}
+    if typing.get_origin(first) is tuple:
+        return {"type": integers, "metavar": "N,N"}
+    if int in kinds and lists:
+        return {"type": integer_or_pattern, "metavar": "N|LIST"}
+    if lists:
+        (member,) = typing.get_args(lists[0])
+        return {"type": member, "nargs": "+", "metavar": METAVARS[member]}
+    return {"type": first, "metavar": METAVARS[first]}
+
+
+METAVARS = {int: "N", float: "X", str: "S"}
+
+
+def integers(text: str) -> list[int]:
+    """Read ``128,0`` or ``(128,0)``."""
+    return [int(part) for part in text.strip("()[]").split(",")]
+
+
+def integer_or_pattern(text: str) -> int | list[int]:
+    """Read ``4``, ``[1,0,0]`` or, as in Megatron-LM, a list expression such as ``([1]*3+[0])*2``."""
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.List(elts=items):
+                return [value(item) for item in items]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)
+        raise ValueError(f"not an integer or a list expression: {text}")
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"not an integer or a list expression: {text}") from error
+
+
+def _notes(config: type) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(field, (first sentence of its documentation, section)) as megatron-core's source has them.
+
+    Fields are documented by a string that follows them; sections begin with a title between two lines of #.
+    """
+    for cls in reversed(config.__mro__[:-1]):
+        source = textwrap.dedent(inspect.getsource(cls))
+        titles = {
+            source[: match.start()].count("\n") + 1: match[1].strip()
+            for match in re.finditer(r"^    ####+\n    # (.+)\n    ####+$", source, re.MULTILINE)
+        }
+        body = ast.parse(source).body[0].body
+        for node, after in zip(body, [*body[1:], None]):
+            if isinstance(node, ast.AnnAssign):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                text = _first_sentence(after.value.value) if documented else ""
+                yield node.target.id, (text, _group(cls, [t for line, t in titles.items() if line < node.lineno]))
+
+
+def _group(owner: type, titles: list[str]) -> str:
+    if owner is OptimizerConfig:
+        return "megatron-core: optimizer"
+    if owner is DistributedDataParallelConfig:
+        return "megatron-core: data parallelism"
+    if owner is MLATransformerConfig:
+        return "megatron-core: multi-latent attention"
+    return f"megatron-core: {titles[-1].lower().removesuffix(' related')}" if titles else "megatron-core"
+
+
+def _first_sentence(text: str) -> str:
+    words = re.sub(r"^\w+ \(\w+\): ", "", " ".join(text.split()))
+    sentence = re.match(r"(.+?)(?<!e\.g)(?<!i\.e)[.](?=\s|$)", words)
+    return textwrap.shorten(sentence[1] if sentence else words, 150, placeholder=" ...").rstrip(":,")
