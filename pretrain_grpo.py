@@ -35,15 +35,15 @@ from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, upda
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
-from megatron_grpo.models import router_replay
+from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
-from megatron_grpo.parallel.initialize import run
 from megatron_grpo.reference.teacher_server import TeacherServer
-from megatron_grpo.rollout.weight_sync import check as weight_check
-from megatron_grpo.training import train_step as training
+from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
+from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import EngineLost
 from megatron_grpo.weights.stream import stream_hf
@@ -120,9 +120,9 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     )
     batch = replace(batch, weights=weights)
     batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
-    packs = training.micro_batches(args, batch, completions)
+    packs = forward.micro_batches(args, batch, completions)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
-    report = training.train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, REPORT)
+    report = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, REPORT)
     return report.metrics() | {"tokens/update": int(batch.lengths[completions].sum())}
 
 
@@ -130,9 +130,9 @@ def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     """Log-probabilities and entropies of these completions' tokens under the weights that the model holds now,
     ``[2, total]``.
     """
-    packs = training.micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
+    packs = forward.micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
-    return training.forward_scores(step, packs, trainer.model, len(batch.tokens))
+    return forward.forward_scores(step, packs, trainer.model, len(batch.tokens))
 
 
 def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
@@ -164,7 +164,7 @@ def correct(args, batch: RolloutBatch) -> dict[str, float]:
 
 def sync(args, trainer: Trainer) -> None:
     """Give the engine the trainer's weights: what it generates from now on carries this iteration as its version."""
-    with trainer.timers("sync"), training.parameters_complete(args, trainer.model):
+    with trainer.timers("sync"), forward.parameters_complete(args, trainer.model):
         trainer.engine.update_weights(stream_hf(trainer.model, args), trainer.iteration)
         trainer.synced_iteration = trainer.iteration
         if args.check_weight_sync:

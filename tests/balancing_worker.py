@@ -18,10 +18,11 @@ cpu_backend.install()
 import torch.distributed as dist
 
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.engine import Completion, Sampling
+from megatron_grpo.rollout.engine import Completion
 
 GENERATIONS, SLOTS = 2, 4
 # Polls that each completion of a prompt takes. By turns one replica gets the long ones, the other the short ones.

@@ -25,12 +25,13 @@ from made_up import off_policy, rollout
 from megatron.core import dist_checkpointing, parallel_state
 
 import pretrain_grpo
-from megatron_grpo.checkpointing import checkpoint as checkpointing
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run, set_random_seed
-from megatron_grpo.training import train_step as training
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
@@ -54,8 +55,8 @@ def build(*flags, seed=1, padded_vocab_size=128):
     else:
         initialize_distributed(args)
     set_random_seed(seed)
-    model = training.build_model(args, model_provider)
-    return args, *training.setup_optimizer(args, model)
+    model = forward.build_model(args, model_provider)
+    return args, *train_step.setup_optimizer(args, model)
 
 
 def update(model, optimizer, scheduler, step):
@@ -100,12 +101,12 @@ def draws():
 def load_and_save_again(name, source, target, *flags):
     """Load ``source`` in the layout of the flags and save it from there: both must hold the same."""
     args, model, optimizer, scheduler = build(*flags, "--load", str(source), "--save", str(target), seed=99)
-    iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+    iteration, position = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
     assert (iteration, position) == (2, POSITION)
     assert [group["step"] for group in optimizer.param_groups] == [2] * len(optimizer.param_groups)
     assert scheduler.num_steps == 2
     drawn = draws()
-    checkpointing.save_checkpoint(args, iteration, model, optimizer, scheduler, position)
+    checkpoint.save_checkpoint(args, iteration, model, optimizer, scheduler, position)
     check_equal(name, source, target)
     return drawn
 
@@ -116,7 +117,7 @@ def reshard(root):
     args, model, optimizer, scheduler = build(*TP2, *DISTRIBUTED, "--save", str(source))
     for step in range(2):
         update(model, optimizer, scheduler, step)
-    checkpointing.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)
+    checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)
     expected = draws()
     assert load_and_save_again("TP2 again", source, root / "a", *TP2, *DISTRIBUTED) == expected
     assert load_and_save_again("TP2 SP", source, root / "b", *TP2, "--sequence-parallel", *DISTRIBUTED) == expected
@@ -124,7 +125,7 @@ def reshard(root):
 
     # New hyper-parameters are taken from the flags, and the schedule is at its place under them.
     args, model, optimizer, scheduler = build(*TP2, *DISTRIBUTED, "--load", str(source), "--lr", "5e-4")
-    checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+    checkpoint.load_checkpoint(args, model, optimizer, scheduler)
     assert [group["max_lr"] for group in optimizer.param_groups] == [5e-4] * len(optimizer.param_groups)
     assert optimizer.param_groups[0]["lr"] == 5e-4 * 8 / 10  # linear to 0 in 10 updates, 2 of them done
 
@@ -134,7 +135,7 @@ def reshard(root):
     set_random_seed(6)
     expected = draws()
     set_random_seed(6)
-    checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+    checkpoint.load_checkpoint(args, model, optimizer, scheduler)
     assert draws() == expected
     assert not optimizer.optimizer.state
     update(model, optimizer, scheduler, 0)
@@ -145,7 +146,7 @@ def one_rank(root):
     """What two ranks wrote is loaded by one, also into a larger padded vocabulary."""
     load_and_save_again("one rank", root / "distributed", root / "f", *DISTRIBUTED)
     _, model, _, _ = build(padded_vocab_size=256)
-    checkpointing.load_weights(root / "distributed", [chunk.module for chunk in model])
+    checkpoint.load_weights(root / "distributed", [chunk.module for chunk in model])
     weight = model[0].module.embedding.word_embeddings.weight
     stored = tensors(root / "distributed")["embedding.word_embeddings.weight"]
     assert weight.shape[0] == 256 and stored.shape[0] == 128
@@ -229,15 +230,15 @@ def fill(model, args, kind):
 
 def made_up_update(args, model, optimizer, scheduler, step):
     """An update by the made-up gradients, as if they had been reduced already."""
-    with training.parameters_complete(args, model):
-        weights = [[t.clone() for t in training.weight_tensors(chunk)] for chunk in model]
+    with forward.parameters_complete(args, model):
+        weights = [[t.clone() for t in forward.weight_tensors(chunk)] for chunk in model]
         fill(model, args, step)
         for chunk, before in zip(model, weights, strict=True):
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
                 if parameter.requires_grad:
                     parameter.main_grad.copy_(parameter.data)
-            for tensor, old in zip(training.weight_tensors(chunk), before, strict=True):
+            for tensor, old in zip(forward.weight_tensors(chunk), before, strict=True):
                 tensor.data.copy_(old)
     optimizer.step()
     scheduler.step(increment=1)
@@ -259,7 +260,7 @@ def truth(name, shape, steps, bf16):
 def check_truth(args, model, steps):
     """The model holds what plain torch gives after so many updates."""
     tolerance = 2**-8 if args.bf16 else 1e-5
-    with training.parameters_complete(args, model):
+    with forward.parameters_complete(args, model):
         for name, got in stream_hf(model, args):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
@@ -279,7 +280,7 @@ def enter(flags, layout):
         leave_layout()
     initialize_distributed(args)
     set_random_seed(1)
-    return args, training.build_model(args, model_provider)
+    return args, forward.build_model(args, model_provider)
 
 
 def chains(root):
@@ -294,20 +295,20 @@ def chains(root):
             args.save, args.load = str(root / f"{number}-{place}"), str(last)
             if place == 0:
                 fill(model, args, "weight")
-            model, optimizer, scheduler = training.setup_optimizer(args, model)
+            model, optimizer, scheduler = train_step.setup_optimizer(args, model)
             if place == 0:
                 made_up_update(args, model, optimizer, scheduler, 0)
                 made_up_update(args, model, optimizer, scheduler, 1)
                 check_truth(args, model, 2)
             else:
-                checkpointing.load_checkpoint(args, model, optimizer, scheduler)
-            with training.parameters_complete(args, model):
-                checkpointing.save_checkpoint(args, 2, model, optimizer, scheduler, {})
+                checkpoint.load_checkpoint(args, model, optimizer, scheduler)
+            with forward.parameters_complete(args, model):
+                checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, {})
             check_equal(f"{flags.split()[1]} {layout}", first, args.save, args.vocab_size)
             made_up_update(args, model, optimizer, scheduler, 2)
             check_truth(args, model, 3)
         args, model = enter(flags, layouts[1])
-        checkpointing.load_weights(root / f"{number}-0", model)
+        checkpoint.load_weights(root / f"{number}-0", model)
         check_truth(args, model, 2)
 
 
@@ -322,19 +323,19 @@ def resumed(root):
             args, model = enter(flags, place)
             args.save = args.load = str(root / f"{zlib.crc32(flags.encode())}")
             fill(model, args, "weight")
-            parts = dict(zip(PARTS, training.setup_optimizer(args, model), strict=True))
+            parts = dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True))
             trainer = SimpleNamespace(**parts, iteration=0)
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)
                 off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
-                with training.parameters_complete(args, trainer.model):
-                    checkpointing.save_checkpoint(args, 1, *parts.values(), {})
+                with forward.parameters_complete(args, trainer.model):
+                    checkpoint.save_checkpoint(args, 1, *parts.values(), {})
             else:
-                checkpointing.load_checkpoint(args, *parts.values())
+                checkpoint.load_checkpoint(args, *parts.values())
             rows.append(pretrain_grpo.update(args, trainer, batch, second))
-            with training.parameters_complete(args, trainer.model):
+            with forward.parameters_complete(args, trainer.model):
                 weights.append({name: weight.clone() for name, weight in stream_hf(trainer.model, args)})
         for key in ("loss", "grad_norm", "kl", "entropy", "ratio/max"):
             assert abs(rows[0][key] - rows[1][key]) <= 1e-5 * abs(rows[0][key]), (layout, key, rows)
@@ -354,7 +355,7 @@ def random_states(root):
         for place in (layout, again):
             args, model = enter(flags, place)
             args.save = args.load = str(root / layout)
-            parts = training.setup_optimizer(args, model)
+            parts = train_step.setup_optimizer(args, model)
             coordinates = (
                 parallel_state.get_pipeline_model_parallel_rank(),
                 parallel_state.get_tensor_model_parallel_rank(),
@@ -363,11 +364,11 @@ def random_states(root):
             if everywhere[0] is None:
                 for _ in range(dist.get_rank()):
                     draws()
-                checkpointing.save_checkpoint(args, 1, *parts, {})
+                checkpoint.save_checkpoint(args, 1, *parts, {})
                 dist.all_gather_object(everywhere, (coordinates, draws()))
                 assert len({tuple(drawn) for _, drawn in everywhere}) == 4
             else:
-                checkpointing.load_checkpoint(args, *parts)
+                checkpoint.load_checkpoint(args, *parts)
                 assert draws() == dict(everywhere)[coordinates], layout
         say(f"{layout}: random states restored")
 
@@ -379,9 +380,9 @@ def refuse(root):
         args, model, optimizer, scheduler = build(*TP2, *flags, "--load", str(directory))
         try:
             if weights_only:
-                checkpointing.load_weights(directory, model)
+                checkpoint.load_weights(directory, model)
             else:
-                checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+                checkpoint.load_checkpoint(args, model, optimizer, scheduler)
         except GrpoError as error:
             say(f"refused on rank {dist.get_rank()}: {error}")
         else:
@@ -397,7 +398,7 @@ def refuse(root):
 
     good = root / "good"
     args, model, optimizer, scheduler = build(*TP2, *DISTRIBUTED, "--save", str(good))
-    checkpointing.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)  # before the first update
+    checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)  # before the first update
 
     refused(good, *DISTRIBUTED, "--num-layers", "2", "--hidden-size", "64")
     refused(good, *DISTRIBUTED, "--vocab-size", "99", weights_only=True)
@@ -416,8 +417,8 @@ def refuse(root):
     args = parse_args([*MODEL, *TP2, "--save", str(plain)])
     args.padded_vocab_size = 128
     args.qk_layernorm = False
-    model = training.build_model(args, model_provider)
-    checkpointing.save_checkpoint(args, 0, model, None, None, {})
+    model = forward.build_model(args, model_provider)
+    checkpoint.save_checkpoint(args, 0, model, None, None, {})
     if dist.get_rank() == 0:
         stored = plain / "iter_0000000" / checkpoint_directory.ARGS
         stored.write_text(json.dumps(json.loads(stored.read_text()) | {"qk_layernorm": None}))
@@ -440,18 +441,18 @@ def refuse(root):
     (root / "file").touch()
     args, model, optimizer, scheduler = build(*TP2, "--save", str(root / "file"))
     try:
-        checkpointing.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)
+        checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)
     except GrpoError as error:
         say(f"refused on rank {dist.get_rank()}: {error}")
 
     # Multi-token prediction was frozen, and is now to be trained.
     args, model = enter(f"{LATENT} --mtp-loss-scaling-factor 0", "EP2")
     args.save = str(root / "frozen")
-    checkpointing.save_checkpoint(args, 2, *training.setup_optimizer(args, model), {})
+    checkpoint.save_checkpoint(args, 2, *train_step.setup_optimizer(args, model), {})
     now, model = enter(f"{LATENT} --mtp-loss-scaling-factor 0.1", "PP2")
     now.load = args.save
     try:
-        checkpointing.load_checkpoint(now, *training.setup_optimizer(now, model))
+        checkpoint.load_checkpoint(now, *train_step.setup_optimizer(now, model))
     except GrpoError as error:
         say(f"refused on rank {dist.get_rank()}: {error}")
 

@@ -13,9 +13,10 @@ from toy_checkpoints import build, toy_args
 # isort: split
 import torch
 
-from megatron_grpo.checkpointing import checkpoint as checkpointing
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run, set_random_seed
-from megatron_grpo.training import train_step as training
+from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.training import train_step
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf, mapping
 
 LAYOUTS = {
@@ -38,13 +39,13 @@ def trained(root: Path, family: str, name: str) -> None:
     args = toy_args(root / family, lr=1e-3, train_iters=1, use_distributed_optimizer=True, **LAYOUTS[name])
     layout(args)
     model, expected = build(args), build(args)
-    checkpointing.load_weights(root / f"{family} converted", model)
+    checkpoint.load_weights(root / f"{family} converted", model)
     hf.load_hf(expected, args, root / family)
     pairs = zip(mapping.named_weights(model), mapping.named_weights(expected), strict=True)
     assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs), name
     args.save = str(root / name)
-    chunks, optimizer, scheduler = training.setup_optimizer(args, model)
-    checkpointing.save_checkpoint(args, 3, chunks, optimizer, scheduler, {})
+    chunks, optimizer, scheduler = train_step.setup_optimizer(args, model)
+    checkpoint.save_checkpoint(args, 3, chunks, optimizer, scheduler, {})
     os.write(1, f"{name}: loaded\n".encode())
 
 

@@ -32,8 +32,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
-from megatron_grpo.checkpointing import checkpoint as checkpointing
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
 from megatron_grpo.parallel.initialize import leave_layout, set_random_seed
@@ -221,11 +220,11 @@ def weights_move(root: Path) -> None:
                 directory = root / f"{kind.__name__} {source} {axis_for_layers} {bool(more)}"
                 saved = Layer(kind, axis_for_layers, seed=7, **more)
                 same_shards(saved, Layer(other, axis_for_layers, seed=7, **more))
-                checkpointing.save_checkpoint(options(directory), 0, [saved], None, None, {})
+                checkpoint.save_checkpoint(options(directory), 0, [saved], None, None, {})
                 for target in layouts:
                     enter(target)
                     loaded = Layer(other, axis_for_layers, seed=8, **more)
-                    checkpointing.load_weights(directory, [loaded])
+                    checkpoint.load_weights(directory, [loaded])
                     for got, want in zip(stacked(loaded.experts), part(7), strict=False):
                         assert torch.equal(got, want), (directory, target)
     print("weights moved", flush=True)
@@ -260,10 +259,10 @@ def optimizer_moves(root: Path) -> None:
                 layer.fill(20 + step, "main_grad")
                 norms.append(optimizer.step()[1])
             directories = [root / f"{kind.__name__} {layout} {i}" for i in range(2)]
-            checkpointing.save_checkpoint(options(directories[0]), 0, [ddp], optimizer, None, {})
+            checkpoint.save_checkpoint(options(directories[0]), 0, [ddp], optimizer, None, {})
             _, ddp, optimizer = trainable(other, seed=8, **more)
-            checkpointing.load_checkpoint(options(directories[0]), [ddp], optimizer, None)
-            checkpointing.save_checkpoint(options(directories[1]), 0, [ddp], optimizer, None, {})
+            checkpoint.load_checkpoint(options(directories[0]), [ddp], optimizer, None)
+            checkpoint.save_checkpoint(options(directories[1]), 0, [ddp], optimizer, None, {})
             states += map(tensors, directories)
         # Every gradient is somewhere once, or once on each of the data-parallel ranks.
         updates = [whole(20 + step)[:tensors_there] for step in range(2)]

@@ -15,13 +15,14 @@ from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 import pretrain_grpo
-from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import run, set_random_seed
+from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
 from megatron_grpo.reference.model_args import reference_args, teacher_args
-from megatron_grpo.training import setup
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import setup, train_step
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
@@ -34,7 +35,7 @@ class Trainer:
 
     def __init__(self, args, model):
         self.iteration = 0
-        self.model, self.optimizer, self.scheduler = training.setup_optimizer(args, model)
+        self.model, self.optimizer, self.scheduler = train_step.setup_optimizer(args, model)
 
 
 def weights(frozen, policy) -> dict[str, torch.Tensor]:
@@ -87,7 +88,7 @@ def references(root: Path) -> None:
 
     for name, reference in (("frozen", frozen), ("swapped", swapped)):
         args.save = args.load = str(root / name)
-        checkpointing.save_checkpoint(
+        checkpoint.save_checkpoint(
             args,
             1,
             trainer.model,
@@ -99,7 +100,7 @@ def references(root: Path) -> None:
         for own in (frozen.args, args) if reference is frozen else (args,):
             flags = args if own is frozen.args else without_layout(args)  # --ref-* given, or left out
             again, optimizer, scheduler, resumed = setup._build_model(flags, model_provider, True, own)
-            checkpointing.load_checkpoint(args, again, optimizer, scheduler)
+            checkpoint.load_checkpoint(args, again, optimizer, scheduler)
             assert isinstance(resumed, FrozenModel if own is frozen.args else SwappedReference) and resumed.moved
             assert same_bits(weights(resumed, again), moved)
             assert same_bits({n: t.clone() for n, t in stream_hf(again, args)}, after)
@@ -107,7 +108,7 @@ def references(root: Path) -> None:
 
     hf.save_hf(trainer.model, args, root / "hf")
     set_random_seed(7)
-    fresh = {name: tensor.clone() for name, tensor in stream_hf(training.build_model(args, model_provider), args)}
+    fresh = {name: tensor.clone() for name, tensor in stream_hf(forward.build_model(args, model_provider), args)}
     for own, flag, origin in ((frozen.args, "ref_load_hf", root / "hf"), (args, "ref_load", root / "frozen")):
         flags = args if own is frozen.args else without_layout(args)
         flags.ref_load, flags.ref_load_hf = None, None

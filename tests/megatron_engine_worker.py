@@ -17,9 +17,11 @@ cpu_backend.install()
 import numpy as np
 from toy_checkpoints import build, toy_args
 
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run, set_random_seed
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
 
 MAX_TOKENS, SLOTS = 10, 3

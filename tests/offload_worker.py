@@ -17,12 +17,11 @@ import made_up
 from megatron.core import dist_checkpointing
 
 import pretrain_grpo
-from megatron_grpo.checkpointing import checkpoint as checkpointing
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import host_group, initialize_distributed, leave_layout, set_random_seed
-from megatron_grpo.training import offload
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import offload, train_step
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
 
@@ -46,12 +45,12 @@ def build(name: str, hf_dir: str, save: Path):
     args = made_up.parse(flags.split(), int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     hf.load_hf(model, args, hf_dir)
     if "experts" in name:  # marked as megatron-core marks experts' parameters: buffers and an optimizer of their own
         for parameter_name, parameter in model[0].named_parameters():
             parameter.allreduce = "mlp" not in parameter_name
-    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     batch = made_up.rollout(args)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
     made_up.off_policy(args, trainer, batch)
@@ -156,7 +155,7 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
     rows = []
     for completions in np.split(np.arange(32), 2):
         if away:
-            with training.parameters_complete(args, trainer.model):
+            with forward.parameters_complete(args, trainer.model):
                 absence(offloader, held(trainer))
         rows.append(pretrain_grpo.update(args, trainer, batch, completions))
     if away:
@@ -166,8 +165,8 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
         check_parts(trainer)
         absence(offloader, held(trainer))
     if "experts" not in name:  # no true experts: their checkpoint would not be one
-        with training.parameters_complete(args, trainer.model):
-            checkpointing.save_checkpoint(args, 2, trainer.model, trainer.optimizer, trainer.scheduler, {})
+        with forward.parameters_complete(args, trainer.model):
+            checkpoint.save_checkpoint(args, 2, trainer.model, trainer.optimizer, trainer.scheduler, {})
     tensors = held(trainer)
     leave_layout()
     return rows, tensors["weights"] | tensors["optimizer_state"]

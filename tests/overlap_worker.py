@@ -16,9 +16,11 @@ import torch
 from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
 
 import pretrain_grpo
+from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import run
-from megatron_grpo.training import train_step as training
+from megatron_grpo.reference import frozen_model
+from megatron_grpo.training import train_step
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
 
 
@@ -36,10 +38,10 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     args, model = enter(flags, layout)
     args.save = str(save)
     fill(model, args, "weight")
-    reference = training.ReferencePolicy(model)
+    reference = frozen_model.ReferencePolicy(model)
     logger = SimpleNamespace(flush=lambda: None)
     trainer = SimpleNamespace(
-        **dict(zip(PARTS, training.setup_optimizer(args, model), strict=True)),
+        **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
         **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
         **{"iteration": 1, "_position": dict, "reference": None},
     )
@@ -56,7 +58,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     sync("engine")
     Trainer.save(trainer)
     found["checkpoint"] = checkpoint_worker.tensors(save)
-    with training.parameters_complete(args, trainer.model), reference.in_place_of(trainer.model):
+    with forward.parameters_complete(args, trainer.model), reference.in_place_of(trainer.model):
         ref_log_probs = pretrain_grpo.log_probs(args, trainer, replace(batch, routed_experts=None))
     assert np.array_equal(ref_log_probs, batch.old_log_probs, equal_nan=True)  # the reference is where it began
     found["after the reference"] = {"log_probs": torch.from_numpy(pretrain_grpo.log_probs(args, trainer, batch))}
@@ -83,10 +85,10 @@ def main(root: Path) -> None:
             assert equal(overlapped[name], want[name]), (layout, name)
     say("nobody reads a stale weight")
 
-    complete = training.parameters_complete
-    training.parameters_complete = lambda args, model: contextlib.nullcontext()
+    complete = forward.parameters_complete
+    forward.parameters_complete = lambda args, model: contextlib.nullcontext()
     careless = readers(f"{DENSE} {BUCKETS}", "DP2", root / "careless")
-    training.parameters_complete = complete
+    forward.parameters_complete = complete
     say(f"stale without care: {', '.join(name for name in plain if not equal(careless[name], plain[name]))}")
 
 

@@ -27,18 +27,21 @@ from megatron.core import tensor_parallel
 import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.row_sampling import row_sampling, structured_json
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
-from megatron_grpo.rollout.weight_sync import check as weight_check
-from megatron_grpo.training import train_step as training
+from megatron_grpo.rollout.weight_sync import weight_check
+from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.training.validation import merge_architecture, validate_args
 from megatron_grpo.utils.errors import GrpoError
@@ -94,9 +97,9 @@ class Cases:
         self.args, self.out, self.rank = args, out, dist.get_rank()
         self.tokenizer = build_tokenizer(args)
         self.prompts = make_prompts(self.tokenizer)
-        model = training.build_model(args, model_provider)
+        model = forward.build_model(args, model_provider)
         hf.load_hf(model, args, args.load_hf)
-        model, _, _ = training.setup_optimizer(args, model)
+        model, _, _ = train_step.setup_optimizer(args, model)
         state = random_state()
         engine = build_engine(args, model, self.tokenizer)
         self.facts = {"build kept the random state": random_state() == state}

@@ -21,7 +21,8 @@ from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
 from megatron_grpo.models import router_replay
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, run
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.training.entry_point import run
 
 EXPERTS, TOPK, MOE_LAYERS = 8, 2, 3
 MODEL = f"""--model-family qwen3_moe --num-layers 4 --moe-layer-freq [1,0,1,1] --num-experts {EXPERTS}

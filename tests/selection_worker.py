@@ -16,11 +16,11 @@ cpu_backend.install()
 import torch.distributed as dist
 from selection_engine import GENERATIONS, CountingEngine, Letters, TableScorer, prompts
 
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
-from megatron_grpo.rollout.engine import Sampling
 
 GROUPS, RATIO, ROUNDS = 5, 1.4, 2
 

@@ -22,12 +22,14 @@ import vllm
 from megatron.core import parallel_state
 from vllm import LLM
 
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, run, set_random_seed
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
-from megatron_grpo.training import train_step as training
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.validation import merge_architecture, validate_args
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.stream import stream_hf
@@ -47,7 +49,7 @@ def answers(directory: Path) -> dict[str, list]:
     validate_args(args, 1)
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
 
     class FromFiles(LLM):
         """The engine as VllmColocate makes it, but with the weights of the files."""

@@ -21,8 +21,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.training import arguments
-from megatron_grpo.training.arguments import args_from_json, args_to_json, parse_args
+from megatron_grpo.training.arguments import args_from_json, parse_args
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import (
     CHOICES,
     DEFAULTS,
@@ -36,7 +38,7 @@ from megatron_grpo.utils.core_flags import (
 
 def latent_config(args):
     args.multi_latent_attention = True
-    return arguments.transformer_config_from_args(args)
+    return transformer_config_from_args(args)
 
 
 BUILD = {
@@ -148,7 +150,7 @@ def test_without_flags_the_defaults_are_megatron_cores(monkeypatch):
 
 def test_a_qwen3_script_of_megatron_lm_parses_and_builds():
     args = parse_args(QWEN3.split())
-    config = arguments.transformer_config_from_args(args)
+    config = transformer_config_from_args(args)
     assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (28, 1024, 3072)
     assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (16, 8, 128)
     assert config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
@@ -232,7 +234,7 @@ def test_arguments_survive_a_checkpoint():
     left_out = {"explicit", "vllm_server_api_key", "sglang_server_api_key"}
     assert {k: v for k, v in vars(again).items() if k not in left_out} == stored
     assert again.explicit == frozenset() and again.stop_words == ["a", "b"]
-    assert arguments.transformer_config_from_args(again).num_layers == 28
+    assert transformer_config_from_args(again).num_layers == 28
 
 
 def test_print_args_shows_values_and_what_has_no_effect(capsys):

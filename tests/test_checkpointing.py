@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.checkpointing import directory as cd
+from megatron_grpo.checkpointing import checkpoint_directory as cd
 from megatron_grpo.utils.errors import GrpoError
 
 ROOT = Path(__file__).resolve().parents[1]

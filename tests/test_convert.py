@@ -26,11 +26,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_grpo.checkpointing import checkpoint as checkpointing
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.convert import conversion, torch_dist
+from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.training.arguments import parse_args, transformer_config_from_args
+from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 
@@ -112,7 +112,7 @@ def test_written_as_a_built_model_saves(convert, tmp_path, family):
     args = toy_args(hf_dir, save=str(saved), padded_vocab_size=128)
     chunks = build(args)
     hf.load_hf(chunks, args, hf_dir)
-    checkpointing.save_checkpoint(args, 7, chunks, None, None, {})
+    checkpoint.save_checkpoint(args, 7, chunks, None, None, {})
     assert stored(converted) == stored(saved)
     ours, theirs = (
         dist_checkpointing.load_plain_tensors(str(checkpoint_directory.find(root)[1])) for root in (converted, saved)
@@ -121,7 +121,7 @@ def test_written_as_a_built_model_saves(convert, tmp_path, family):
     convert("--megatron-to-hf", "--load", saved, "--save", tmp_path / "back")
     check_same(hf_dir, tmp_path / "back")
     loaded = build(args)
-    checkpointing.load_weights(converted, loaded)
+    checkpoint.load_weights(converted, loaded)
     assert all(map(torch.equal, loaded[0].parameters(), chunks[0].parameters()))
 
 
@@ -173,7 +173,7 @@ def megatron_lm(root, hf_dir, fused=True, singleton=False, **more):
     }  # fmt: skip
     directory = checkpoint_directory.iteration_directory(root, 100)
     directory.mkdir(parents=True)
-    dist_checkpointing.save(state, str(directory), sharded_strategy=checkpointing._InProcessSave("torch_dist", 1))
+    dist_checkpointing.save(state, str(directory), sharded_strategy=checkpoint._InProcessSave("torch_dist", 1))
     (root / checkpoint_directory.LATEST).write_text("100")
 
 

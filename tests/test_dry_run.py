@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from megatron_grpo.estimate.dry_run import GIB, dry_run_report, ranks
 from megatron_grpo.estimate.memory import Plan
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.validation import validate_args
 
@@ -120,7 +121,7 @@ def build(family: str, layout: str) -> dict:
     args = arguments(f"{TINY} {FAMILIES[family]} {layout}", int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     chunks = [chunk.module if args.bf16 else chunk for chunk in model]
     counts = dict.fromkeys(("dense", "experts", "frozen"), 0)
     for chunk in chunks:
@@ -128,7 +129,7 @@ def build(family: str, layout: str) -> dict:
             kind = "dense" if getattr(parameter, "allreduce", True) else "experts"
             counts[kind if parameter.requires_grad else "frozen"] += parameter.numel()
     layers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in chunks]
-    _, optimizer, _ = training.setup_optimizer(args, model)
+    _, optimizer, _ = train_step.setup_optimizer(args, model)
     numbers = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     expected = Plan(args)
     stage = parallel_state.get_pipeline_model_parallel_rank()

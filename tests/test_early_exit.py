@@ -14,8 +14,7 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.training import early_exit
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import early_exit, train_step
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.trainer import Trainer
 
@@ -100,7 +99,7 @@ def schedule(**changes):
     parameter = torch.nn.Parameter(torch.zeros(1))
     groups = [{"params": [parameter], "max_lr": LR, "min_lr": MIN_LR}]
     optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.5)
-    scheduler = training._learning_rate_schedule(args, optimizer)
+    scheduler = train_step._learning_rate_schedule(args, optimizer)
     rates, decays = [], []
     for _ in range(STEPS):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -15,7 +15,7 @@ from conftest import REPO, alive, run_torchrun
 from safetensors.torch import load_file
 from sharp_model import make_sharp_model
 
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint_directory
 from megatron_grpo.observability.metric_guide import METRICS, check_names
 from tools.make_tiny_model import build_parser, make
 

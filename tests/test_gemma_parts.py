@@ -13,9 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from megatron_grpo.data.pack import IGNORED_LABEL
+from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.parallel import initialize
-from megatron_grpo.training.arguments import parse_args, transformer_config_from_args
+from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.weights import hf
 
 

@@ -9,8 +9,9 @@ from conftest import run_torchrun
 from megatron_engine_worker import EOS, GREEDY, LAYOUTS, LENGTHS, MAX_TOKENS, complete, decode, make_engine, prompts
 from toy_checkpoints import FAMILIES, logits, make
 
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import leave_layout
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.utils.errors import GrpoError
 
 MODELS = [(family, family not in ("gpt_oss",) and "gemma" in family) for family in FAMILIES]

@@ -17,14 +17,16 @@ from transformers import AutoModelForCausalLM
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.reference import frozen_model
 from megatron_grpo.reference.frozen_model import SwappedReference
 from megatron_grpo.rollout.engine import Completion
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
@@ -133,15 +135,15 @@ def trained(tiny_models, case, one_process):
     validate_args(args, 1)
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     hf.load_hf(model, args, directory)
-    policy = training.ReferencePolicy(model)
+    policy = frozen_model.ReferencePolicy(model)
     with torch.no_grad():
         for parameter in model[0].parameters():
             parameter.mul_(1.1)
     reference = SwappedReference(args, model)
     policy.copy_to(model)
-    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     rows, script = Rows(), Script()
     trainer = Trainer(
         args=args,

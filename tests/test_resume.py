@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.checkpointing.directory import latest_iteration
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from tools import resume_check
 from tools.resume_check import Moment, Reference, Run, differences, read_rows, saving
 

@@ -17,7 +17,8 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
-from megatron_grpo.training.arguments import args_to_json, parse_args
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 
 

@@ -15,12 +15,12 @@ from router_replay_worker import EXPERTS, MODEL, TOPK, halves, made_up, move_rou
 
 import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.engine import Sampling
 from megatron_grpo.rollout.vllm import colocate as vllm_colocate
-from megatron_grpo.training import train_step as training
 from megatron_grpo.utils.errors import GrpoError
 
 MOE = "--recompute-granularity selective --recompute-modules moe"
@@ -64,7 +64,7 @@ def probabilities(router, hidden, known: np.ndarray) -> torch.Tensor:
 
 def known_of(args, batch, completions, layer: int) -> list[np.ndarray]:
     """What each micro-batch of an update knows of a layer's experts, [tokens, topk]: -1 on padding."""
-    packs = training.micro_batches(args, replace(batch, routed_experts=None), completions)
+    packs = forward.micro_batches(args, replace(batch, routed_experts=None), completions)
     assert any(pack.padding.any() for pack in packs)
     rows = np.concatenate([batch.routed_experts[:, layer], np.full((1, TOPK), -1, np.int16)])
     return [rows[pack.source] for pack in packs]
@@ -77,7 +77,7 @@ def test_what_is_recorded_is_what_was_chosen(one_rank):
         router.register_forward_hook(lambda module, inputs, output, seen=seen[number]: seen.append(output[1]))
     batch = prepare(args, trainer)
     assert list(seen) == [1, 3, 4] and batch.routed_experts.shape == (len(batch.tokens), 3, TOPK)
-    packs = training.micro_batches(args, batch, np.arange(batch.num_completions))
+    packs = forward.micro_batches(args, batch, np.arange(batch.num_completions))
     for layer, maps in enumerate(seen.values()):
         for pack, chosen in zip(packs, maps, strict=True):
             want = [row.nonzero()[:, 0].tolist() for row in chosen[torch.from_numpy(~pack.padding)]]

@@ -16,7 +16,7 @@ cpu_backend.install()
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampler import PromptSampler
-from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.observability import provenance as run_record
+from megatron_grpo.observability import provenance
 from megatron_grpo.training.arguments import parse_args
 
 FLAGS = (
@@ -18,12 +18,12 @@ FLAGS = (
 def args(tmp_path, monkeypatch):
     words = [*FLAGS.split(), "--save", str(tmp_path), "--system-prompt", "two words"]
     monkeypatch.setattr(sys, "argv", ["pretrain_grpo.py", *words])
-    monkeypatch.setattr(run_record, "layout", lambda args: "2 ranks")  # which asks torch.distributed
+    monkeypatch.setattr(provenance, "layout", lambda args: "2 ranks")  # which asks torch.distributed
     return parse_args(words)
 
 
 def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
-    run_record.write_run_record(args, 40)
+    provenance.write_run_record(args, 40)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "environment.json"]
     for path in tmp_path.iterdir():
         assert not any(secret in path.read_text() for secret in ("sk-1", "sk-2", "me:pw"))
@@ -41,8 +41,8 @@ def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
 
 
 def test_a_run_that_goes_on_replaces_both(args, tmp_path):
-    run_record.write_run_record(args, 0)
-    run_record.write_run_record(args, 80)
+    provenance.write_run_record(args, 0)
+    provenance.write_run_record(args, 80)
     assert json.loads((tmp_path / "environment.json").read_text())["start_iteration"] == 80
 
 
@@ -52,12 +52,12 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path):
         done = subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    assert run_record.commit(tmp_path) is None
+    assert provenance.commit(tmp_path) is None
     git("init", "-q")
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "one")
     head = git("rev-parse", "HEAD")
-    assert run_record.commit(tmp_path) == head
+    assert provenance.commit(tmp_path) == head
     (tmp_path / "file").write_text("2")
-    assert run_record.commit(tmp_path) == head + "-dirty"
+    assert provenance.commit(tmp_path) == head + "-dirty"

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.megatron import sampling
 
 VOCAB = 50

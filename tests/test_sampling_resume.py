@@ -13,7 +13,7 @@ import test_bad_input
 from bad_input_bench import Bench
 from test_bad_input import TRAIN, StubEngine, launch
 
-from megatron_grpo.checkpointing.directory import latest_iteration
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils.errors import EngineLost
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from selection_engine import GENERATIONS, CountingEngine, Letters, TableScorer, prompts
 from selection_worker import GROUPS
 
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import STEPS_TO_SCORE, Selection, has_signal, prompts_to_draw
-from megatron_grpo.rollout.engine import Sampling
 
 
 @pytest.fixture(scope="module", autouse=True)

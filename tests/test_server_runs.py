@@ -9,7 +9,7 @@ from server_double import Double
 from sharp_model import make_sharp_model
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.checkpointing.directory import latest_iteration
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 
 pytestmark = pytest.mark.distributed
 

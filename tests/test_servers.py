@@ -17,7 +17,8 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.servers import pool as servers
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.sglang import ipc as sglang_ipc

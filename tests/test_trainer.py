@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import GrpoError

@@ -11,9 +11,11 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.rewards.reward_rules import check_source, reward_routes
-from megatron_grpo.training.arguments import args_to_json, parse_args, print_args, server_urls
+from megatron_grpo.data.routing import check_source, reward_routes
+from megatron_grpo.rollout.rollout_rules import server_urls
+from megatron_grpo.training.arguments import parse_args, print_args
 from megatron_grpo.training.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 
 MODEL = """

@@ -10,7 +10,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.server import Server, Signs
-from megatron_grpo.rollout.weight_sync import check as weight_check
+from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.utils.errors import GrpoError
 
 WEIGHTS = {"a.weight": torch.arange(4.0), "b.weight": torch.ones(2)}

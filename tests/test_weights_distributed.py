@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.parallel import initialize
+from megatron_grpo.training import entry_point
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import describe, stream_hf
@@ -145,4 +146,4 @@ def all_logits(chunks: list[torch.nn.Module], ids: torch.Tensor, args) -> torch.
 
 
 if __name__ == "__main__":
-    initialize.run(lambda: main(Path(sys.argv[1])))
+    entry_point.run(lambda: main(Path(sys.argv[1])))

@@ -24,10 +24,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
-from megatron_grpo.weights.families.moe import moe_layers
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],

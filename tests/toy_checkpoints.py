@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from megatron_grpo.models.forward import build_model
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
-from megatron_grpo.training import train_step as training
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.weights import families, hf
 
@@ -215,7 +215,7 @@ def toy_args(directory: Path, **more):
 
 def build(args) -> list[torch.nn.Module]:
     """The Megatron model with every weight not a number, so that one left out is seen."""
-    chunks = training.build_model(args, model_provider)
+    chunks = build_model(args, model_provider)
     for chunk in chunks:
         biases = [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
         for tensor in [*chunk.parameters(), *biases]:

@@ -22,12 +22,13 @@ import torch.distributed as dist
 import pretrain_grpo
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import initialize_distributed, run, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.engine import Sampling
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
@@ -44,7 +45,7 @@ def compare(flags: list[str], with_transformers: bool) -> str:
     args = made_up.parse([*size, *flags], world)
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     hf.load_hf(model, args, args.load_hf)
     engine = build_engine(args, model, SimpleNamespace(eos_id=2, decode=None))
     engine.wake_weights()

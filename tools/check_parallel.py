@@ -39,8 +39,9 @@ from safetensors.torch import save_file
 import pretrain_grpo
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.policy_term import drop_overlong
+from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import train_step
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
@@ -201,8 +202,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     result["float32"] = not (args.bf16 or args.fp16)
     weights, gaps = {}, {}
     writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
-    with training.parameters_complete(args, model):
-        rows[-1]["params_norm"] = training.params_norm(model)
+    with forward.parameters_complete(args, model):
+        rows[-1]["params_norm"] = train_step.params_norm(model)
         stored = safe_open(reference, "pt") if compares else None
         for name, tensor in stream_hf(model, args):
             if writes:

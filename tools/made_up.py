@@ -16,9 +16,10 @@ import torch
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import set_random_seed
-from megatron_grpo.training import train_step as training
+from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.validation import merge_architecture, validate_args
 from megatron_grpo.utils.cpu_backend import device
@@ -105,12 +106,12 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = we
 def trainer(args) -> SimpleNamespace:
     """What an update needs of a Trainer, with the weights of --load-hf, or made-up ones."""
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     if args.load_hf:
         hf.load_hf(model, args, args.load_hf)
     else:
         fill(model, args)
-    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
 
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil
 
-from megatron_grpo.checkpointing.directory import iteration_directory, latest_iteration, read_checkpoint_args
+from megatron_grpo.checkpointing.checkpoint_directory import iteration_directory, latest_iteration, read_checkpoint_args
 from megatron_grpo.utils.errors import GrpoError
 
 UPDATES = 24

@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
-from megatron_grpo.parallel.initialize import run
-from megatron_grpo.training import train_step as training
+from megatron_grpo.models import forward
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.weights.stream import stream_hf
 
@@ -25,7 +25,7 @@ def main() -> None:
     evaluate = pretrain_grpo.evaluate
 
     def sync(args, trainer: Trainer) -> None:
-        with trainer.timers("sync"), training.parameters_complete(args, trainer.model):
+        with trainer.timers("sync"), forward.parameters_complete(args, trainer.model):
             history[trainer.iteration] = [
                 (name, weight.cpu().clone()) for name, weight in stream_hf(trainer.model, args)
             ]

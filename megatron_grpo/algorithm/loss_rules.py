@@ -23,14 +23,6 @@ READ_BY = {
 OWN_LEVEL = ("gmpo", "fipo", "real", "reinforce")
 
 
-def uses_engine_log_probs(args: Namespace) -> str | None:
-    """The flag, if one is given, that needs the engine's log-probabilities of every sampled token."""
-    for dest in ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "m2po_threshold"):
-        if getattr(args, dest) is not None:
-            return flag(dest)
-    return None
-
-
 def needs_old_log_probs(args: Namespace) -> bool:
     """Whether a rollout begins with a pass for log-probabilities under the weights that sampled it.
 

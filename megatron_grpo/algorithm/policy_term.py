@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
-from megatron_grpo.algorithm.loss_rules import uses_engine_log_probs
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.utils.errors import GrpoError
 
 

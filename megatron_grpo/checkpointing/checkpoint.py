@@ -37,11 +37,10 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_grpo.checkpointing import directory as checkpoint_directory
-from megatron_grpo.checkpointing import optimizer_state as checkpoint_optimizer
-from megatron_grpo.checkpointing.directory import latest_iteration, read_checkpoint_args
+from megatron_grpo.checkpointing import checkpoint_directory, optimizer_state
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
-from megatron_grpo.training.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 
@@ -50,7 +49,7 @@ __all__ += ["read_weights", "save_checkpoint", "save_weights"]
 
 # How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
 CONTENT_METADATA = {
-    "distrib_optim_sharding_type": checkpoint_optimizer.FULLY_RESHARDABLE,
+    "distrib_optim_sharding_type": optimizer_state.FULLY_RESHARDABLE,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -86,13 +85,13 @@ def save_checkpoint(
     metadata = _with_group(CONTENT_METADATA)
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
     if optimizer is not None:
-        state["optimizer"] = checkpoint_optimizer.state_to_save(optimizer, state, metadata)
+        state["optimizer"] = optimizer_state.state_to_save(optimizer, state, metadata)
     if opt_param_scheduler is not None:
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     state["rng_state"] = _rng_object(_rng_state())
     state["extra_state"] = extra_state
     state["layout"] = _layout()
-    state["optimizer_type"] = checkpoint_optimizer.type_name(optimizer)
+    state["optimizer_type"] = optimizer_state.type_name(optimizer)
     _write(state, temporary, metadata)
     if save_reference is not None:
         save_reference(temporary / REFERENCE)
@@ -114,9 +113,9 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     request: dict[str, Any] = _model_state(model_chunks, metadata)
     if not args.no_load_optim:
-        checkpoint_optimizer.check(directory, common, metadata, optimizer)
-        request["optimizer"] = checkpoint_optimizer.state_to_load(optimizer, request, metadata)
-        common["optimizer"] = checkpoint_optimizer.plain_values(request["optimizer"], common.get("optimizer", {}))
+        optimizer_state.check(directory, common, metadata, optimizer)
+        request["optimizer"] = optimizer_state.state_to_load(optimizer, request, metadata)
+        common["optimizer"] = optimizer_state.plain_values(request["optimizer"], common.get("optimizer", {}))
     same_layout = common.get("layout") == _layout()
     if same_layout and not args.no_load_rng:
         request["rng_state"] = _rng_object(None)

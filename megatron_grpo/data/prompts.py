@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_grpo.data.routing import check_source, reward_routes
 from megatron_grpo.data.row_files import RowFiles
 from megatron_grpo.data.row_prompt import parse_prompt, parse_tools, pass_rate
 from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
-from megatron_grpo.rewards.reward_rules import check_source, reward_routes
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.utils.errors import GrpoError
 
 if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
     from megatron_grpo.data.tokenizer import Tokenizer
-    from megatron_grpo.rollout.engine import Sampling
 
 CHECKED_BYTES = 64 * 2**20  # up to so many, all rows are checked at the start
 _PROGRESS_FROM = 10_000  # rows
@@ -40,7 +40,7 @@ class Prompt:
     source: str
     sampling_fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def sampling(self, sampling: "Sampling") -> "Sampling":
+    def sampling(self, sampling: Sampling) -> Sampling:
         """How its completions are sampled, in a run that samples others so."""
         return with_row(sampling, self.sampling_fields)
 

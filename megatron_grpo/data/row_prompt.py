@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_grpo.data.json_column import json_column
 from megatron_grpo.data.row_files import kind
-from megatron_grpo.rewards.registry import json_column
 from megatron_grpo.utils.errors import GrpoError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

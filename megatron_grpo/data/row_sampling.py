@@ -11,13 +11,10 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_grpo.rollout.sampling_rules import constraint_refused
+from megatron_grpo.data.sampling_params import Sampling, constraint_refused
 from megatron_grpo.utils.errors import GrpoError
-
-if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
-    from megatron_grpo.rollout.engine import Sampling
 
 COLUMN = "sampling_params"
 SHAPES = set("temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split())
@@ -101,7 +98,7 @@ def _constraint(value: Any, args: Namespace) -> str:
     return structured_json(given)
 
 
-def with_row(sampling: "Sampling", fields: Mapping[str, Any]) -> "Sampling":
+def with_row(sampling: Sampling, fields: Mapping[str, Any]) -> Sampling:
     """A run's sampling with what a row sets; a constrained request is not asked for log-probabilities."""
     if not fields:
         return sampling

@@ -14,13 +14,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
 from megatron_grpo.models.head import CHUNK
-from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention
-from megatron_grpo.training.arguments import params_dtype, transformer_config_from_args
+from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.core_flags import DTYPES
 from megatron_grpo.weights import mapping
-from megatron_grpo.weights.families.common import query_groups
-from megatron_grpo.weights.families.moe import moe_layers
 from megatron_grpo.weights.layout import Weight
 
 MTP = "mtp"  # the place of the multi-token-prediction layers, beside layers' numbers and parameters' names

@@ -7,13 +7,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL
+from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.parallel.sequence_parallel import own_tokens
-from megatron_grpo.training.arguments import transformer_config_from_args
 from megatron_grpo.utils.cpu_backend import device
 
 

@@ -23,9 +23,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import Int64, RolloutBatch
 from megatron_grpo.data.pack import Pack
+from megatron_grpo.models.config import moe_layers
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.sequence_parallel import own_tokens
-from megatron_grpo.weights.families.moe import moe_layers
 
 
 class Replay(RouterReplay):

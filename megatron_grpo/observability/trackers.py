@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.observability.tracker_flags import PACKAGES
-from megatron_grpo.training.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs
 

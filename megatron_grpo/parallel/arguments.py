@@ -9,7 +9,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive
-from megatron_grpo.weights.families.common import query_groups
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # Of the flags about experts, those that a launch script may keep for dense models.
@@ -252,3 +251,8 @@ def _check_expert_biases(args: Namespace) -> None:
             "--bias-activation-fusion with --activation-func-clamp-value would cut off before the bias is added: leave "
             "it out, or give --moe-grouped-gemm"
         )
+
+
+def query_groups(args: Namespace) -> int:
+    """Number of key/value heads; without grouped queries, one for each query head."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads

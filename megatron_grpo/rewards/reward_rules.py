@@ -1,8 +1,8 @@
 """Rules of the flags of rewards."""
 
 from argparse import Namespace
-from typing import Any
 
+from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, positive, required
 
@@ -53,32 +53,3 @@ def check_rewards(args: Namespace) -> None:
             "within which all tests of a completion are run"
         )
     reward_routes(args.reward_routing, functions)
-
-
-def reward_routes(routing: list[str] | None, functions: list[str]) -> dict[str, list[str]]:
-    """--reward-routing as {source: names}; GrpoError for what is not SOURCE=NAME,NAME with names of --reward-funcs."""
-    routes: dict[str, list[str]] = {}
-    for word in routing or []:
-        source, equals, listed = word.partition("=")
-        names = listed.split(",")
-        if not source or not equals or source in routes:
-            raise GrpoError(f"--reward-routing {word}: expected SOURCE=NAME,NAME, each source once")
-        unknown = [name for name in names if name not in functions]
-        if unknown:
-            raise GrpoError(
-                f'--reward-routing {word}: "{unknown[0]}" is not among --reward-funcs {" ".join(functions)}'
-            )
-        routes[source] = names
-    idle = [name for name in functions if routes and not any(name in names for names in routes.values())]
-    if idle:
-        raise GrpoError(
-            f"--reward-routing sends no source to {idle[0]}: leave it out of --reward-funcs, or route to it"
-        )
-    return routes
-
-
-def check_source(routes: dict[str, list[str]], row: dict[str, Any]) -> None:
-    """Refuse a row whose "data_source" has no route."""
-    source = row.get("data_source")
-    if routes and not (isinstance(source, str) and source in routes):
-        raise GrpoError(f'no --reward-routing for "data_source" {source!r:.200}, only for {", ".join(routes)}')

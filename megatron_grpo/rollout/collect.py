@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import HandOut
 from megatron_grpo.rollout.dynamic_sampling import Selection
-from megatron_grpo.rollout.engine import Completion, Engine, Request, Sampling, generate
+from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 
 
 def collect_rollout(

@@ -21,25 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1, ``min_p`` 0 and penalties of
-    1 (repetition) and 0 (presence, frequency) are off.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
-    structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams that the text has to match; "": any text
-    ignore_eos: bool = False
-    log_probs: bool = False
+from megatron_grpo.data.sampling_params import Sampling
 
 
 @dataclass(frozen=True)

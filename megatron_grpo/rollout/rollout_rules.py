@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_grpo.algorithm.loss_rules import uses_engine_log_probs
+from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, positive, required, within
@@ -176,3 +176,10 @@ def _check_megatron_engine(args: Namespace) -> None:
             "--router-replay-mode R3 cannot go with --rollout-engine megatron, whose routers are the trainer's: with "
             "one update per rollout they choose alike, else give R2"
         )
+
+
+def server_urls(args: Namespace) -> list[str]:
+    """Addresses of the servers that generate; none for an engine in the training processes."""
+    if args.rollout_engine == "sglang":
+        return args.sglang_server_base_url or []
+    return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []

@@ -3,7 +3,7 @@
 import re
 from argparse import Namespace
 
-from megatron_grpo.algorithm.loss_rules import uses_engine_log_probs
+from megatron_grpo.data.sampling_params import constraint_refused
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive, required, within
 
@@ -51,23 +51,6 @@ def _check_structured_outputs(args: Namespace) -> None:
     why_not = constraint_refused(args)
     if why_not:
         raise GrpoError(f"--structured-outputs-regex {why_not}")
-
-
-def constraint_refused(args: Namespace) -> str | None:
-    """Why completions cannot be constrained in this run, with the cure; None if they can."""
-    if args.rollout_engine != "vllm":
-        return f"needs --rollout-engine vllm: {args.rollout_engine} is not asked for constrained completions here"
-    if args.tokenizer_type != "HuggingFaceTokenizer":
-        return "needs a HuggingFaceTokenizer: vLLM builds the constraint from its vocabulary"
-    user = uses_engine_log_probs(args)
-    if user:
-        return (
-            f"cannot go with {user}: the engine's log-probabilities are those of the constrained distribution, and "
-            "not the policy's: leave one of them out"
-        )
-    if args.ignore_eos:
-        return "cannot go with --ignore-eos: a completion that has matched must be able to end"
-    return None
 
 
 def _check_ends(args: Namespace) -> None:

@@ -9,25 +9,22 @@ import difflib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
-import torch.nn.functional as F
-from megatron.core.activations import fast_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_grpo.algorithm.advantage_flags import ADVANTAGE_FLAGS
 from megatron_grpo.algorithm.loss_flags import LOSS_FLAGS
+from megatron_grpo.models.config import params_dtype
 from megatron_grpo.observability.profiling import PROFILE
 from megatron_grpo.observability.tracker_flags import TRACKER_FLAGS
 from megatron_grpo.reference.frozen_flags import FROZEN_FLAGS
 from megatron_grpo.rewards.reward_flags import REWARDS
 from megatron_grpo.rollout.rollout_flags import ROLLOUT_FLAGS
 from megatron_grpo.rollout.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
+from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.utils.errors import speaks_for_host
 from megatron_grpo.weights.families import FAMILIES
@@ -176,8 +173,6 @@ ACCEPTED: dict[str, tuple[bool, str]] = {
     "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
 }
 
-# Never printed, saved or logged.
-SECRET = ("vllm_server_api_key", "sglang_server_api_key")
 
 NOT_GIVEN = object()
 
@@ -281,12 +276,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def hyphens(word: str) -> str:
-    """A word of the command line, with the underscores of a flag's name (not of its value) turned into hyphens."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
 def _explain(unknown: Sequence[str], parser: Parser) -> str:
     """One line about what was not understood: why there is no such flag, or which was meant."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
@@ -309,66 +298,11 @@ def print_args(args: Namespace) -> None:
     print("---------------------------------------------------------------------", flush=True)
 
 
-def server_urls(args: Namespace) -> list[str]:
-    """Addresses of the servers that generate; none for an engine in the training processes."""
-    if args.rollout_engine == "sglang":
-        return args.sglang_server_base_url or []
-    return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
-
-
-def args_to_json(args: Namespace) -> dict[str, Any]:
-    """The arguments as JSON's types, to be stored with a checkpoint (all but ``explicit`` and keys)."""
-    left_out = ("explicit", *SECRET)
-    return json.loads(json.dumps({dest: value for dest, value in vars(args).items() if dest not in left_out}))
-
-
 def args_from_json(stored: dict[str, Any]) -> Namespace:
     """Arguments as a checkpoint stored them; flags that are younger than the checkpoint have their defaults."""
     args = parse_args([])
     vars(args).update(stored)
     return args
-
-
-def params_dtype(args: Namespace) -> torch.dtype:
-    """The dtype of parameters and activations: --bf16, --fp16, else float32."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-
-
-def transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """megatron-core's ``TransformerConfig`` (for latent attention its subclass); GrpoError with its words when it
-    refuses the combination.
-    """
-    dtype = params_dtype(args)
-    derived = {
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "gated_linear_unit": args.swiglu or args.geglu or args.quick_geglu,
-        "activation_func": _activation(args),
-        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
-        # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
-        "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
-        # Not with gloo: a send that is under way reads the memory that this frees, and the next stage gets garbage.
-        "deallocate_pipeline_outputs": torch.cuda.is_available(),
-        "cuda_graph_scope": [],  # no graphs; its default means the same, with a warning
-        "batch_p2p_comm": not args.overlap_p2p_comm,
-        "moe_enable_routing_replay": args.router_replay_mode != "disabled",
-    }
-    if not args.multi_latent_attention:
-        return core_config(TransformerConfig, args, **derived)
-    return core_config(
-        MLATransformerConfig, args, **derived, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent
-    )
-
-
-def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation function of the MLP, of its gate where it has one."""
-    if args.swiglu:
-        return F.silu
-    if args.quick_geglu:
-        return quick_gelu
-    # --geglu is the tanh approximation, which fused kernels compute under F.gelu's name.
-    fused = args.bias_activation_fusion or args.use_te_activation_func
-    return fast_gelu if args.geglu and not fused else F.gelu
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

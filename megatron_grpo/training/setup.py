@@ -7,14 +7,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
-from megatron_grpo.observability.provenance import write_run_record
-from megatron_grpo.parallel.initialize import banner, initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.observability.provenance import banner, write_run_record
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.reference import frozen_model
 from megatron_grpo.reference.arguments import has_own_layout
 from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
 from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
@@ -23,17 +26,17 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, load_plugins
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
-from megatron_grpo.rewards.reward_rules import reward_routes
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
-from megatron_grpo.training import train_step as training
-from megatron_grpo.training.arguments import args_to_json, print_args
+from megatron_grpo.training import train_step
+from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import check_warmup, merge_architecture, validate_args
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
@@ -42,7 +45,7 @@ from megatron_grpo.weights import families, hf
 def setup(args, model_provider: Callable) -> Trainer | None:
     """Check everything that can be checked, then build; returns None after ``--dry-run`` has printed its report."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    resume = bool(args.load) and not args.finetune and checkpointing.latest_iteration(args.load) is not None
+    resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
@@ -95,7 +98,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
         teacher = TeacherServer(args)
     iteration, position = 0, {}
     if resume:
-        iteration, position = checkpointing.load_checkpoint(args, model, optimizer, scheduler)
+        iteration, position = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
@@ -139,7 +142,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
 
 def _keep_what_is_there(args, resume: bool) -> None:
     """Refuse to start another run in the folder of an earlier one, whose logs and checkpoints it would replace."""
-    there = checkpointing.latest_iteration(args.save) if args.save else None
+    there = checkpoint.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
         raise GrpoError(
             f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
@@ -149,7 +152,7 @@ def _keep_what_is_there(args, resume: bool) -> None:
 
 def _check_position(args) -> None:
     """Refuse to go on where no rollout begins: saves, evaluations and the end would never fall due."""
-    iteration, per_rollout = checkpointing.latest_iteration(args.load), args.updates_per_rollout
+    iteration, per_rollout = checkpoint.latest_iteration(args.load), args.updates_per_rollout
     if iteration % per_rollout:
         raise GrpoError(
             f"{args.load} holds a checkpoint of iteration {iteration}, which is no multiple of the updates per rollout "
@@ -184,9 +187,9 @@ def _check_destinations(args) -> None:
 
 def _merge_architecture(args, resume: bool) -> None:
     """Take the architecture from the checkpoint or the ``config.json`` that the weights come from; flags must agree."""
-    checkpoint = args.load if resume or args.finetune else args.pretrained_checkpoint
-    if checkpoint and (resume or args.use_checkpoint_args):
-        merge_architecture(args, checkpointing.read_checkpoint_args(checkpoint), f"the checkpoint {checkpoint}")
+    source = args.load if resume or args.finetune else args.pretrained_checkpoint
+    if source and (resume or args.use_checkpoint_args):
+        merge_architecture(args, checkpoint.read_checkpoint_args(source), f"the checkpoint {source}")
     elif args.load_hf:
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
@@ -198,14 +201,14 @@ def _merge_architecture(args, resume: bool) -> None:
 
 def _build_model(args, model_provider: Callable, resume: bool, ref_args):
     """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
-    moved = checkpointing.moved_reference(args.load) if resume and ref_args is not None else None
+    moved = checkpoint.moved_reference(args.load) if resume and ref_args is not None else None
     own_origin = args.ref_load or args.ref_load_hf or moved
     # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
     if not resume or (ref_args is not None and not own_origin):
         if start:
-            checkpointing.load_weights(start, model)
+            checkpoint.load_weights(start, model)
         elif args.load_hf:
             hf.load_hf(model, args, args.load_hf)
         elif resume:
@@ -214,16 +217,16 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
                 "--pretrained-checkpoint or --load-hf as before, or --ref-load"
             )
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, moved)
-    model, optimizer, scheduler = training.setup_optimizer(args, model)
+    model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
 
 
-def _build_reference(args, ref_args, model_provider: Callable, model: training.Model, moved: Path | None):
+def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, moved: Path | None):
     """The reference: moved, as a checkpoint holds it, or of --ref-load or --ref-load-hf, or the model as it is."""
 
-    def load(chunks: training.Model) -> None:
+    def load(chunks: forward.Model) -> None:
         if args.ref_load:
-            checkpointing.load_weights(args.ref_load, chunks)
+            checkpoint.load_weights(args.ref_load, chunks)
         else:
             hf.load_hf(chunks, ref_args, args.ref_load_hf)
 
@@ -233,7 +236,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: training.M
         if not own_origin and not moved:
             reference.take_over(args, model)
     else:
-        policy = training.ReferencePolicy(model) if own_origin else None
+        policy = frozen_model.ReferencePolicy(model) if own_origin else None
         if own_origin:
             load(model)
         reference = SwappedReference(ref_args, model)
@@ -259,7 +262,7 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     )
 
 
-def build_engine(args, model: training.Model, tokenizer) -> Engine:
+def build_engine(args, model: forward.Model, tokenizer) -> Engine:
     """The engine of --rollout-engine and --vllm-mode."""
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
-from megatron_grpo.algorithm.loss_rules import uses_engine_log_probs
-from megatron_grpo.checkpointing import checkpoint as checkpointing
+from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
+from megatron_grpo.data.sampling_params import Sampling, uses_engine_log_probs
 from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
@@ -29,9 +30,9 @@ from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
-from megatron_grpo.rollout.engine import Engine, Sampling
-from megatron_grpo.rollout.weight_sync import check as weight_check
-from megatron_grpo.training import train_step as training
+from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.weight_sync import weight_check
+from megatron_grpo.training import train_step
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.utils.errors import EngineLost, GrpoError
@@ -43,7 +44,7 @@ class Trainer:
     """The parts of a run and its position in it; the algorithm that uses them is ``pretrain_grpo.train``."""
 
     args: object
-    model: training.Model
+    model: forward.Model
     optimizer: object
     scheduler: object
     reference: FrozenModel | SwappedReference | None
@@ -218,7 +219,7 @@ class Trainer:
         """Save the run as it was at ``position``, unless it is saved already; returns what the user can do then."""
         if not self.args.save:
             return "Nothing is saved: there is no --save"
-        if checkpointing.latest_iteration(self.args.save) != self.iteration:
+        if checkpoint.latest_iteration(self.args.save) != self.iteration:
             self.save(position)
         return f"The run is saved at iteration {self.iteration}: --load {self.args.save} goes on from there"
 
@@ -230,7 +231,7 @@ class Trainer:
 
     def _offload(self, offloader: Offloader) -> None:
         # A gather of parameters that is still under way would write into memory that is no longer there.
-        with self.timers("offload"), training.parameters_complete(self.args, self.model):
+        with self.timers("offload"), forward.parameters_complete(self.args, self.model):
             offloader.to_host()
 
     @staticmethod
@@ -298,8 +299,8 @@ class Trainer:
                 "consumed/left_out": self.sampler.left_out,
             }
         if self.args.log_params_norm:
-            with training.parameters_complete(self.args, self.model):
-                metrics = metrics | {"params_norm": training.params_norm(self.model)}
+            with forward.parameters_complete(self.args, self.model):
+                metrics = metrics | {"params_norm": train_step.params_norm(self.model)}
         if torch.cuda.is_available():
             metrics = metrics | {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
             torch.cuda.reset_peak_memory_stats()
@@ -340,13 +341,13 @@ class Trainer:
         """Write a checkpoint of everything that the run needs to go on as if it had not stopped (at ``position``)."""
         self.logger.flush()
         position = position or self._position()
-        with self.timers("save"), training.parameters_complete(self.args, self.model):
+        with self.timers("save"), forward.parameters_complete(self.args, self.model):
             # With them a checkpoint can be gone on from, and exported, without its origin: none may lack them.
             if dist.get_rank() == 0:
                 hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
             # One that has not moved can be loaded again from where it came.
             moved = self.reference is not None and self.reference.moved
-            checkpointing.save_checkpoint(
+            checkpoint.save_checkpoint(
                 self.args,
                 self.iteration,
                 self.model,
@@ -361,10 +362,10 @@ class Trainer:
 
         A run that leaves early has no time to lose: it is saved and nothing else.
         """
-        if self.args.save and checkpointing.latest_iteration(self.args.save) != self.iteration:
+        if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
             self.save()
         if self.args.save_hf and not self.left_early:
-            with training.parameters_complete(self.args, self.model):
+            with forward.parameters_complete(self.args, self.model):
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
             print_rank_0(f"Hugging Face export: {self.args.save_hf}")
         self.profiler.close()

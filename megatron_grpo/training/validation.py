@@ -15,6 +15,7 @@ import torch
 from megatron_grpo.algorithm.advantage_rules import check_advantages
 from megatron_grpo.algorithm.loss_rules import check_loss
 from megatron_grpo.data.sampler import read_blend
+from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.profiling import check_profiling
 from megatron_grpo.observability.trackers import check_trackers
@@ -25,11 +26,7 @@ from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.rewards.reward_rules import check_rewards
 from megatron_grpo.rollout.rollout_rules import check_rollout
 from megatron_grpo.rollout.sampling_rules import check_sampling
-from megatron_grpo.training.arguments import (
-    ddp_config_from_args,
-    optimizer_config_from_args,
-    transformer_config_from_args,
-)
+from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive, required, within

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_grpo.training.arguments import params_dtype
+from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, mapping
 from megatron_grpo.weights.layout import Weight

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
-from megatron_grpo.weights.families.common import query_groups
 from megatron_grpo.weights.layout import Dimensions, Row, Weight
 
 # Transformer Engine's layer spec fuses a norm into the linear layer behind it; the local spec's names are canonical.

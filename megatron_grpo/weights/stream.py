@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from megatron_grpo.training.arguments import params_dtype
+from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import mapping
 from megatron_grpo.weights.layout import Weight

@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 import pretrain_grpo
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, run
-from megatron_grpo.rollout.engine import Request, Sampling, generate
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.training.trainer import Trainer

@@ -19,9 +19,9 @@ import made_up
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.training import train_step as training
 from megatron_grpo.weights import hf
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     args = made_up.parse([*flags, "--global-batch-size", str(2 * world)], world)
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model = training.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
     source = Path(args.load_hf)
     copied = plain(source, options.scratch)
     loaded = timed(lambda: hf.load_hf(model, args, source))

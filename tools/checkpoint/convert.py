@@ -41,12 +41,13 @@ cpu_backend.install()  # before megatron.core is imported
 import torch
 from megatron.core import parallel_state
 
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint_directory
 from megatron_grpo.checkpointing.convert import conversion, torch_dist
 from megatron_grpo.checkpointing.convert.torch_dist_writer import tensor_parallel_size
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, run
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training import validation
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, mapping
 from megatron_grpo.weights.layout import Weight

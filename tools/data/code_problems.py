@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_grpo.data.json_column import json_column
 from megatron_grpo.rewards.builtin.code_tests import code
-from megatron_grpo.rewards.registry import Sample, json_column
+from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_flags import SANDBOXES
 from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import chat, convert_files, text

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_grpo.checkpointing import directory as checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint_directory
 from megatron_grpo.checkpointing.convert import torch_dist_writer
 from megatron_grpo.checkpointing.convert.torch_dist import Checkpoint
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.initialize import set_random_seed
-from megatron_grpo.training.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, mapping
 from megatron_grpo.weights.hf import on_all_ranks

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from megatron_grpo.data.json_column import json_column
 from megatron_grpo.rewards.builtin.answer_text import last_code_block
-from megatron_grpo.rewards.registry import Sample, json_column, register_reward
+from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.rewards.sandbox.sandbox import Limits, sandbox
 from megatron_grpo.utils.errors import GrpoError
 

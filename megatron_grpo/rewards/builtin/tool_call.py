@@ -5,7 +5,8 @@ import re
 from collections import Counter
 from typing import Any
 
-from megatron_grpo.rewards.registry import Sample, json_column, register_reward
+from megatron_grpo.data.json_column import json_column
+from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

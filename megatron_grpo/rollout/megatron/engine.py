@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
+from megatron_grpo.models import forward
 from megatron_grpo.models.kv_cache import KVCache, Step, generating
 from megatron_grpo.parallel.arguments import generating_width
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
-from megatron_grpo.training import train_step as training
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -34,7 +34,7 @@ class MegatronEngine:
 
     has_weights = True
 
-    def __init__(self, args, model: training.Model, tokenizer):
+    def __init__(self, args, model: forward.Model, tokenizer):
         tp = parallel_state.get_tensor_model_parallel_world_size()
         ranks_of_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
         place = parallel_state.get_data_parallel_rank(with_context_parallel=True) * tp
@@ -171,7 +171,7 @@ class MegatronEngine:
         seeds = np.random.SeedSequence([seed + self.replica, self._member])
         self._generator.manual_seed(int(seeds.generate_state(1)[0]))
         with (
-            training.parameters_complete(self._args, self._model),
+            forward.parameters_complete(self._args, self._model),
             torch.no_grad(),
             generating(self._model, self._cache),
         ):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_grpo.rollout.engine import Sampling
+from megatron_grpo.data.sampling_params import Sampling
 
 _SETTINGS = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
 

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_grpo.rollout.engine import Completion, Request, Sampling
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.utils.http_client import Client, Fault
 
 _RUN = uuid.uuid4().hex[:12]

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rollout.engine import Completion, Request, Sampling
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.load_weights import load_weights
-from megatron_grpo.training.arguments import params_dtype
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.families.moe import moe_layers
 
 
 class VllmColocate:

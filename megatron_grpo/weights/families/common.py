@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.models.rope import check_scaling
+from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked, untied, vocabulary
 
@@ -295,8 +296,3 @@ def refuse_head_dim(args: Namespace) -> None:
             f"({args.kv_channels}) times num_attention_heads ({args.num_attention_heads}) is not hidden_size "
             f"({args.hidden_size})"
         )
-
-
-def query_groups(args: Namespace) -> int:
-    """Number of key/value heads; without grouped queries, one for each query head."""
-    return args.num_query_groups if args.group_query_attention else args.num_attention_heads

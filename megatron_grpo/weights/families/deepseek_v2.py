@@ -4,10 +4,11 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import COMMON, Config, Family, decoder_rows, need
 from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla, read_mla_rope, write_mla, write_mla_rope
-from megatron_grpo.weights.families.moe import MLP, moe_layers, read_moe, write_moe
+from megatron_grpo.weights.families.moe import MLP, read_moe, write_moe
 
 # Keys of DeepSeek's own code; Megatron-Core scores groups by another rule than group_limited_greedy.
 _ONLY = {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1, "norm_topk_prob": False}

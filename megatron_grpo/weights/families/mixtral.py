@@ -1,5 +1,6 @@
 """Mixtral: Mistral's attention, a softmax router over experts of the size of a dense layer (arXiv:2401.04088)."""
 
+from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
@@ -10,7 +11,7 @@ from megatron_grpo.weights.families.common import (
     need,
     read_rope,
 )
-from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER, moe_layers, routed_experts
+from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER, routed_experts
 from megatron_grpo.weights.families.windows import read_window, write_window
 
 

@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import DENSE_MLP, HF, MCORE, Config, need
 from megatron_grpo.weights.layout import Row, stacked
 
 _EXPERT = MCORE + "mlp.experts.local_experts.{expert}."
-
-
-def moe_layers(args: Namespace) -> list[bool]:
-    """Which decoder layers are mixtures of experts, by --moe-layer-freq: every n-th from the first, or a list."""
-    if isinstance(args.moe_layer_freq, int):
-        return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
-    return [bool(layer) for layer in args.moe_layer_freq]
 
 
 def _sparse(args, layer):

@@ -1,5 +1,6 @@
 """Qwen3 with mixtures of experts: Qwen3's attention, a softmax router, no shared experts."""
 
+from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
@@ -10,7 +11,7 @@ from megatron_grpo.weights.families.common import (
     need,
     refuse_bias,
 )
-from megatron_grpo.weights.families.moe import MLP, SOFTMAX_ROUTER, moe_layers, read_moe, write_moe
+from megatron_grpo.weights.families.moe import MLP, SOFTMAX_ROUTER, read_moe, write_moe
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
 from megatron_grpo.weights.families.windows import read_window, write_window
 

@@ -21,9 +21,10 @@ from megatron.core import parallel_state
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.engine import Engine, Sampling
+from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.utils.errors import GrpoError
 
 PROMPTS_PER_REPLICA, PROBE_TOKENS, PROBE_SEED = 4, 16, 0

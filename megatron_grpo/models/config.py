@@ -1,0 +1,61 @@
+"""megatron-core's ``TransformerConfig`` and what follows from the arguments that describe a model."""
+
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import fast_gelu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_grpo.utils.core_flags import core_config
+
+
+def params_dtype(args: Namespace) -> torch.dtype:
+    """The dtype of parameters and activations: --bf16, --fp16, else float32."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def transformer_config_from_args(args: Namespace) -> TransformerConfig:
+    """megatron-core's ``TransformerConfig`` (for latent attention its subclass); GrpoError with its words when it
+    refuses the combination.
+    """
+    dtype = params_dtype(args)
+    derived = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "gated_linear_unit": args.swiglu or args.geglu or args.quick_geglu,
+        "activation_func": _activation(args),
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
+        "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
+        # Not with gloo: a send that is under way reads the memory that this frees, and the next stage gets garbage.
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        "cuda_graph_scope": [],  # no graphs; its default means the same, with a warning
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "moe_enable_routing_replay": args.router_replay_mode != "disabled",
+    }
+    if not args.multi_latent_attention:
+        return core_config(TransformerConfig, args, **derived)
+    return core_config(
+        MLATransformerConfig, args, **derived, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent
+    )
+
+
+def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function of the MLP, of its gate where it has one."""
+    if args.swiglu:
+        return F.silu
+    if args.quick_geglu:
+        return quick_gelu
+    # --geglu is the tanh approximation, which fused kernels compute under F.gelu's name.
+    fused = args.bias_activation_fusion or args.use_te_activation_func
+    return fast_gelu if args.geglu and not fused else F.gelu
+
+
+def moe_layers(args: Namespace) -> list[bool]:
+    """Which decoder layers are mixtures of experts, by --moe-layer-freq: every n-th from the first, or a list."""
+    if isinstance(args.moe_layer_freq, int):
+        return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
+    return [bool(layer) for layer in args.moe_layer_freq]

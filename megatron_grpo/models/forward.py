@@ -1,0 +1,159 @@
+"""The model as chunks of pipeline stages: built, given micro-batches, and run by megatron-core's schedule."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.pack import Pack, pack_completions
+from megatron_grpo.data.schedule import attention_coefficient, schedule
+from megatron_grpo.models import router_replay
+from megatron_grpo.parallel.arguments import query_groups
+from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
+from megatron_grpo.utils.cpu_backend import device
+
+Model = list[torch.nn.Module]
+
+
+def build_model(args, model_provider: Callable) -> Model:
+    """This rank's pipeline stage, one chunk for each of its virtual stages, on its device, in its dtype, not yet
+    wrapped for training.
+    """
+    stages = args.num_virtual_stages_per_pipeline_rank or 1
+    model = []
+    for stage in range(stages):
+        vp_stage = stage if stages > 1 else None
+        chunk = model_provider(
+            args,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunk.vp_stage = vp_stage
+        if args.num_experts and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
+            # megatron-core reduces experts' gradients over their own data-parallel ranks when this mark says so, and
+            # sets it only for EP > 1; but with another tensor-parallel size those ranks are others than the rest's too.
+            for name, parameter in chunk.named_parameters():
+                if ".mlp.experts." in name:
+                    parameter.allreduce = False
+                    # Their biases, which are whole, it would add up over tensor-parallel ranks, and count the first
+                    # rank's only in the gradient norm, though these ranks hold other experts or see other tokens.
+                    parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
+        chunk.to(device())
+        model.append(Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk)
+    return model
+
+
+def for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
+    """What megatron-core wants of several chunks, a list, and of a single one, the function itself."""
+    functions = list(functions)
+    return functions if len(functions) > 1 else functions[0]
+
+
+def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
+    """This rank's micro-batches of the given completions (numbers in the batch): as many packs on every rank.
+
+    A pack's tokens are shared out over context-parallel ranks, and under sequence parallelism once more over
+    tensor-parallel ones. ``max_tokens`` is a token budget in place of the flags'.
+    """
+    max_tokens = max_tokens or args.max_tokens_per_microbatch
+    cp_size = parallel_state.get_context_parallel_world_size()
+    cp_rank = parallel_state.get_context_parallel_rank()
+    lengths = padded_lengths(batch.lengths[completions], cp_size)
+    ranks = schedule(
+        # Without a budget packs are the same in every layout, as the routers' auxiliary losses of a pack then are.
+        lengths if max_tokens else batch.lengths[completions],
+        parallel_state.get_data_parallel_world_size(),
+        micro_batch_size=None if max_tokens else args.micro_batch_size,
+        max_tokens=max_tokens,
+        microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
+        attention_coefficient=_attention_coefficient(args),
+    )
+    pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    total_length = None
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # it gathers as many tokens from each rank
+        multiple = pad_multiple * sequence_multiple(cp_size)
+        total_length = -(-max(int(lengths[pack].sum()) for rank in ranks for pack in rank) // multiple) * multiple
+    return [
+        pack_completions(batch, completions[pack], pad_multiple, total_length, cp_size, cp_rank)
+        for pack in ranks[parallel_state.get_data_parallel_rank()]
+    ]
+
+
+def _attention_coefficient(args) -> float:
+    """How attention, whose work grows with the square of a length, compares with the linear layers."""
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
+    key_value_heads = args.num_attention_heads if args.multi_latent_attention else query_groups(args)
+    head = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
+    return attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
+
+
+@torch.no_grad()
+def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
+    """Log-probability and entropy of every label token of all ranks' ``packs``: float32 ``[2, total]``, on every rank,
+    nan elsewhere.
+    """
+    results = run_schedule(forward_step, packs, model, forward_only=True)
+    # The last row says where there is a value. Each position has one writer, so a sum over ranks gathers.
+    flat = np.zeros((3, total), dtype=np.float32)
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    if parallel_state.is_pipeline_last_stage() and ranks == (0, 0):
+        for pack, scores in zip(packs, results, strict=True):
+            flat[:2, pack.token_index] = scores.float().cpu().numpy()
+            flat[2, pack.token_index] = 1.0
+    dist.all_reduce(torch.from_numpy(flat), group=host_group())
+    return np.where(flat[2] == 1.0, flat[:2], np.float32(np.nan))
+
+
+def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:
+    """What ``loss_func`` returned for each micro-batch (on the last pipeline stage; an empty list elsewhere)."""
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=for_each(iter(packs) for _ in model),
+        model=for_each(model),
+        num_microbatches=len(packs),
+        # Packs differ in length, and stages tell each other the shapes, unless all were padded to one length.
+        seq_length=int(packs[0].cu_seqlens[-1]),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    router_replay.end_of_pass(model)
+    return results
+
+
+@contextlib.contextmanager
+def parameters_complete(args, model: Model) -> Iterator[None]:
+    """Inside, every parameter holds its newest value, though ``--overlap-param-gather`` would fetch it in the next
+    forward.
+    """
+    if args.overlap_param_gather:
+        for chunk in model:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    yield
+    if args.overlap_param_gather:
+        for chunk in model:
+            chunk.enable_forward_pre_hook()
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, which a GPU can read while it computes."""
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy.pin_memory() if torch.cuda.is_available() else copy
+
+
+def weight_tensors(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers: a router's expert bias is a buffer."""
+    yield from chunk.parameters()
+    yield from torch.nn.Module.buffers(chunk)  # megatron-core's DDP has another attribute of this name

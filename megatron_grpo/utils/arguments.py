@@ -1,0 +1,20 @@
+"""Parsed arguments as text: names on the command line, and what may be stored of the values."""
+
+import json
+from argparse import Namespace
+from typing import Any
+
+# Never printed, saved or logged.
+SECRET = ("vllm_server_api_key", "sglang_server_api_key")
+
+
+def hyphens(word: str) -> str:
+    """A word of the command line, with the underscores of a flag's name (not of its value) turned into hyphens."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def args_to_json(args: Namespace) -> dict[str, Any]:
+    """The arguments as JSON's types, to be stored with a checkpoint (all but ``explicit`` and keys)."""
+    left_out = ("explicit", *SECRET)
+    return json.loads(json.dumps({dest: value for dest, value in vars(args).items() if dest not in left_out}))
