@@ -27,9 +27,9 @@ from megatron.core import parallel_state
 
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
+from megatron_grpo.algorithm.arguments import needs_old_log_probs
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
 from megatron_grpo.algorithm.kl import kl_k3, kl_term
-from megatron_grpo.algorithm.loss_rules import needs_old_log_probs
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.weighting import token_weights

@@ -43,9 +43,10 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.validation import merge_architecture, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.stream import stream_hf
 
 GENERATIONS, MAX_TOKENS = 4, 24

@@ -30,8 +30,9 @@ from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.validation import merge_architecture, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.stream import stream_hf
 
 PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]

@@ -7,9 +7,8 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.algorithm.advantage_rules import check_advantages
 from megatron_grpo.algorithm.advantages import ESTIMATORS
-from megatron_grpo.algorithm.loss_rules import needs_old_log_probs
+from megatron_grpo.algorithm.arguments import check_advantages, needs_old_log_probs
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pretrain_grpo
+from megatron_grpo.algorithm.arguments import CORRECTIONS
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
-from megatron_grpo.algorithm.loss_flags import CORRECTIONS
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 

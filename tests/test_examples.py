@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import merge_architecture
 from megatron_grpo.weights import families
+from megatron_grpo.weights.arguments import merge_architecture
 
 REPO = Path(__file__).resolve().parents[1]
 H100 = 79.6  # GiB of an "80 GB" card

@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
+from megatron_grpo.observability.arguments import check_profiling
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.observability.profiling import Profiler, check_profiling
+from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 

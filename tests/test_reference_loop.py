@@ -31,8 +31,9 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import merge_architecture, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.stream import stream_hf
 
 GROUP, PROMPTS, STEPS, EPOCHS = 4, 8, 4, 4

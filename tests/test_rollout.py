@@ -21,7 +21,7 @@ from sharp_model import make_sharp_model
 from test_corrections import check_against_loops
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.algorithm.loss_flags import CORRECTIONS
+from megatron_grpo.algorithm.arguments import CORRECTIONS
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from tools.make_tiny_model import build_parser, make
 
@@ -139,7 +139,7 @@ def test_log_probs_are_the_trainers(results, name):
 
 @pytest.mark.parametrize("name", ["truncated", "penalized"])
 def test_log_probs_are_from_before_truncation_and_penalties_at_temperature_1(results, name):
-    """At another temperature they are not, which is why validation.py refuses it together with these."""
+    """At another temperature they are not, which is why rollout/arguments.py refuses it together with these."""
     assert (results.mismatch(name) < TOLERANCE) == (results.temperature == 1)
     assert results.temperature == 1 or results.mismatch(name) > 0.01
 

@@ -18,9 +18,10 @@ from transformers import (
 
 from megatron_grpo.estimate import throughput
 from megatron_grpo.estimate.throughput import ModelFlops, peak_tflops, rates
+from megatron_grpo.models.arguments import check_model
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import check_model, merge_architecture
 from megatron_grpo.weights import families
+from megatron_grpo.weights.arguments import merge_architecture
 
 SHAPE = {
     "num_hidden_layers": 3,

@@ -16,9 +16,9 @@ from types import ModuleType
 
 import pytest
 
-from megatron_grpo.observability import trackers
+from megatron_grpo.observability.arguments import check_trackers
 from megatron_grpo.observability.metrics import MetricsLogger
-from megatron_grpo.observability.trackers import check_trackers, completion_table
+from megatron_grpo.observability.trackers import completion_table
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
@@ -154,7 +154,7 @@ def test_a_login_that_is_missing_is_an_error_with_its_cure(package, monkeypatch)
 
 @pytest.mark.parametrize("package", PLACES)
 def test_a_missing_package_is_refused_with_the_command(package, monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     needs = rf"--{package}-project demo needs the package {package}, .*: pip install {package}"
     with pytest.raises(GrpoError, match=needs):
         check_trackers(parsed(f"--{package}-project", "demo"))

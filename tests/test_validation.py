@@ -12,11 +12,14 @@ from megatron_grpo.utils import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.data.routing import check_source, reward_routes
-from megatron_grpo.rollout.rollout_rules import server_urls
+from megatron_grpo.models import arguments as of_models
+from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.training.arguments import parse_args, print_args
-from megatron_grpo.training.validation import ARCHITECTURE, ONLY, merge_architecture, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import arguments as of_families
+from megatron_grpo.weights.arguments import ARCHITECTURE, merge_architecture
 
 MODEL = """
     --model-family qwen3 --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 8
@@ -361,8 +364,13 @@ def test_a_dry_run_needs_only_the_model():
 
 def test_rules_and_architecture_name_real_arguments():
     args = parse_args([])
-    names = [dest for dests, _, _ in ONLY for dest in dests.split()] + ARCHITECTURE
+    names = [dest for dests, _, _ in of_models.ONLY + of_families.ONLY for dest in dests.split()] + ARCHITECTURE
     assert [name for name in names if not hasattr(args, name)] == []
+
+
+def test_the_default_architecture_is_the_parsers():
+    args = parse_args([])
+    assert of_families.default_architecture() == {dest: getattr(args, dest) for dest in ARCHITECTURE}
 
 
 def test_architecture_comes_from_the_source_and_given_flags_must_agree():

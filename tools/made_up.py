@@ -21,9 +21,10 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import merge_architecture, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights.arguments import merge_architecture
 
 # Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.
 COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1

@@ -19,9 +19,9 @@ import transformers.trainer  # noqa: F401  before the stand-ins are: it looks fo
 from torch import Tensor
 
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.arguments import check_loss
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
-from megatron_grpo.algorithm.loss_rules import check_loss
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import FinishReason, RolloutBatch

@@ -9,7 +9,7 @@ from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.arguments import generating_width
 from megatron_grpo.reference.arguments import has_own_layout
 from megatron_grpo.reference.model_args import reference_args, teacher_args
-from megatron_grpo.rollout.rollout_rules import server_urls
+from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 
 GIB = 2**30

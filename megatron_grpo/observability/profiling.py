@@ -5,39 +5,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.rules import flag, needs
-
-PROFILE = (
-    ("--profile", bool, False, "record the updates between --profile-step-start and --profile-step-end"),
-    ("--use-pytorch-profiler", bool, False, "write traces and tables to {save}/profile [mark the updates for nsys]"),
-    ("--profile-step-start", int, 10, "record what comes after this update"),
-    ("--profile-step-end", int, 12, "and up to this one"),
-    ("--profile-ranks", [int], None, "ranks that record [0]"),
-)
 PHASE = "phase/"  # Timers gives each phase a range of this name
 OPERATORS = 30  # rows of the table
-
-
-def check_profiling(args: Namespace) -> None:
-    """Refuse flags without effect, ranges without updates, and what this machine cannot record."""
-    for dest in ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"):
-        needs(args, dest, "profile", "nothing is recorded without it")
-    if not args.profile:
-        return
-    start, end = args.profile_step_start, args.profile_step_end
-    if not 0 <= start < end <= (args.train_iters or end):
-        raise GrpoError(
-            f"--profile-step-start ({start}) must be at least 0 and less than --profile-step-end ({end}), and that at "
-            f"most --train-iters ({args.train_iters})"
-        )
-    if args.use_pytorch_profiler and not args.save:
-        raise GrpoError("--use-pytorch-profiler needs --save: there is no directory to write traces to")
-    if not args.use_pytorch_profiler and not torch.cuda.is_available() and not args.dry_run:
-        raise GrpoError(
-            f"--profile marks the updates for nsys, which sees a GPU's work and there is none: add "
-            f"{flag('use_pytorch_profiler')}"
-        )
 
 
 class Profiler:

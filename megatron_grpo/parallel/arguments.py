@@ -1,4 +1,4 @@
-"""Every rule about how a model is spread over ranks: tensor, pipeline, context and expert parallelism."""
+"""Flags and rules of how a model is spread over ranks: tensor, pipeline, context and expert parallelism."""
 
 import math
 from argparse import Namespace
@@ -6,9 +6,17 @@ from argparse import Namespace
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_grpo.utils.arguments import Row
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive
+
+PARALLELISM: tuple[Row, ...] = (
+    ("--num-layers-per-virtual-pipeline-stage", int, None, "layers of a virtual stage, instead of their number"),
+    ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
+)
+
+TIMEOUT: Row = ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run")
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # Of the flags about experts, those that a launch script may keep for dense models.
@@ -101,7 +109,11 @@ def _check_pipeline(args: Namespace) -> None:
     if args.num_virtual_stages_per_pipeline_rank == 1:
         args.num_virtual_stages_per_pipeline_rank = None
     virtual = args.num_virtual_stages_per_pipeline_rank
-    uneven = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    uneven: tuple[str, ...] = (
+        "pipeline_model_parallel_layout",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    )
     if pp == 1 and (virtual or any(getattr(args, dest) for dest in uneven)):
         dest = "num_virtual_stages_per_pipeline_rank" if virtual else next(d for d in uneven if getattr(args, d))
         raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")

@@ -3,21 +3,16 @@
 import copy
 from argparse import Namespace
 
+from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_grpo.models.arguments import check_model, padded_vocab_size
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel.arguments import check_parallelism
 from megatron_grpo.reference.arguments import SIZES, has_own_layout
-from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import (
-    ARCHITECTURE,
-    check_budgets,
-    check_model,
-    merge_architecture,
-    padded_vocab_size,
-)
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.arguments import ARCHITECTURE, check_family, default_architecture, merge_architecture
 
 # How the policy's layers are divided and overlapped; a frozen model with a layout of its own has the plain ways.
 _OF_THE_POLICYS_LAYOUT = {
@@ -66,10 +61,9 @@ def teacher_args(args: Namespace) -> Namespace:
 
     GrpoError when its sizes do not fit, or its vocabulary has another size than the policy's.
     """
-    own, fresh, directory = _without_training(args), parse_args([]), args.teacher_load_hf
+    own, directory = _without_training(args), args.teacher_load_hf
     own.load_hf = directory
-    for dest in ARCHITECTURE:
-        setattr(own, dest, getattr(fresh, dest))
+    vars(own).update(default_architecture())
     config = hf.read_config(directory)
     merge_architecture(own, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")
     if own.vocab_size != args.vocab_size:
@@ -121,6 +115,7 @@ def _lay_out(own: Namespace, args: Namespace, prefix: str) -> None:
     own.data_parallel_size = args.world_size // (tp * pp * cp)
     try:
         check_model(own)
+        check_family(own)
         check_parallelism(own)
         check_rope(own)
         check_budgets(own)

@@ -8,8 +8,8 @@ each token.
 softmax(logits / --temperature), before any truncation (top-k, top-p, min-p) and any penalty (repetition, presence,
 frequency), which change what is sampled and nothing else. They are returned only when asked for. At temperature 1 an
 engine can always give them; at any other vLLM gives them only where nothing but the temperature is applied, and
-validation.py refuses the rest. Of a constrained request (``structured_outputs``) they are never asked for: the engine
-samples from, and tells, the probabilities of what the constraint leaves, which are not the policy's.
+rollout/arguments.py refuses the rest. Of a constrained request (``structured_outputs``) they are never asked for: the
+engine samples from, and tells, the probabilities of what the constraint leaves, which are not the policy's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

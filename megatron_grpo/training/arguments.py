@@ -1,4 +1,4 @@
-"""Flags: ours in the tables below, megatron-core's generated in ``core_flags``; how they are read, printed, handed on.
+"""The parser of all flags: every folder's, those of training below, and megatron-core's generated in ``core_flags``.
 
 Names are Megatron-LM's where it has one. An attribute of the parsed arguments is its flag's name with underscores.
 Which values go together is the business of ``validation``.
@@ -15,147 +15,80 @@ from typing import Any, NoReturn
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_grpo.algorithm.advantage_flags import ADVANTAGE_FLAGS
-from megatron_grpo.algorithm.loss_flags import LOSS_FLAGS
+from megatron_grpo.algorithm.arguments import ADVANTAGES, LOSS
+from megatron_grpo.checkpointing.arguments import CHECKPOINTS
+from megatron_grpo.data.arguments import CURRICULUM, DATA
+from megatron_grpo.estimate.arguments import DRY_RUN
+from megatron_grpo.models.arguments import MODEL
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.observability.profiling import PROFILE
-from megatron_grpo.observability.tracker_flags import TRACKER_FLAGS
-from megatron_grpo.reference.frozen_flags import FROZEN_FLAGS
-from megatron_grpo.rewards.reward_flags import REWARDS
-from megatron_grpo.rollout.rollout_flags import ROLLOUT_FLAGS
-from megatron_grpo.rollout.sampling_flags import CHOICE, ENDS, WEIGHT_DECAY
-from megatron_grpo.utils.arguments import args_to_json, hyphens
+from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS
+from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
+from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
+from megatron_grpo.rewards.arguments import REWARDS
+from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
+from megatron_grpo.utils.arguments import Row, args_to_json, hyphens
 from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.utils.errors import speaks_for_host
-from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.arguments import MODEL_FAMILY
 
-# One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
-# or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
-# is not given.
-Row = tuple[str, Any, Any, str]
+BATCH_AND_DURATION: tuple[Row, ...] = (
+    ("--micro-batch-size", int, 1, "completions in a micro-batch of one data-parallel rank"),
+    ("--max-tokens-per-microbatch", int, None, "pack micro-batches up to so many tokens, whatever their number"),
+    ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
+    ("--num-generations", int, 8, "completions sampled for each prompt: GRPO's group"),
+    ("--steps-per-generation", int, 1, "updates made from one rollout, each on its own share of the completions"),
+    ("--generation-batch-size", int, None, "completions in a rollout [global batch x --steps-per-generation]"),
+    ("--num-iterations", int, 1, "how often the completions of a rollout are gone through"),
+    ("--train-iters", int, None, "updates to make; give this or --num-epochs"),
+    ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
+    ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
+    ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
+    ("--exit-duration-in-mins", int, None, "save and end this run, once a rollout is used up, after so many minutes"),
+    ("--exit-signal-handler", bool, False, "save and end this run, once a rollout is used up, on SIGTERM"),
+)
 
-TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
+OFFLOAD: tuple[Row, ...] = (
+    ("--offload-model", bool, False, "move the trainer's weights to host memory"),
+    ("--offload-gradients", bool, False, "free the gradient buffers"),
+    ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
+)
 
+LEARNING_RATE: tuple[Row, ...] = (
+    ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
+    ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
+    ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
+    ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
+    ("--start-weight-decay", float, None, "weight decay of the first update, with --weight-decay-incr-style"),
+    ("--end-weight-decay", float, None, "weight decay of the last update"),
+    ("--weight-decay-incr-style", ("constant", "linear", "cosine"), "constant", "how it gets from one to the other"),
+)
+
+EVALUATION: tuple[Row, ...] = (
+    ("--eval-interval", int, None, "evaluate when the number of updates is a multiple of this"),
+    ("--val-before-train", bool, False, "evaluate before the first update"),
+    ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, besides the greedy one"),
+    ("--eval-max-prompts", int, None, "use only the first held-out prompts [all]"),
+)
+
+# The flags of every folder, in the groups of --help.
 FLAGS: dict[str, tuple[Row, ...]] = {
-    "batch and duration": (
-        ("--micro-batch-size", int, 1, "completions in a micro-batch of one data-parallel rank"),
-        ("--max-tokens-per-microbatch", int, None, "pack micro-batches up to so many tokens, whatever their number"),
-        ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
-        ("--num-generations", int, 8, "completions sampled for each prompt: GRPO's group"),
-        ("--steps-per-generation", int, 1, "updates made from one rollout, each on its own share of the completions"),
-        ("--generation-batch-size", int, None, "completions in a rollout [global batch x --steps-per-generation]"),
-        ("--num-iterations", int, 1, "how often the completions of a rollout are gone through"),
-        ("--train-iters", int, None, "updates to make; give this or --num-epochs"),
-        ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
-        ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
-        ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
-        *ENDS,
-    ),
-    "model": (
-        ("--model-family", tuple(FAMILIES), None, "names and layout of the weights [--load-hf's]"),
-        ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
-        ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
-        ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),
-        ("--seq-length", int, None, "bound of prompt + completion, tokens [--max-position-embeddings]"),
-        ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
-        ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
-        ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
-        ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
-        (
-            "--rotary-base-local",
-            int,
-            None,
-            "base of rotary frequencies in layers with a window, unscaled [--rotary-base]",
-        ),
-        ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
-        ("--sandwich-norm", bool, False, "norms behind attention and MLP too, before the residual is added"),
-        ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
-        ("--attn-logit-softcapping", float, None, "cap of attention scores: cap * tanh(score / cap)"),
-        ("--final-logit-softcapping", float, None, "cap of logits: cap * tanh(logit / cap)"),
-        ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
-        ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
-        ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
-    ),
-    "parallelism": (
-        ("--num-layers-per-virtual-pipeline-stage", int, None, "layers of a virtual stage, instead of their number"),
-        ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
-    ),
-    "memory while the engine generates": (
-        ("--offload-model", bool, False, "move the trainer's weights to host memory"),
-        ("--offload-gradients", bool, False, "free the gradient buffers"),
-        ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
-    ),
-    "data": (
-        (
-            "--train-data-path",
-            [str],
-            None,
-            "JSON-lines or Parquet files of training prompts, each after a weight or none",
-        ),
-        ("--valid-data-path", [str], None, "JSON-lines or Parquet files of held-out prompts"),
-        ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
-        ("--system-prompt", str, None, "system message put before every prompt"),
-        ("--max-prompt-length", int, 512, "most tokens of a prompt"),
-        (
-            "--truncation-strategy",
-            ("raise", "left", "delete"),
-            "raise",
-            "longer prompts: refuse, cut on the left, or leave out",
-        ),
-        ("--bad-rows", ("raise", "skip"), "raise", "rows that cannot be used: name them and end, or leave them out"),
-        ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
-        ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
-        ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
-        ("--tiktoken-pattern", ("v1", "v2"), "v2", "how a TikTokenizer splits text into words, by Megatron-LM's names"),
-        ("--tiktoken-num-special-tokens", int, 1000, "ids of a TikTokenizer that come before its vocabulary"),
-        ("--tiktoken-special-tokens", [str], None, "names of the first of them [Megatron-LM's seven]"),
-    ),
-    "rollout": ROLLOUT_FLAGS,
-    "reuse and sampling": CHOICE,
+    "batch and duration": BATCH_AND_DURATION,
+    "model": (MODEL_FAMILY, *MODEL),
+    "parallelism": PARALLELISM,
+    "memory while the engine generates": OFFLOAD,
+    "data": DATA,
+    "rollout": ROLLOUT,
+    "reuse and sampling": (*DYNAMIC_SAMPLING, *CURRICULUM, STRUCTURED_OUTPUTS),
     "rewards": REWARDS,
-    "algorithm": LOSS_FLAGS,
-    "advantages and KL": ADVANTAGE_FLAGS,
-    "reference and teacher": FROZEN_FLAGS,
-    "learning rate": (
-        ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
-        ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
-        ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
-        ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
-        *WEIGHT_DECAY,
-    ),
-    "checkpoints": (
-        ("--save", str, None, "directory for checkpoints, metrics and completions"),
-        ("--load", str, None, "directory to resume from, when it holds a checkpoint"),
-        ("--save-interval", int, None, "save when the number of updates is a multiple of this; always at the end"),
-        ("--max-checkpoints-to-keep", int, None, "delete the oldest beyond this many [keep all]"),
-        ("--pretrained-checkpoint", str, None, "Megatron checkpoint to take the first weights from"),
-        ("--load-hf", str, None, "Hugging Face model directory to take the first weights, shape and tokenizer from"),
-        ("--save-hf", str, None, "directory of the Hugging Face export at the end [{save}/hf_model]"),
-        ("--no-save-hf", bool, False, "no Hugging Face export at the end"),
-        ("--finetune", bool, False, "take only the weights of --load, and start from update 0"),
-        ("--use-checkpoint-args", bool, False, "take the model's shape from the checkpoint"),
-        ("--no-load-optim", bool, False, "do not restore the optimizer from --load"),
-        ("--no-load-rng", bool, False, "do not restore the random state from --load"),
-    ),
-    "evaluation": (
-        ("--eval-interval", int, None, "evaluate when the number of updates is a multiple of this"),
-        ("--val-before-train", bool, False, "evaluate before the first update"),
-        ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, besides the greedy one"),
-        ("--eval-max-prompts", int, None, "use only the first held-out prompts [all]"),
-    ),
-    "logging": (
-        ("--log-interval", int, 1, "updates between two lines"),
-        ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
-        ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
-        ("--device-peak-tflops", float, None, "dense TFLOP/s of a device, for perf/mfu [known ones, in 16 bits]"),
-        ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
-        *TRACKER_FLAGS,
-    ),
+    "algorithm": LOSS,
+    "advantages and KL": ADVANTAGES,
+    "reference and teacher": REFERENCE_AND_TEACHER,
+    "learning rate": LEARNING_RATE,
+    "checkpoints": CHECKPOINTS,
+    "evaluation": EVALUATION,
+    "logging": (*LOGGING, *TRACKERS),
     "profiling": PROFILE,
-    "running": (
-        ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end"),
-        ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run"),
-    ),
+    "running": (DRY_RUN, TIMEOUT),
 }
 
 # Flags of Megatron-LM scripts that have nothing to change here: (takes a value, why they may stay in a script).
@@ -172,7 +105,6 @@ ACCEPTED: dict[str, tuple[bool, str]] = {
     "--log-entropy": (False, "the entropy over the vocabulary is always reported"),
     "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
 }
-
 
 NOT_GIVEN = object()
 

@@ -35,11 +35,12 @@ from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import check_warmup, merge_architecture, validate_args
+from megatron_grpo.training.validation import check_warmup, validate_args
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.arguments import merge_architecture
 
 
 def setup(args, model_provider: Callable) -> Trainer | None:

@@ -1,8 +1,13 @@
-"""Parsed arguments as text: names on the command line, and what may be stored of the values."""
+"""What every folder's flags are made of, and parsed arguments as text: on the command line, and stored."""
 
 import json
 from argparse import Namespace
 from typing import Any
+
+# One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
+# or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
+# is not given.
+Row = tuple[str, Any, Any, str]
 
 # Never printed, saved or logged.
 SECRET = ("vllm_server_api_key", "sglang_server_api_key")

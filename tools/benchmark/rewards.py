@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
-from megatron_grpo.rewards.reward_flags import REWARDS
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 
 FLAGS = {name[2:].replace("-", "_"): default for name, _, default, _ in REWARDS}

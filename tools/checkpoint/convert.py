@@ -44,12 +44,13 @@ from megatron.core import parallel_state
 from megatron_grpo.checkpointing import checkpoint_directory
 from megatron_grpo.checkpointing.convert import conversion, torch_dist
 from megatron_grpo.checkpointing.convert.torch_dist_writer import tensor_parallel_size
+from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
-from megatron_grpo.training import validation
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, check_checksums
 
@@ -97,7 +98,7 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
     """Training arguments that describe the model, in the layout to write for."""
     args = parse_args(["--transformer-impl", "local"])
     args.save = options.save
-    validation.merge_architecture(args, architecture, source_name)
+    merge_architecture(args, architecture, source_name)
     given = {name: size for name in (*SIZES, EXPERT_TENSOR) if (size := getattr(options, name)) != "auto"}
     if given and options.megatron_to_hf:
         raise GrpoError("a Hugging Face directory has no layout: leave the parallel sizes out")
@@ -112,7 +113,7 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
         )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
-    args.padded_vocab_size = validation.padded_vocab_size(args)
+    args.padded_vocab_size = padded_vocab_size(args)
     return args
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_grpo.data.json_column import json_column
+from megatron_grpo.rewards.arguments import SANDBOXES
 from megatron_grpo.rewards.builtin.code_tests import code
 from megatron_grpo.rewards.registry import Sample
-from megatron_grpo.rewards.reward_flags import SANDBOXES
 from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import chat, convert_files, text
 

@@ -1,4 +1,4 @@
-"""Rules of the flags of reward models, and what each of them is."""
+"""Flags of reward models, the rules about them, and what each of them is."""
 
 import json
 import re
@@ -8,8 +8,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_grpo.rewards.reward_models.judge import DEFAULT_PATTERN, check_pattern, check_template
+from megatron_grpo.utils.arguments import Row
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive
+
+REWARD_MODELS: tuple[Row, ...] = (
+    ("--reward-model", [str], None, "NAME=DIR or NAME=URL: reward models, to be named in --reward-funcs"),
+    ("--reward-model-template", [str], None, "NAME=FILE: it is a generative judge, and is asked this (Jinja)"),
+    ("--reward-model-pattern", [str], None, "NAME=REGEX: the judge's score, in one group [Score: NUMBER]"),
+    ("--reward-model-plugin", [str], None, "NAME=JUDGE: it is a judge, asked and read by this one of a plugin"),
+    ("--reward-model-max-tokens", int, 512, "tokens that a judge with a template may answer"),
+    ("--reward-model-timeout", float, 120.0, "seconds for which a reward model that does not answer is asked again"),
+    ("--reward-model-concurrency", int, 64, "completions that a reward model is asked for at once, by each rank"),
+)
 
 _BY_NAME = ("reward_model_template", "reward_model_pattern", "reward_model_plugin")
 _OF_MODELS = (*_BY_NAME, "reward_model_max_tokens", "reward_model_timeout", "reward_model_concurrency")

@@ -215,7 +215,7 @@ def _logprobs_mode(temperature: float) -> str:
     """vLLM's mode in which log-probabilities are those of ``engine.py`` for this --temperature.
 
     raw_logprobs are the model's own, before temperature, penalties and truncation; processed_logprobs are those of the
-    distribution that is sampled from, after all of them: then validation.py allows the temperature alone.
+    distribution that is sampled from, after all of them: then rollout/arguments.py allows the temperature alone.
     """
     return "raw_logprobs" if temperature == 1 else "processed_logprobs"
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.rollout.arguments import probability_changes
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.rollout_rules import probability_changes
 from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.server import Server, Signs, sampling_parameters, weight_tag
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer

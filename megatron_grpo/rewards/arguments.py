@@ -1,10 +1,35 @@
-"""Rules of the flags of rewards."""
+"""Flags and rules of rewards; reward_models/arguments.py has those of reward models."""
 
 from argparse import Namespace
 
 from megatron_grpo.data.routing import reward_routes
+from megatron_grpo.rewards.reward_models.arguments import REWARD_MODELS
+from megatron_grpo.utils.arguments import Row
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, positive, required
+
+SANDBOXES = ("auto", "strict")
+
+REWARDS: tuple[Row, ...] = (
+    ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
+    ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
+    ("--reward-routing", [str], None, "SOURCE=NAME,NAME: who scores rows of a data_source [all score all]"),
+    ("--reward-clip", float, None, "limit each function's value to between minus this and this"),
+    ("--external-plugins", [str], None, "Python files that register reward functions"),
+    ("--reward-timeout", float, 10.0, "seconds that one reward function may take for one completion"),
+    ("--reward-retries", int, 1, "how often a call that failed is tried again"),
+    ("--reward-workers", int, 1, "processes that score, on each rank that scores"),
+    *REWARD_MODELS,
+    ("--cosine-min-len-value-correct", float, 1.0, "cosine: reward of a right answer of length 0"),
+    ("--cosine-max-len-value-correct", float, 0.5, "cosine: of a right one as long as --max-completion-length"),
+    ("--cosine-min-len-value-wrong", float, -0.5, "cosine: of a wrong answer of length 0"),
+    ("--cosine-max-len-value-wrong", float, 0.0, "cosine: of a wrong one as long as --max-completion-length"),
+    ("--repetition-n-grams", int, 3, "repetition: words of a sequence that should not come twice"),
+    ("--soft-cache-length", int, None, "soft_overlong: tokens before --max-completion-length that are punished"),
+    ("--code-sandbox", SANDBOXES, SANDBOXES[0], "code: isolate by what there is, or refuse less than namespaces"),
+    ("--code-timeout", float, 4.0, "code: seconds that one test may take"),
+    ("--code-memory", int, 512, "code: MiB that a process of a test may have"),
+)
 
 # Which reward function reads a flag; without it, and without plugins that might, the flag would do nothing.
 READ_BY = {

@@ -1,14 +1,94 @@
-"""The rules about what generates: engines, servers, sampling, weight sync; validation.py applies them."""
+"""Flags and rules of what generates: engines, servers, sampling, weight sync, and the choice of groups."""
 
+import re
 from argparse import Namespace
 from urllib.parse import urlsplit
 
 import torch
 
-from megatron_grpo.data.sampling_params import uses_engine_log_probs
+from megatron_grpo.data.arguments import check_budgets
+from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.parallel.arguments import check_heads
+from megatron_grpo.utils.arguments import Row
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.rules import flag, positive, required, within
+from megatron_grpo.utils.rules import flag, needs, positive, required, within
+
+BALANCING = ("static", "dynamic")
+DTYPES = ("bfloat16", "float16", "float32")
+ENGINES = ("vllm", "megatron", "sglang")
+VLLM_MODES = ("colocate", "server")
+WEIGHT_SYNC = ("nccl", "ipc", "m2n", "sparse", "checkpoint", "gloo")
+
+ROLLOUT: tuple[Row, ...] = (
+    ("--rollout-engine", ENGINES, "vllm", "what generates; megatron: the training model itself"),
+    ("--vllm-mode", VLLM_MODES, "colocate", "vLLM in the training processes, or servers over HTTP"),
+    ("--vllm-server-base-url", [str], None, "vLLM servers, such as http://host:8000"),
+    ("--vllm-server-api-key", str, None, "key of the vLLM servers [VLLM_API_KEY in the environment]"),
+    ("--vllm-server-timeout", float, 240.0, "seconds without a sign of life after which a server is given up"),
+    ("--sglang-server-base-url", [str], None, "SGLang servers, such as http://host:30000"),
+    ("--sglang-server-api-key", str, None, "key of the SGLang servers [SGLANG_API_KEY in the environment]"),
+    ("--sglang-server-timeout", float, 240.0, "seconds without a sign of life after which a server is given up"),
+    ("--weight-sync-method", WEIGHT_SYNC, None, "how servers get weights [nccl on GPUs, else checkpoint]"),
+    ("--weight-sync-dir", str, None, "directory shared with servers, for checkpoint [/dev/shm on one host]"),
+    ("--vllm-tensor-parallel-size", int, 1, "ranks of one engine replica"),
+    ("--vllm-gpu-memory-utilization", float, 0.3, "share of the GPU's memory for the engine's weights and cache"),
+    ("--vllm-max-model-len", int, None, "longest sequence of the engine [longest prompt + completion]"),
+    ("--vllm-max-num-seqs", int, 256, "completions that a replica generates, or a server is given, at a time"),
+    (
+        "--inference-max-requests",
+        int,
+        256,
+        "completions that a replica of --rollout-engine megatron makes at a time",
+    ),
+    ("--sleep-level", int, 0, "between rollouts: 0 keeps weights and cache, 1 weights on the host, 2 neither"),
+    ("--vllm-dtype", DTYPES, None, "type of the engine's weights and activations [the trainer's]"),
+    ("--vllm-quantization", ("fp8",), None, "the engine quantizes its weights as they come"),
+    (
+        "--vllm-enable-expert-parallel",
+        bool,
+        False,
+        "the ranks of a replica share out experts instead of cutting each",
+    ),
+    ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM, which win over the flags"),
+    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; on a CPU always so"),
+    ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
+    ("--max-completion-length", int, 512, "most tokens of a completion"),
+    ("--temperature", float, 1.0, "sampling temperature; training uses the same"),
+    ("--top-p", float, 1.0, "sample from the most likely tokens with this probability together"),
+    ("--top-k", int, -1, "sample from this many most likely tokens; -1: from all"),
+    ("--min-p", float, 0.0, "sample from tokens at least this likely relative to the likeliest"),
+    (
+        "--repetition-penalty",
+        float,
+        1.0,
+        "factor against tokens that prompt or completion have: logit / it, or x it if negative",
+    ),
+    ("--presence-penalty", float, 0.0, "subtracted from the logits of tokens that the completion has"),
+    ("--frequency-penalty", float, 0.0, "subtracted for each time that the completion has the token"),
+    ("--stop-words", [str], None, "strings that end a completion"),
+    ("--ignore-eos", bool, False, "go on after the end-of-sequence token (for benchmarks)"),
+    (
+        "--rollout-balancing",
+        BALANCING,
+        BALANCING[0],
+        "dynamic: prompts go to replicas as they free up, unrepeatably",
+    ),
+    ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
+    ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
+)
+
+DYNAMIC_SAMPLING: tuple[Row, ...] = (
+    ("--dynamic-sample", bool, False, "replace groups whose rewards are all alike by groups of fresh prompts"),
+    ("--max-resample-times", int, 3, "replacements one after the other, before a group without signal is taken"),
+    ("--over-sampling-ratio", float, 1.0, "begin so many times the prompts, keep the first groups that are complete"),
+)
+
+STRUCTURED_OUTPUTS: Row = (
+    "--structured-outputs-regex",
+    str,
+    None,
+    "regular expression that every completion has to match",
+)
 
 # Flags of an engine in the training processes; a server is started with its own.
 ENGINES_OWN = (
@@ -183,3 +263,57 @@ def server_urls(args: Namespace) -> list[str]:
     if args.rollout_engine == "sglang":
         return args.sglang_server_base_url or []
     return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
+
+
+def check_lengths(args: Namespace) -> None:
+    """Refuse sequences that model, engine or micro-batches cannot hold, and fill in the engine's longest."""
+    positive(args, "max_prompt_length max_completion_length vllm_max_model_len")
+    longest = args.max_prompt_length + args.max_completion_length
+    if args.vllm_max_model_len is None:
+        args.vllm_max_model_len = longest
+    check_budgets(args)
+    for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len"):
+        limit = getattr(args, dest)
+        if limit is not None and longest > limit:
+            raise GrpoError(
+                f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length "
+                f"({args.max_completion_length}) = {longest} must be at most {flag(dest)} ({limit})"
+            )
+    if args.vllm_max_model_len > args.max_position_embeddings:
+        raise GrpoError(
+            f"--vllm-max-model-len ({args.vllm_max_model_len}) must be at most --max-position-embeddings "
+            f"({args.max_position_embeddings})"
+        )
+
+
+def check_dynamic_sampling(args: Namespace) -> None:
+    """Refuse ways to choose groups that do not go together."""
+    positive(args, "max_resample_times")
+    needs(args, "max_resample_times", "dynamic_sample", "it is how often a group is replaced")
+    within(args, "over_sampling_ratio", 1, 100)
+    if args.dynamic_sample and args.advantage_estimator == "reinforce_plus_plus":
+        raise GrpoError(
+            "--dynamic-sample replaces groups whose rewards are all alike, but --advantage-estimator "
+            "reinforce_plus_plus compares over the whole batch and learns from them too: leave one of them out"
+        )
+    if args.rollout_balancing != "dynamic":
+        return
+    for dest, given in (("dynamic_sample", args.dynamic_sample), ("over_sampling_ratio", args.over_sampling_ratio > 1)):
+        if given:
+            raise GrpoError(
+                f"{flag(dest)} and --rollout-balancing dynamic cannot both be given: each replica chooses within a "
+                "share of the rollout that is known beforehand"
+            )
+
+
+def check_structured_outputs(args: Namespace) -> None:
+    """Refuse a constraint that cannot be kept."""
+    if args.structured_outputs_regex is None:
+        return
+    try:
+        re.compile(args.structured_outputs_regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise GrpoError(f"--structured-outputs-regex {args.structured_outputs_regex!r}: {error}") from error
+    why_not = constraint_refused(args)
+    if why_not:
+        raise GrpoError(f"--structured-outputs-regex {why_not}")

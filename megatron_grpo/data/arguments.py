@@ -1,0 +1,88 @@
+"""Flags and rules of prompts, tokenizers and micro-batches."""
+
+from argparse import Namespace
+
+import numpy as np
+
+from megatron_grpo.data.sampler import read_blend
+from megatron_grpo.parallel.zigzag import padded_lengths
+from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import flag, positive, required, within
+
+TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
+
+DATA: tuple[Row, ...] = (
+    (
+        "--train-data-path",
+        [str],
+        None,
+        "JSON-lines or Parquet files of training prompts, each after a weight or none",
+    ),
+    ("--valid-data-path", [str], None, "JSON-lines or Parquet files of held-out prompts"),
+    ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; else "messages"'),
+    ("--system-prompt", str, None, "system message put before every prompt"),
+    ("--max-prompt-length", int, 512, "most tokens of a prompt"),
+    (
+        "--truncation-strategy",
+        ("raise", "left", "delete"),
+        "raise",
+        "longer prompts: refuse, cut on the left, or leave out",
+    ),
+    ("--bad-rows", ("raise", "skip"), "raise", "rows that cannot be used: name them and end, or leave them out"),
+    ("--no-shuffle", bool, False, "take the prompts in the order of the files"),
+    ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
+    ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
+    ("--tiktoken-pattern", ("v1", "v2"), "v2", "how a TikTokenizer splits text into words, by Megatron-LM's names"),
+    ("--tiktoken-num-special-tokens", int, 1000, "ids of a TikTokenizer that come before its vocabulary"),
+    ("--tiktoken-special-tokens", [str], None, "names of the first of them [Megatron-LM's seven]"),
+)
+
+CURRICULUM: tuple[Row, ...] = (
+    ("--curriculum", bool, False, "visit prompts from easy to hard in each epoch, by the rows' pass_rate"),
+    ("--min-pass-rate", float, None, "leave out training prompts with a lower pass_rate [keep all]"),
+    ("--max-pass-rate", float, None, "leave out training prompts with a higher pass_rate [keep all]"),
+)
+
+
+def check_data(args: Namespace) -> None:
+    """Refuse prompt files and tokenizers that do not go together, and fill in what follows."""
+    required(args, "train_data_path", "name the files of training prompts")
+    weights = read_blend(args.train_data_path or [])[1]
+    if weights and args.num_epochs is not None:
+        raise GrpoError(
+            "--num-epochs and weights in --train-data-path cannot both be given: each file is gone through at "
+            "a speed of its own; give --train-iters"
+        )
+    if read_blend(args.valid_data_path or [])[1]:
+        raise GrpoError("--valid-data-path has weights: every held-out prompt counts the same; leave them out")
+    if args.tokenizer_model is None:
+        args.tokenizer_model = args.load_hf
+    for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
+        if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
+            raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
+    positive(args, "tiktoken_num_special_tokens")
+    required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
+
+
+def check_pass_rates(args: Namespace) -> None:
+    """Refuse a range of pass rates that leaves no prompt."""
+    within(args, "min_pass_rate", 0, 1)
+    within(args, "max_pass_rate", 0, 1)
+    low, high = args.min_pass_rate, args.max_pass_rate
+    if low is not None and high is not None and low > high:
+        raise GrpoError(f"--min-pass-rate ({low}) must be at most --max-pass-rate ({high}): no prompt would be left")
+
+
+def check_budgets(args: Namespace) -> None:
+    """Refuse a token budget that does not hold the longest sequence."""
+    longest = args.max_prompt_length + args.max_completion_length
+    padded = int(padded_lengths(np.array([longest]), args.context_parallel_size)[0])
+    for dest in ("max_tokens_per_microbatch", "logprobs_max_tokens_per_microbatch"):
+        budget = getattr(args, dest)
+        if budget is not None and padded > budget:
+            raise GrpoError(
+                f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length "
+                f"({args.max_completion_length}), as a context-parallel pack holds them, are {padded} tokens: "
+                f"{flag(dest)} ({budget}) must be at least that"
+            )

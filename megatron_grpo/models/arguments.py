@@ -1,0 +1,112 @@
+"""Flags and rules of the model's shape."""
+
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import divides, flag, needs, positive
+
+MODEL: tuple[Row, ...] = (
+    ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
+    ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
+    ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),
+    ("--seq-length", int, None, "bound of prompt + completion, tokens [--max-position-embeddings]"),
+    ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
+    ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
+    ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
+    ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
+    (
+        "--rotary-base-local",
+        int,
+        None,
+        "base of rotary frequencies in layers with a window, unscaled [--rotary-base]",
+    ),
+    ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
+    ("--sandwich-norm", bool, False, "norms behind attention and MLP too, before the residual is added"),
+    ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
+    ("--attn-logit-softcapping", float, None, "cap of attention scores: cap * tanh(score / cap)"),
+    ("--final-logit-softcapping", float, None, "cap of logits: cap * tanh(logit / cap)"),
+    ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
+    ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
+    ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
+)
+
+_ENGINE = "the engine does not, and its log-probabilities must be the trainer's: leave it out"
+
+Only = tuple[str, tuple[Any, ...], str]
+
+# What must have one of a few values: (attributes, values, reason and cure).
+ONLY: tuple[Only, ...] = (
+    (
+        "hybrid_context_parallel hierarchical_context_parallel_sizes",
+        (None, False),
+        "Transformer Engine refuses packed batches in it: use --context-parallel-size with p2p or a2a",
+    ),
+    (
+        "overlap_moe_expert_parallel_comm delay_wgrad_compute",
+        (False,),
+        "megatron-core's combined schedule computes its own loss, not GRPO's: leave it out",
+    ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        (False,),
+        "gathering overlaps with the forward pass: leave it out",
+    ),
+    ("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", (None, False), "it drops tokens; " + _ENGINE),
+    ("moe_input_jitter_eps", (None,), "it adds noise to the router; " + _ENGINE),
+    ("moe_router_force_load_balancing", (False,), "it routes at random; " + _ENGINE),
+    ("moe_apply_probs_on_input", (False,), "it weighs before the experts; " + _ENGINE),
+    ("moe_use_legacy_grouped_gemm", (False,), "it needs a package of its own: --moe-grouped-gemm alone does not"),
+    ("moe_enable_deepep", (False,), "the dispatchers here are allgather and alltoall: leave it out"),
+    (
+        "moe_router_padding_for_fp8 moe_router_padding_for_quantization",
+        (False,),
+        "training in 8 bits is not supported yet",
+    ),
+    ("fp8_format fp4_format", (None,), "training in 8 or 4 bits is not supported yet: leave it out"),
+    ("mrope_section", (None,), "multimodal models are not supported yet: leave it out"),
+    (
+        "hidden_dropout attention_dropout",
+        (0.0,),
+        "the engine drops nothing, and its log-probabilities must be the trainer's: set it to 0",
+    ),
+)
+
+
+def check_model(args: Namespace) -> None:
+    """Refuse a shape that no model here has, and fill in the sizes that follow from others."""
+    for dest in "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family".split():
+        if getattr(args, dest) is None:
+            raise GrpoError(f"{flag(dest)} is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args")
+    positive(args, "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups vocab_size")
+    positive(args, "max_position_embeddings seq_length make_vocab_size_divisible_by rotary_base rotary_base_local")
+    positive(args, "norm_epsilon softmax_scale attn_logit_softcapping final_logit_softcapping")
+    check_only(args, ONLY)
+    needs(args, "num_query_groups", "group_query_attention", "without it each head has its own keys and values")
+    if args.group_query_attention:
+        if args.num_query_groups is None:
+            raise GrpoError("--group-query-attention needs --num-query-groups: how many heads keys and values have")
+        divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
+    if args.kv_channels is None:
+        divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        # Megatron-LM's: SwiGLU with as many weights as a plain MLP of four times the width
+        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64
+    args.padded_vocab_size = padded_vocab_size(args)
+
+
+def check_only(args: Namespace, rows: Iterable[Only]) -> None:
+    """Refuse an attribute with another value than its row allows."""
+    for dests, values, reason in rows:
+        for dest in dests.split():
+            if getattr(args, dest) not in values:
+                raise GrpoError(f"{flag(dest)} is {getattr(args, dest)}: {reason}")
+
+
+def padded_vocab_size(args: Namespace) -> int:
+    """Rows of the embedding: the vocabulary, padded so that each tensor-parallel rank has as many."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-args.vocab_size // multiple) * multiple
