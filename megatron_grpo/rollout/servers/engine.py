@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,21 @@ from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
-from megatron_grpo.rollout.weight_sync.transfer import WeightTransfer
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class WeightTransfer(Protocol):
+    """Brings weights to the servers of a run."""
+
+    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
+        """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
+
+        For rank 0, while the other ranks iterate theirs to the end; after an error the caller does so here.
+        """
+
+    def close(self) -> None:
+        """Leave nothing behind."""
 
 
 class ServerEngine:

@@ -1,6 +1,6 @@
 """One inference server: what is known of it, and how it is asked; what a kind of server says is in its subclass.
 
-vllm_server.py and sglang_server.py have these; servers.py makes a pool of them.
+vllm/server.py and sglang/server.py have these; pool.py makes a pool of them.
 """
 
 import uuid

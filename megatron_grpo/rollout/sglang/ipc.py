@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from megatron_grpo.rollout.servers.engine import Weights
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
-from megatron_grpo.rollout.weight_sync.transfer import Bucket, Weights, buckets
+from megatron_grpo.rollout.weight_sync.transfer import Bucket, buckets
 
 BUCKET_BYTES = 2**30
 _ALIGNMENT = 256  # bytes

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_grpo.parallel.initialize import free_port
+from megatron_grpo.rollout.servers.engine import Weights
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.rollout.weight_sync.nccl import STUCK, address_for, together
-from megatron_grpo.rollout.weight_sync.transfer import Bucket, Weights, buckets
+from megatron_grpo.rollout.weight_sync.transfer import Bucket, buckets
 from megatron_grpo.utils.http_client import Fault
 
 GROUP = "megatron_grpo_weights"

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.servers.engine import ServerEngine
+from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer
 from megatron_grpo.rollout.servers.server import Server, Signs, sampling_parameters, weight_tag
 from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
-from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer, WeightTransfer
+from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
 _ASLEEP = "/asleep "  # in the name of its weights, before the parts of its memory that it has given away

@@ -91,7 +91,7 @@ class VllmServer(Server):
             raise Fault(
                 "vLLM's CPU build ends when it cuts a prompt that has a seed: start it with --no-enable-chunked-prefill"
             )
-        # What rollout/vllm_weights.py does for these inside a process of ours nobody does for a server.
+        # What rollout/vllm/load_weights.py does for these inside a process of ours nobody does for a server.
         if args.num_experts:
             raise Fault("vLLM's CPU build cannot load experts anew as a server: take --vllm-mode colocate, or a GPU")
         if not args.untie_embeddings_and_output_weights and not args.model_family.startswith("gemma"):

@@ -1,4 +1,4 @@
-"""How the trainer's weights come to inference servers: what every way promises, and the one over files."""
+"""How the trainer's weights come to inference servers: the one over files, and the choice among all."""
 
 import contextlib
 import os
@@ -6,17 +6,16 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
 
+from megatron_grpo.rollout.servers.engine import Weights, WeightTransfer
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.rollout.weight_sync.nccl import NcclTransfer, SparseTransfer
 from megatron_grpo.utils.errors import GrpoError
 
-Weights = Iterator[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]
 FILE_BYTES = 2**30
 
@@ -33,19 +32,6 @@ def buckets(weights: Weights, size: int) -> Iterator[Bucket]:
             bucket, held = [], 0
     if bucket:
         yield bucket
-
-
-class WeightTransfer(Protocol):
-    """Brings weights to the servers of a run."""
-
-    def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
-
-        For rank 0, while the other ranks iterate theirs to the end; after an error the caller does so here.
-        """
-
-    def close(self) -> None:
-        """Leave nothing behind."""
 
 
 class CheckpointTransfer:
