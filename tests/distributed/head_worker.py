@@ -1,0 +1,56 @@
+"""The head against torch.log_softmax on gathered logits; test_head.py on one rank, test_head_sharded.py on several.
+
+torchrun --nproc-per-node N tests/distributed/head_worker.py
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.models.head import vocab_parallel_log_probs
+
+TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 45, 64  # on four ranks the last one has padding alone
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    upstream = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, labels, upstream
+
+
+def expected(temperature: float, cap: float | None):
+    """log_softmax of the whole float64 logits, and the gradients that autograd finds through it."""
+    hidden, weight, labels, upstream = problem()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = hidden @ weight[:VOCAB].T
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    log_p = torch.log_softmax(logits / temperature, -1)
+    chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
+    return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def check(group, rank: int, world: int, temperature: float, chunk: int, cap: float | None = None) -> None:
+    hidden, weight, labels, upstream = problem()
+    shard = weight.chunk(world)[rank].clone().requires_grad_()
+    hidden.requires_grad_()
+    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk, cap)
+    (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
+    grad_hidden = hidden.grad
+    if group is not None:
+        dist.all_reduce(grad_hidden, group=group)  # partial sums, as copy_to_tensor_model_parallel_region adds them up
+    want = expected(temperature, cap)
+    got = chosen, entropy, grad_hidden, shard.grad
+    want = *want[:3], want[3].chunk(world)[rank]
+    for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for temperature in (1.0, 0.7):
+        for cap in (None, 2.5):
+            check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8, cap)
+    dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""What test_overlap.py runs under torchrun: everyone who reads the weights after an update reads the newest.
+
+torchrun --nproc-per-node 2 tests/distributed/overlap_worker.py DIRECTORY
+"""
+
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import checkpoint_worker
+import made_up
+import numpy as np
+import torch
+from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
+
+import pretrain_grpo
+from megatron_grpo.models import forward
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.reference import frozen_model
+from megatron_grpo.training import train_step
+from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.trainer import Trainer
+
+
+class Engine:
+    """Keeps what it is sent."""
+
+    def update_weights(self, stream, version):
+        self.weights = {name: tensor.clone() for name, tensor in stream}
+
+
+def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What an engine, a checkpoint and the reference pass find after an update, through the program's own calls; then
+    the policy's log-probabilities, which the pass must leave alone, and the weights after one more update.
+    """
+    args, model = enter(flags, layout)
+    args.save = str(save)
+    fill(model, args, "weight")
+    reference = frozen_model.ReferencePolicy(model)
+    logger = SimpleNamespace(flush=lambda: None)
+    trainer = SimpleNamespace(
+        **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
+        **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
+        **{"iteration": 1, "_position": dict, "reference": None},
+    )
+    found = {}
+
+    def sync(name):
+        pretrain_grpo.sync(args, trainer)
+        found[name] = trainer.engine.weights
+
+    batch = made_up.rollout(args)
+    batch.old_log_probs = batch.ref_log_probs = pretrain_grpo.log_probs(args, trainer, batch)
+    first, second = np.split(np.arange(batch.num_completions), 2)
+    pretrain_grpo.update(args, trainer, batch, first)
+    sync("engine")
+    Trainer.save(trainer)
+    found["checkpoint"] = checkpoint_worker.tensors(save)
+    with forward.parameters_complete(args, trainer.model), reference.in_place_of(trainer.model):
+        ref_log_probs = pretrain_grpo.log_probs(args, trainer, replace(batch, routed_experts=None))
+    assert np.array_equal(ref_log_probs, batch.old_log_probs, equal_nan=True)  # the reference is where it began
+    found["after the reference"] = {"log_probs": torch.from_numpy(pretrain_grpo.log_probs(args, trainer, batch))}
+    sync("engine after the reference")
+    pretrain_grpo.update(args, trainer, batch, second)
+    sync("engine after the next update")
+    return found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Equal to rounding: buckets may be summed in another order."""
+    assert one.keys() == other.keys()
+    return all(
+        torch.allclose(one[name].float(), other[name].float(), rtol=1e-5, atol=1e-6, equal_nan=True) for name in one
+    )
+
+
+def main(root: Path) -> None:
+    plain = readers(f"{DENSE} {SHARDED}", "DP2", root / "plain")
+    for layout in ("DP2", "PP2 VPP2", "DP2: --bf16"):
+        want = plain if layout == "DP2" else readers(f"{DENSE} {SHARDED}", layout, root / layout)
+        overlapped = readers(f"{DENSE} {BUCKETS}", layout, root / f"{layout} overlapped")
+        for name in want:
+            assert equal(overlapped[name], want[name]), (layout, name)
+    say("nobody reads a stale weight")
+
+    complete = forward.parameters_complete
+    forward.parameters_complete = lambda args, model: contextlib.nullcontext()
+    careless = readers(f"{DENSE} {BUCKETS}", "DP2", root / "careless")
+    forward.parameters_complete = complete
+    say(f"stale without care: {', '.join(name for name in plain if not equal(careless[name], plain[name]))}")
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv.pop())
+    run(lambda: main(directory))

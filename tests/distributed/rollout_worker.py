@@ -1,0 +1,285 @@
+"""What test_rollout.py runs under torchrun: one engine, one trainer, and many rollouts.
+
+    torchrun --nproc-per-node W tests/distributed/rollout_worker.py OUT_DIR FLAGS
+
+Every rank writes its rollouts as OUT_DIR/CASE.RANK.npz, the trainer's log-probabilities of them beside, and
+OUT_DIR/facts.RANK.json. The test judges them.
+"""
+
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+from megatron.core import tensor_parallel
+
+import pretrain_grpo
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.row_sampling import row_sampling, structured_json
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.models import forward
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.dynamic_sampling import Selection
+from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.rollout.weight_sync import weight_check
+from megatron_grpo.training import train_step
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.setup import build_engine
+from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.weights.stream import stream_hf
+
+GENERATIONS, MAX_TOKENS = 4, 24
+GREEDY = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, log_probs=True)
+TRUNCATED = {"top_k": 8, "top_p": 0.9, "min_p": 0.05}
+PATTERN = "[0-9]{2,4}x"
+PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+# Bytes: the first two prompts are equal and go to different replicas; one is longer than a block of the engine's cache.
+LENGTHS = (5, 5, 1, 33, 300)
+# What the rewards of a completion must be, if they belong to it: its length, and the number in its row.
+PLUGIN = """
+from megatron_grpo.rewards.registry import register_reward
+
+@register_reward("length")
+def length(sample):
+    return len(sample.token_ids)
+
+@register_reward("row")
+def row(sample):
+    return sample.row["number"] if sample.prompt == sample.row["text"] else None
+"""
+COMMON = f"""--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused --reward-funcs length row
+    --vllm-max-num-seqs 16 --micro-batch-size 2 --global-batch-size 20
+    --num-generations {GENERATIONS} --max-prompt-length {max(LENGTHS)} --max-completion-length {MAX_TOKENS}"""
+
+
+def make_prompts(tokenizer) -> list[Prompt]:
+    """Prompts of printable characters; rows are numbered from 100, so that a row is not taken for its place."""
+    rng = np.random.default_rng(0)
+    prompts = []
+    for place, length in enumerate(LENGTHS):
+        text = prompts[0].row["text"] if place == 1 else "".join(map(chr, rng.integers(33, 127, length)))
+        row = {"number": 100 + place, "text": text}
+        prompts.append(Prompt(id=100 + place, ids=tokenizer.encode(text), row=row, source="made up"))
+    return prompts
+
+
+def random_state() -> list:
+    """The state of every generator that the trainer draws from."""
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states().values()
+    states = [torch.get_rng_state(), *tracked]
+    return [repr(random.getstate()), repr(np.random.get_state()), *(state.tolist() for state in states)]
+
+
+class Cases:
+    """The engine under test beside a trainer, and what was written of them."""
+
+    def __init__(self, args, out: Path):
+        self.args, self.out, self.rank = args, out, dist.get_rank()
+        self.tokenizer = build_tokenizer(args)
+        self.prompts = make_prompts(self.tokenizer)
+        model = forward.build_model(args, model_provider)
+        hf.load_hf(model, args, args.load_hf)
+        model, _, _ = train_step.setup_optimizer(args, model)
+        state = random_state()
+        engine = build_engine(args, model, self.tokenizer)
+        self.facts = {"build kept the random state": random_state() == state}
+        self.trainer = SimpleNamespace(model=model, engine=engine, timers=Timers(), iteration=0)
+        self.sampled = Sampling(MAX_TOKENS, args.temperature, log_probs=True)
+        self.scorer = self.make_scorer()
+
+    def make_scorer(self) -> RewardPool | None:
+        is_lead = self.trainer.engine.is_lead
+        return RewardPool(self.args.reward_funcs, self.args.external_plugins) if is_lead else None
+
+    def rollout(
+        self, name: str, sampling: Sampling, seed: int, prompts=None, generations: int = GENERATIONS, selection=None
+    ):
+        """Make a rollout and write it."""
+        state = random_state()
+        batch, failures = collect_rollout(
+            self.trainer.engine,
+            self.prompts if prompts is None else prompts,
+            generations,
+            sampling,
+            self.scorer,
+            self.tokenizer,
+            seed,
+            self.trainer.timers,
+            selection=selection,
+        )
+        if selection is not None:
+            self.facts[name] = selection.close()
+        self.facts[f"{name} kept the random state"] = random_state() == state
+        self.facts[f"{name} failures"] = failures
+        batch.save(self.out / f"{name}.{self.rank}.npz")
+        return batch
+
+    def log_probs(self, name: str, batch) -> None:
+        """Write the trainer's log-probabilities of a rollout."""
+        values = pretrain_grpo.log_probs(self.args, self.trainer, batch)
+        np.save(self.out / f"{name}.{self.rank}.npy", values)
+
+    def run(self) -> None:
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.log_probs("first", self.rollout("first", self.sampled, seed=7))
+        self.log_probs("truncated", self.rollout("truncated", replace(self.sampled, **TRUNCATED), seed=7))
+        self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
+        self.rollout("other seed", self.sampled, seed=8)
+        self.rollout("same seed", replace(self.sampled, log_probs=False), seed=7)
+        self.rollout("one prompt", self.sampled, seed=7, prompts=self.prompts[3:4])
+        self.rollout("twins", self.sampled, seed=7, prompts=self.prompts[:2])
+        self.rollout("greedy", GREEDY, seed=7, generations=1)
+        self.rollout("greedy, penalized", replace(GREEDY, **PENALIZED), seed=7, generations=1)
+        self.log_probs("no end", self.rollout("no end", replace(self.sampled, ignore_eos=True), seed=7))
+        if self.args.stop_words:
+            self.rollout("stop words", replace(GREEDY, stop=tuple(self.args.stop_words)), seed=7, generations=1)
+            self.constrained()
+        self.selected()
+        self.abort()
+        self.by_the_trainer()
+        self.new_weights()
+        (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
+
+    def constrained(self) -> None:
+        """Completions that match a pattern: of all prompts, with log-probabilities all the same, and by some rows."""
+        constraint = structured_json({"regex": PATTERN})
+        constrained = replace(self.sampled, structured_outputs=constraint)
+        self.log_probs("constrained", self.rollout("constrained", constrained, seed=7))
+        own = [replace(p, sampling_fields=fields) for p, fields in zip(self.prompts, self.row_fields(), strict=True)]
+        self.log_probs("rows", self.rollout("rows", self.sampled, seed=7, prompts=own))
+
+    @staticmethod
+    def row_fields() -> list[dict]:
+        """What rows set, as they are read."""
+        args = parse_args([])
+        rows = [{"max_tokens": 3}, {"structured_outputs": {"choice": ["yes", "no"]}}, {}, {"stop": ["5"]}, {}]
+        return [row_sampling({"sampling_params": fields}, args) for fields in rows]
+
+    def selected(self) -> None:
+        """The first three groups of five that are complete; and groups of which none has a signal."""
+        engine, weights = self.trainer.engine, [0.0, 1.0]  # the row's number is the same for a whole group
+        for name in ("over-sampled", "over-sampled again"):
+            selection = Selection(engine, 3, GENERATIONS, len(LENGTHS) / 3)
+            self.log_probs(name, self.rollout(name, self.sampled, seed=7, selection=selection))
+        selection = Selection(engine, 2, GENERATIONS, 1.0, 1, self.scorer, weights)
+        self.rollout("resampled", self.sampled, seed=7, prompts=self.prompts[:4], selection=selection)
+
+    def abort(self) -> None:
+        """Of two requests one is given up after the first step."""
+        engine = self.trainer.engine
+        with engine.rollout(1):
+            sampling = replace(
+                self.sampled, ignore_eos=True, max_tokens=10 * MAX_TOKENS
+            )  # not over before it is given up
+            if engine.replica is not None:
+                engine.submit([Request(i, self.prompts[i].ids, sampling) for i in (0, 1)])
+            assert not engine.poll()
+            engine.abort([0])
+            self.facts["not aborted"] = [completion.id for completion in generate(engine, [])] + [
+                completion.id for _ in range(20 * MAX_TOKENS) for completion in engine.poll()
+            ]
+
+    def by_the_trainer(self) -> None:
+        """What --rollout-engine megatron makes of the same prompts."""
+        vllm, scorer = self.trainer.engine, self.scorer
+        self.trainer.engine = MegatronEngine(self.args, self.trainer.model, self.tokenizer)
+        self.scorer = self.make_scorer()  # other ranks lead
+        self.trainer.engine.wake_cache()
+        self.rollout("trainer greedy", GREEDY, seed=7, generations=1)
+        self.log_probs("trainer", self.rollout("trainer", self.sampled, seed=7))
+        self.trainer.engine, self.scorer = vllm, scorer
+
+    def new_weights(self) -> None:
+        """The trainer's weights change; the engine is asked before and after it is given them."""
+        with torch.no_grad():
+            for chunk in self.trainer.model:
+                for parameter in chunk.parameters():
+                    parameter.add_(0.5 * parameter.flip(0))  # the same on ranks that hold the same
+        self.trainer.iteration = 3
+        self.log_probs("stale", self.rollout("stale", self.sampled, seed=7))
+        self.check_weights("stale")
+        state = random_state()
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.facts["sync kept the random state"] = random_state() == state
+        self.log_probs("fresh", self.rollout("fresh", self.sampled, seed=7))
+        self.check_weights("fresh")
+        for name in [name for name, _ in stream_hf(self.trainer.model, self.args)][::6]:
+            for case in ("corrupted", "left out"):  # the second time the engine still has the corrupted one
+                stream = spoilt(stream_hf(self.trainer.model, self.args), name, case)
+                self.trainer.engine.update_weights(stream, 3)
+                self.facts.setdefault(case, []).append([name, says(self.compare_tensors)])
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.check_weights("mended")
+
+    def check_weights(self, case: str) -> None:
+        """Note what the two means of --check-weight-sync say of the engine as it is."""
+        self.facts[f"checked {case}"] = [says(self.compare_tensors), says(self.compare_log_probs)]
+
+    def compare_tensors(self) -> None:
+        weight_check.compare_tensors(self.trainer.engine, stream_hf(self.trainer.model, self.args), 3)
+
+    def compare_log_probs(self) -> None:
+        engine = self.trainer.engine
+        prompts = [prompt for prompt in self.prompts if len(prompt.ids) > 2]
+        batch = weight_check.probe(self.args, engine, prompts, self.tokenizer, self.trainer.timers)
+        weight_check.compare_log_probs(
+            self.args, batch, engine.num_replicas, lambda args, b: pretrain_grpo.log_probs(args, self.trainer, b)
+        )
+
+
+def spoilt(weights, target: str, case: str):
+    """The stream with one tensor changed in two elements, or left out."""
+    for name, tensor in weights:
+        if name == target and case == "corrupted":
+            tensor = tensor.clone()
+            tensor.view(-1)[5:7] += 1e-3
+        if name != target or case == "corrupted":
+            yield name, tensor
+
+
+def says(check) -> str | None:
+    """The message with which a check fails; None if it passes."""
+    try:
+        check()
+    except GrpoError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    (out / "plugin.py").write_text(PLUGIN)
+    args = parse_args([*COMMON.split(), "--external-plugins", str(out / "plugin.py"), *sys.argv[2:]])
+    config = hf.read_config(args.load_hf)
+    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
+    validate_args(args, int(os.environ["WORLD_SIZE"]))
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    cases = Cases(args, out)
+    cases.run()
+    cases.trainer.engine.close()
+
+
+if __name__ == "__main__":
+    run(main)

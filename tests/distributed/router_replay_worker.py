@@ -1,0 +1,92 @@
+"""What test_router_replay_layouts.py runs: two updates with routing replay after the routers have moved, any layout.
+
+    torchrun --nproc-per-node W tests/distributed/router_replay_worker.py OUT_DIR "NAME:FLAGS" ...
+
+Rank 0 writes OUT_DIR/NAME.json, the metrics of the updates, and OUT_DIR/NAME.npy, the experts that were replayed.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import made_up
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import unwrap_model
+
+import pretrain_grpo
+from megatron_grpo.models import router_replay
+from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.training.entry_point import run
+
+MOE = "--recompute-granularity selective --recompute-modules moe"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+EXPERTS, TOPK, MOE_LAYERS = 8, 2, 3
+MODEL = f"""--model-family qwen3_moe --num-layers 4 --moe-layer-freq [1,0,1,1] --num-experts {EXPERTS}
+    --moe-router-topk {TOPK} --moe-ffn-hidden-size 16 --moe-router-load-balancing-type none --hidden-size 32
+    --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 8
+    --vocab-size 61 --make-vocab-size-divisible-by 1 --max-position-embeddings 64 --qk-layernorm --swiglu
+    --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+    --moe-token-dispatcher-type alltoall""".split()
+
+
+def routers(trainer) -> list[tuple[int, torch.nn.Module]]:
+    """This rank's routers, each with its layer's number in the whole model, from 1."""
+    layers = [layer for chunk in unwrap_model(trainer.model) for layer in chunk.decoder.layers]
+    return [(layer.layer_number, layer.mlp.router) for layer in layers if isinstance(layer.mlp, MoELayer)]
+
+
+def move_routers(trainer) -> None:
+    """Change the routers' weights so much that they choose differently."""
+    for number, router in routers(trainer):
+        generator = torch.Generator().manual_seed(number)
+        router.weight.data += 0.1 * torch.randn(router.weight.shape, generator=generator)
+
+
+def made_up_experts(total: int) -> np.ndarray:
+    """[total, layers, topk], as if from an engine: random, and unknown for a fifth of the tokens."""
+    rng = np.random.default_rng(5)
+    experts = rng.random((total, MOE_LAYERS, EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int16)
+    experts[rng.random(total) < 0.2] = -1
+    return experts
+
+
+def prepare(args, trainer):
+    """A rollout with the old policy's log-probabilities, whose experts are to be replayed by routers that moved."""
+    batch = made_up.rollout(args)
+    if args.router_replay_mode == "R3":
+        batch.routed_experts = made_up_experts(len(batch.tokens))
+    with router_replay.recording(args, trainer.model, batch):
+        made_up.off_policy(args, trainer, batch)
+    move_routers(trainer)
+    return batch
+
+
+def halves(batch) -> list[np.ndarray]:
+    return np.split(np.arange(batch.num_completions), 2)
+
+
+def main() -> None:
+    out, world_size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    for case in sys.argv[2:]:
+        name, _, flags = case.partition(":")
+        args = made_up.parse([*MODEL, "--micro-batch-size", "2", *flags.split()], world_size)
+        initialize_distributed(args)
+        trainer = made_up.trainer(args)
+        batch = prepare(args, trainer)
+        rows = [pretrain_grpo.update(args, trainer, batch, half) for half in halves(batch)]
+        if dist.get_rank() == 0:
+            (out / f"{name}.json").write_text(json.dumps(rows))
+            if batch.routed_experts is not None:
+                np.save(out / f"{name}.npy", batch.routed_experts)
+        leave_layout()
+
+
+if __name__ == "__main__":
+    run(main)

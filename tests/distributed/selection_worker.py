@@ -1,0 +1,56 @@
+"""What test_selection_ranks.py runs: the same rollout by one replica of two ranks, and by two replicas.
+
+    torchrun --nproc-per-node 2 tests/distributed/selection_worker.py OUT_DIR
+
+Every rank writes OUT_DIR/LAYOUT.RANK.json: what it began and aborted when, the batch, and what goes back.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+import torch.distributed as dist
+from selection_engine import GENERATIONS, CountingEngine, Letters, TableScorer, prompts
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel import initialize
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
+
+GROUPS, RATIO, ROUNDS = 5, 1.4, 2
+
+
+def rewards(number: int, place: int) -> float:
+    return float(place) if number % 3 else 1.0  # every third prompt has no signal
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    initialize._host_group = dist.group.WORLD
+    rank = dist.get_rank()
+    for layout, place in (("one", (0, 1, rank == 0)), ("two", (rank, 2, True)), ("server", (0, 1, True))):
+        if layout == "server" and rank == 1:
+            place = (None, 1, False)  # it only waits
+        engine = CountingEngine(lambda number: 3 + number * 7 % 5, *place)
+        scorer = TableScorer(rewards) if engine.is_lead else None
+        selection = Selection(engine, GROUPS, GENERATIONS, RATIO, ROUNDS, scorer, [1.0])
+        drawn = prompts(prompts_to_draw(GROUPS, RATIO, ROUNDS), first=50)
+        batch, _ = collect_rollout(
+            engine, drawn, GENERATIONS, Sampling(9), scorer, Letters, 0, Timers(), selection=selection
+        )
+        unused, metrics = selection.close()
+        facts = {"log": engine.log, "rows": batch.row_ids.tolist(), "groups": batch.group_ids.tolist()}
+        facts |= {"samples": batch.sample_ids.tolist(), "rewards": batch.rewards.tolist()}
+        (out / f"{layout}.{rank}.json").write_text(json.dumps(facts | {"unused": unused, "metrics": metrics}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

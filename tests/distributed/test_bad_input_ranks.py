@@ -1,0 +1,36 @@
+"""Bad input that several ranks see, and one of them: one message, once."""
+
+import bad_input_cases as cases
+import pytest
+from bad_input_runs import OUR_FRAME, TRAIN, bench, files, finished, model  # noqa: F401 (fixtures)
+
+
+def output_of_two_ranks(torchrun, bench, *words):
+    """What a run prints that fails; torchrun's own report at the end has a traceback, but no frame of ours."""
+    before = files(bench.root)
+    result = torchrun(2, TRAIN, *bench.good, *words, check=False)
+    assert result.returncode != 0
+    assert files(bench.root) == before
+    assert not OUR_FRAME.search(result.stdout), result.stdout
+    assert result.stdout.count("error: ") == 1, result.stdout
+    return result.stdout
+
+
+@pytest.mark.distributed
+def test_two_ranks_say_it_once(torchrun, bench):
+    output = output_of_two_ranks(torchrun, bench, *bench.data('{"prompt": 1}'))
+    assert "pretrain_grpo.py: error: " in output and "bad.jsonl:1:" in output
+
+
+@pytest.mark.vllm
+def test_a_reward_that_fails_on_every_rank(torchrun, bench):
+    output = output_of_two_ranks(torchrun, bench, *cases.failing("return '1'")(bench))
+    assert 'pretrain_grpo.py: error: reward "mine" failed on all 8 samples' in output
+
+
+@pytest.mark.vllm
+def test_a_reward_that_fails_on_one_rank(torchrun, bench):
+    """The other rank fails because that one has left; only the cause is printed."""
+    body = "import os; return 1.0 if os.environ['RANK'] == '0' else '1'"
+    output = output_of_two_ranks(torchrun, bench, *cases.failing(body)(bench))
+    assert 'pretrain_grpo.py: [rank 1] error: reward "mine" failed on all 8 samples' in output

@@ -1,0 +1,52 @@
+"""Checkpoints of real models on several ranks, moved between layouts; checkpoint_worker.py has the checks."""
+
+import re
+
+import pytest
+
+WORKER = "tests/distributed/checkpoint_worker.py"
+
+
+@pytest.mark.distributed
+def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "reshard", tmp_path).stdout
+    for layout in ("TP2 again", "TP2 SP", "DP2"):
+        assert out.count(f"{layout}: all tensors equal\n") == 2, out  # one line from each rank
+    assert out.count("random states are seeded anew") == 1
+    out = torchrun(1, WORKER, "one_rank", tmp_path).stdout
+    assert out.count("one rank: all tensors equal") == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "cases", "done"),
+    [
+        (2, "chains,resumed", {"all tensors equal": 29, "resumed in": 2}),
+        (4, "chains,random_states", {"all tensors equal": 5, "random states restored": 3}),
+    ],
+)
+def test_checkpoints_move_between_all_layouts(tmp_path, torchrun, ranks, cases, done):
+    """Weights, float32 copies and moments stay the same bit for bit and are those of plain torch; runs go on alike."""
+    out = torchrun(ranks, WORKER, cases, tmp_path).stdout
+    for line, count in done.items():
+        assert out.count(line) == count * ranks, out
+
+
+@pytest.mark.distributed
+def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "refuse", tmp_path).stdout
+    for message in (
+        r"is of another architecture: num_layers is 4 there and 2 here; hidden_size is 32 there and 64 here",
+        r"vocab_size is 100 there and 99 here",
+        r"is damaged: __1_0.distcp has 100 bytes instead of \d+",
+        r"is damaged: __1_0.distcp is missing",
+        r"holds weights only, there is no optimizer to resume: give it as --pretrained-checkpoint",
+        r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --use-distributed-optimizer",
+        r"does not hold decoder\.\S*[kq]_layernorm\S* \(and 1 more that this model has\)",
+        r"checkpoint \S+ cannot be loaded: .*shape mismatch.*linear_fc1.weight",
+        r"checkpoint files: .*Not a directory",
+        r"has the distributed optimizer's state as dp_reshardable, .* or start Adam anew with --no-load-optim",
+        r"does not hold optimizer\.\S*mtp\S* \(and \d+ more of the optimizer's\): the run that wrote it did not train",
+    ):
+        lines = re.findall(rf"^refused on rank (\d): .*{message}", out, re.MULTILINE)
+        assert sorted(lines) == ["0", "1"], f"{message}\n{out}"

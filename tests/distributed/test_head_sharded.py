@@ -1,0 +1,9 @@
+"""The head at TP 2 and 4."""
+
+import pytest
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_vocabulary(torchrun, world):
+    torchrun(world, "tests/distributed/head_worker.py")

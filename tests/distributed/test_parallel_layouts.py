@@ -1,0 +1,230 @@
+"""Loss, gradient norm and weights after two updates do not depend on the layout, the micro-batches or the packing."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from ranks import REPO, run_torchrun
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(REPO / "tools"))
+import check_parallel
+import made_up
+
+BUDGET = "--max-tokens-per-microbatch 70"
+# A factor of each token that depends on all tokens of its completion.
+CORRECTED = "--rollout-importance-sampling-mode sequence_mask --rollout-importance-sampling-threshold 0.35"
+ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --normalization RMSNorm
+ --swiglu --disable-bias-linear --qk-layernorm --vocab-size 258 --max-position-embeddings 512
+ --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"""
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-dtype fp32"
+MOE = f"{ATTENTION} --model-family qwen3_moe --group-query-attention --num-query-groups 2 --kv-channels 32 {EXPERTS}"
+BALANCED = f"{MOE} --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
+LATENT = f"""{ATTENTION} --model-family deepseek_v3 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16
+ --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --rotary-scaling-factor 4
+ --original-max-position-embeddings 128 {EXPERTS} --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid
+ --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 2
+ --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 32
+ --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"""
+YARN = '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":128,"beta_fast":32,"beta_slow":1}'
+GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss --group-query-attention {EXPERTS}
+ --num-query-groups 2 --kv-channels 32 --ffn-hidden-size 32 --quick-geglu --activation-func-clamp-value 7
+ --glu-linear-offset 1 --add-bias-linear --add-qkv-bias --softmax-type learnable --window-size 7,0
+ --window-attn-skip-freq 2 --norm-epsilon 1e-5 --expert-tensor-parallel-size 1
+ --rope-scaling {YARN}"""
+OVERLAP = check_parallel.OVERLAP
+LAYOUTS = {
+    "dense": [
+        "TP1 LOSSES: --micro-batch-size 1",
+        "TP1: --micro-batch-size 2",
+        "TP1: --micro-batch-size 4",
+        f"TP1: {BUDGET}",
+        "TP1: --micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "DP2: --micro-batch-size 2 --use-distributed-optimizer",
+        f"DP2: --micro-batch-size 2 {OVERLAP}",
+        f"DP2 LOSSES: {BUDGET}",
+        f"TP2: {BUDGET}",
+        f"TP2 SP: {BUDGET}",
+        "PP2 LOSSES: --micro-batch-size 2",
+        f"PP2 VPP2: {BUDGET}",
+        "PP2 VPP2: --micro-batch-size 2",
+        f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
+        f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        "CP2: --micro-batch-size 2",
+        f"CP2: {BUDGET} {OVERLAP}",
+        f"TP2 SP CP2 LOSSES: {BUDGET}",
+        f"TP2 SP PP2 VPP2: {BUDGET}",
+        f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
+        f"PP2 DP2: {BUDGET} --use-tp-pp-dp-mapping",
+        f"PP4: {BUDGET}",
+        f"CP4: {BUDGET}",
+        "TP2 DP2: --micro-batch-size 1",
+    ],
+    "moe": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET} --moe-grouped-gemm",
+        f"EP2: {BUDGET}",
+        f"EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}",
+        f"EP2: {BUDGET} --moe-layer-recompute",
+        f"TP2 SP: {BUDGET}",
+        f"TP2 SP ETP1: {BUDGET}",
+        f"TP2 SP EP2 ETP1: {BUDGET}",
+        f"CP2 EP2: {BUDGET}",
+        f"PP2 VPP2: {BUDGET}",
+        f"TP2 SP DP2 EP2: {BUDGET}",
+        f"EP4: {BUDGET}",
+        f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
+        f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
+        f"PP2 EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+    ],
+    "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
+    "latent": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP: {BUDGET}",
+        f"CP2 EP2: {BUDGET}",
+        f"PP2 VPP2: {BUDGET}",
+        f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
+    ],
+    "gpt_oss": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP EP2: {BUDGET}",
+        f"TP2 SP: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
+        f"CP2 EP2: {BUDGET} --moe-grouped-gemm --moe-layer-recompute",
+        f"PP2 VPP2: {BUDGET}",
+    ],
+}
+TOLERANCE = 1e-5
+
+
+def check(flags: str, *options) -> tuple[int, str]:
+    """tools/check_parallel.py in this process, with forked ranks: importing would take ten times what they do here.
+
+    Returns the exit status and what it printed.
+    """
+
+    def launch(world_size, layouts, flags, out):
+        words = [*flags, "--worker", "--out", out, "--layouts", *layouts]
+        run_torchrun(world_size, "tools/check_parallel.py", *words, timeout=900)
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.delenv("RANK", raising=False)  # of a torchrun that another test has imitated
+        patch.setattr(check_parallel, "launch", launch)
+        patch.setattr(sys, "argv", ["check_parallel.py", *flags.split(), *map(str, options)])
+        return check_parallel.main(), printed.getvalue()
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory, tiny_models):
+    """Where the dense model's results are, and what the tool returned."""
+    out = tmp_path_factory.mktemp("layouts")
+    flags = f"--load-hf {tiny_models['qwen3']} {CORRECTED}"
+    return out, check(flags, "--out", out, "--layouts", *LAYOUTS["dense"])
+
+
+@pytest.mark.distributed
+def test_dense_layouts_agree(dense):
+    status, printed = dense[1]
+    assert status == 0, printed
+    assert f"{len(LAYOUTS['dense'])} of {len(LAYOUTS['dense'])} layouts agree" in printed
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "gpt_oss"])
+def test_layouts_of_experts_agree(model, tmp_path):
+    """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
+    balanced by a bias, and multi-token prediction; biases, windows and sinks.
+    """
+    flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}[model]
+    status, printed = check(flags, "--out", tmp_path, "--layouts", *LAYOUTS[model])
+    assert status == 0, printed
+
+
+@pytest.mark.distributed
+@settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**31))
+def test_layouts_drawn_at_random_agree(seed):
+    """Sizes, micro-batches, packings, optimizers, recomputation, dispatchers, rank orders in any valid combination."""
+    first = f"TP1: {BUDGET}"  # what the others are compared with
+    status, printed = check(MOE, "--world-sizes", 4, "--random", 5, "--seed", seed, "--layouts", first)
+    assert status == 0, f"--seed {seed}\n{printed}"
+
+
+@pytest.mark.distributed
+def test_a_difference_is_found(tmp_path):
+    """Another learning rate in one of the layouts: the tool, as a user runs it, names what differs and ends with
+    status 1.
+    """
+    command = [sys.executable, "tools/check_parallel.py", *MOE.split(), "--out", str(tmp_path)]
+    command += ["--layouts", "TP1", "EP2: --lr 1.01e-3"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "1 of 2 layouts agree" in run.stdout and "DIFFERS: loss of update 2 by" in run.stdout
+
+
+@pytest.mark.distributed
+def test_the_updates_moved_the_weights(dense, tiny_models):
+    """So that agreement is not that of models that stood still."""
+    before = load_file(f"{tiny_models['qwen3']}/model.safetensors")
+    after = load_file(dense[0] / "reference.safetensors")
+    assert all(torch.linalg.norm(after[k] - before[k]) / torch.linalg.norm(before[k]) > 1e-4 for k in before)
+
+
+@pytest.mark.distributed
+def test_the_update_is_autograds(dense, tiny_models):
+    """Loss and gradient norm of both updates, and the weights after them, from transformers' model, autograd and
+    AdamW.
+    """
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4, weight_decay=0.01)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad, name
+    batch = made_up.rollout(made_up.parse(["--load-hf", tiny_models["qwen3"]], 1))
+    noise = made_up.perturbations(len(batch.tokens))
+
+    def log_probs(i):
+        begin, end, prompt = batch.cu_seqlens[i], batch.cu_seqlens[i + 1], batch.prompt_lengths[i]
+        ids = torch.tensor(batch.tokens[begin:end].astype(np.int64))
+        log_p = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)  # --temperature 0.8
+        return log_p[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
+
+    old = [log_probs(i).detach() for i in range(32)]
+    rows = json.loads((dense[0] / "results.jsonl").read_text().splitlines()[0])["updates"]
+    masked = 0
+    for update, row in enumerate(rows):
+        total = 0.0
+        for i in range(16 * update, 16 * update + 16):
+            inside = slice(batch.cu_seqlens[i] + batch.prompt_lengths[i], batch.cu_seqlens[i + 1])
+            new, advantage = log_probs(i), float(batch.advantages[i])
+            ratio = torch.exp(new - (old[i] + noise[0, inside]))
+            x = new - (old[i] + noise[1, inside])
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            engine = torch.exp(old[i] + noise[0, inside] - batch.rollout_log_probs[inside])
+            kept = math.prod(engine.tolist()) ** (1 / len(engine)) <= 0.35
+            masked += not kept
+            loss = engine * kept * loss
+            total += (loss + 0.1 * (torch.exp(-x) - 1 + x)).mean() / 16  # mean over tokens, then over completions
+        optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert row["loss"] == pytest.approx(total.item(), rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert 5 < masked < 27  # by the correction for the engine
+    ours = load_file(dense[0] / "reference.safetensors")
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:  # Megatron takes no weight decay on vectors
+            gap = torch.linalg.norm(ours[name].double() - parameter) / torch.linalg.norm(parameter)
+            assert gap < 1e-4, f"{name}: {gap:.1e}"

@@ -1,0 +1,42 @@
+"""Routing replay in every layout; router_replay_worker.py has the runs."""
+
+import json
+
+import numpy as np
+import pytest
+from ranks import run_torchrun
+from router_replay_worker import FULL, MOE
+
+LAYOUTS = {
+    1: {"TP1": "", "recomputed MoE": MOE, "recomputed": FULL},
+    2: {
+        "DP2": "--use-distributed-optimizer",
+        "TP2 SP": f"--tensor-model-parallel-size 2 --sequence-parallel {MOE}",
+        "PP2": f"--pipeline-model-parallel-size 2 {MOE}",
+        "PP2 VPP2": f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {FULL}",
+        "CP2": f"--context-parallel-size 2 {FULL}",
+        "EP2": f"--expert-model-parallel-size 2 {MOE}",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """Where the layouts' results lie."""
+    out = tmp_path_factory.mktemp("layouts")
+    for world_size, flags in LAYOUTS.items():
+        cases = [f"{name} {m}:--router-replay-mode {m} {f}" for name, f in flags.items() for m in ("R2", "R3")]
+        run_torchrun(world_size, "tests/distributed/router_replay_worker.py", out, *cases)
+    return out
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("layout", [name for names in LAYOUTS.values() for name in list(names)[names is LAYOUTS[1] :]])
+def test_layouts(layouts, layout, mode):
+    experts, expected = (np.load(layouts / f"{name} {mode}.npy") for name in (layout, "TP1"))
+    np.testing.assert_array_equal(experts, expected)
+    rows, want_rows = (json.loads((layouts / f"{name} {mode}.json").read_text()) for name in (layout, "TP1"))
+    for row, want in zip(rows, want_rows, strict=True):
+        for key in ("loss", "grad_norm", "kl", "entropy", "ratio/max"):
+            assert row[key] == pytest.approx(want[key], rel=1e-5), key

@@ -1,0 +1,40 @@
+"""Every rank chooses the same groups; selection_worker.py has the rollouts."""
+
+import json
+
+import pytest
+from ranks import run_torchrun
+from selection_engine import GENERATIONS
+from selection_worker import GROUPS
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    out = tmp_path_factory.mktemp("selection")
+    run_torchrun(2, "tests/distributed/selection_worker.py", out)
+    return {
+        layout: [json.loads((out / f"{layout}.{rank}.json").read_text()) for rank in range(2)]
+        for layout in ("one", "two", "server")
+    }
+
+
+@pytest.mark.distributed
+def test_every_rank_comes_to_the_same_decisions(facts):
+    for layout, (first, second) in facts.items():
+        for name in ("rows", "groups", "samples", "rewards", "unused", "metrics"):
+            assert first[name] == second[name], (layout, name)
+        assert first["samples"] == list(range(GROUPS * GENERATIONS))
+    one, server = facts["one"], facts["server"]
+    assert one[0]["log"] == one[1]["log"] == server[0]["log"] and not server[1]["log"]
+    assert one[0]["rows"] == server[0]["rows"]
+
+
+@pytest.mark.distributed
+def test_replicas_choose_within_their_shares(facts):
+    """Of prompts 0 to 6 of the first round replica 0 has the even ones, of 5 groups 0, 2 and 4; fresh ones alike."""
+    first, second = facts["two"]
+    begun = [{number - 50 for _, what, number in rank["log"] if what == "begin"} for rank in (first, second)]
+    assert begun[0] >= {0, 2, 4, 6} and begun[1] >= {1, 3, 5} and not begun[0] & begun[1]
+    rows = [row - 50 for row in first["rows"][::GENERATIONS]]
+    assert {rows[i] for i in (0, 2, 4)} <= begun[0] and {rows[i] for i in (1, 3)} <= begun[1]
+    assert all((row + 50) % 3 for row in rows)  # enough with a signal

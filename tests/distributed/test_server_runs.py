@@ -1,0 +1,90 @@
+"""Whole runs on two ranks against doubles of vLLM's servers: all are lost in the middle, and the run goes on later."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_torchrun
+from server_double import Double
+from sharp_model import make_sharp_model
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+
+pytestmark = pytest.mark.distributed
+
+PLUGIN = """
+from megatron_grpo.rewards.registry import Sample, register_reward
+
+@register_reward("few_digits")
+async def few_digits(sample: Sample) -> float:
+    return -float(sum(c.isdigit() for c in sample.completion))
+"""
+COMMON = """--transformer-impl local --num-generations 4 --lr 2e-4 --max-prompt-length 16 --max-completion-length 6
+    --train-iters 3 --global-batch-size 8 --micro-batch-size 4 --beta 0 --reward-funcs few_digits --no-save-hf
+    --vllm-mode server --vllm-server-timeout 60""".split()
+# What is a matter of time alone.
+CLOCKS = ("time/", "perf/")
+
+
+def rows(save: Path) -> list[dict]:
+    """The metrics of the updates, without clocks."""
+    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_models, tmp_path_factory) -> list[str]:
+    directory = tmp_path_factory.mktemp("server_runs")
+    (directory / "own.py").write_text(PLUGIN)
+    prompts = [{"prompt": f"{a} and {b}?"} for a in "abc" for b in "xyz"]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    model = make_sharp_model(tiny_models["qwen3"], directory / "model")
+    words = f"--load-hf {model} --train-data-path {directory}/train.jsonl --external-plugins {directory}/own.py"
+    return [*COMMON, *words.split()]
+
+
+@pytest.fixture(scope="module")
+def double(flags):
+    model = flags[flags.index("--load-hf") + 1]
+    double = Double(make_model=lambda: AutoModelForCausalLM.from_pretrained(model).float().eval())
+    yield double
+    double.stop()
+
+
+def run(flags: list[str], double: Double, save: Path, check: bool = True):
+    words = ["--vllm-server-base-url", double.url, "--save", save, "--load", save]
+    return run_torchrun(2, "pretrain_grpo.py", *flags, *words, check=check)
+
+
+def test_a_run_that_lost_all_servers_goes_on_as_if_it_had_not(flags, double, tmp_path):
+    run(flags, double, tmp_path / "whole")
+    expected = rows(tmp_path / "whole")
+    assert [row["iteration"] for row in expected] == [1, 2, 3]
+    assert all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in expected)
+
+    double.fail_after = double.generated + 3  # of two in each rollout: in the middle of the second
+    save = tmp_path / "lost"
+    done = run(flags, double, save, check=False)
+    assert done.returncode == 1
+    message = f"error: no server is left to generate ({double.url}: "
+    assert done.stdout.count(message) == 1, done.stdout
+    assert f"The run is saved at iteration 1: --load {save} goes on from there" in done.stdout
+    assert 'pretrain_grpo.py", line' not in done.stdout  # the only traceback is torchrun's own
+    assert "Unclosed" not in done.stdout  # aiohttp's complaint of a connection that nobody closed
+    assert latest_iteration(save) == 1
+
+    double.fail_after, double.fault = None, ""
+    double.restart()
+    assert f"resumed from {save} at iteration 1" in run(flags, double, save).stdout
+    assert rows(save) == expected
+
+
+def test_check_engine_with_several_ranks(flags, double):
+    """Only rank 0 has the completions of servers; all ranks compute their log-probabilities."""
+    words = ["--load-hf", flags[flags.index("--load-hf") + 1], "--transformer-impl", "local"]
+    words += ["--tensor-model-parallel-size", "2", "--vllm-mode", "server", "--vllm-server-base-url", double.url]
+    done = run_torchrun(2, "tools/check_engine.py", *words)
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    mean, largest = map(float, table[-1].split("|")[2:4])
+    assert 0 < mean < 1e-5 and largest < 1e-4

@@ -1,0 +1,60 @@
+"""Every family that vLLM's CPU build runs: what the stream gives the engine is what the files would have given it."""
+
+import json
+
+import pytest
+import torch
+from ranks import run_torchrun
+from toy_checkpoints import FAMILIES, SHAPES, make
+from transformers import AutoModelForCausalLM
+
+# Those of stream_worker.py.
+PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
+pytestmark = pytest.mark.vllm
+# vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
+MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
+LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.0] * 12}
+# With what config.json has on the Hub and transformers leaves out.
+SIZES = {
+    "qwen2": {"hidden_size": 256},
+    "phi3": {"hidden_size": 256, "rope_scaling": {**SHAPES["phi3"]["rope_scaling"], **LONGROPE}},
+    "deepseek_v2": {**MULTI_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**MULTI_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """A directory for each family, with the engine's answers: half by each of two processes, as starting takes long."""
+    root = tmp_path_factory.mktemp("stream")
+    for family in FAMILIES:
+        sizes = SIZES.get(family, {"head_dim": 32})
+        for name, seed in (("first", 17), ("other", 23)):
+            make(root / family / name, family, tied=family in ("gemma2", "qwen3"), seed=seed, **sizes)
+    run_torchrun(2, "tests/distributed/stream_worker.py", *(root / family for family in FAMILIES))
+    return root
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_weights_answer_like_those_from_files(family, answered):
+    answers = json.loads((answered / family / "answers.json").read_text())
+    ids = {name: [completion for completion, _ in answers[name]] for name in ("files", "stream", "other")}
+    assert ids["stream"] == ids["files"] != ids["other"]
+    for name in ("files", "stream", "other"):
+        weights = answered / family / ("other" if name == "other" else "first")
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32, attn_implementation="eager")
+        for prompt, (completion, log_probs) in zip(PROMPTS, answers[name], strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[torch.arange(len(completion)), completion]
+            assert (expected - torch.tensor(log_probs)).abs().max() < 1e-3, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_differs_between_engine_and_stream_is_named(family, answered):
+    """Nothing with the weights that vLLM read from files by itself, or was given; everything with others."""
+    answers = json.loads((answered / family / "answers.json").read_text())
+    assert answers["files after"] == answers["other after"] == answers["stream after"] == []
+    differing = {line.split(":")[0] for line in answers["other before"]}
+    assert differing >= {name for name in answers["names"] if "norm" not in name and "bias" not in name}
+    assert answers["stream before"] != []

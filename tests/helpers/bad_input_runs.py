@@ -1,0 +1,118 @@
+"""The real entries run in this process as ``__main__``, with a stub for vLLM: test_bad_input.py says why."""
+
+import contextlib
+import hashlib
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from bad_input_bench import Bench
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+from megatron_grpo.parallel import initialize
+from megatron_grpo.rewards import registry
+from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.vllm import colocate as vllm_colocate
+from megatron_grpo.training.arguments import parse_args
+
+REPO = Path(__file__).resolve().parents[2]
+TRAIN = "pretrain_grpo.py"
+# A frame of this program in what was printed; a reward function's own traceback is for its author to see.
+OUR_FRAME = re.compile(r'File ".*(/megatron_grpo/|pretrain_grpo\.py|/tools/)')
+
+
+class StubEngine:
+    """Completes every prompt with the token 1 and the end of the sequence."""
+
+    replica, num_replicas, is_lead = 0, 1, True
+
+    def __init__(self, args, hf_config, eos_id):
+        self.eos_id, self.queue, self.version = eos_id, [], None
+
+    @property
+    def has_weights(self):
+        return self.version is not None
+
+    def submit(self, requests):
+        self.queue += requests
+
+    def poll(self):
+        request = self.queue.pop()
+        return [Completion(request.id, [1, self.eos_id], None, "stop", self.version)]
+
+    def rollout(self, seed):
+        return contextlib.nullcontext()
+
+    def update_weights(self, weights, version):
+        self.version = version
+        for _ in weights:
+            pass
+
+    def wake_weights(self):
+        pass
+
+    wake_cache = sleep = close = wake_weights
+
+
+def launch(script, words, world_size=1):
+    """Run a script of the repository as rank 0 of ``world_size``; returns its exit code."""
+    registry.get_rewards(list(registry._BUILTIN), vars(parse_args([])))  # what a plugin adds to these is taken back
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *words])
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(os, "_exit", sys.exit)
+        patch.setattr(registry, "_registry", dict(registry._registry))
+        patch.setattr(registry, "_loaded", set())
+        patch.setattr(vllm_colocate, "VllmColocate", StubEngine)
+        for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # convert.py changes it
+        try:
+            runpy.run_path(str(REPO / script), run_name="__main__")
+        except SystemExit as left:
+            return left.code or 0
+        finally:
+            initialize.parallel_state.destroy_model_parallel()
+            if initialize.dist.is_initialized():
+                initialize.dist.destroy_process_group()
+    return 0
+
+
+def files(root):
+    """Every file under a directory with a digest of its content; Python's own cache of a plugin aside, and what a start
+    records of itself.
+    """
+    files = (path for path in Path(root).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    records = ("args.json", "environment.json")
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name not in records}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A Hugging Face directory of a tiny random model, of a shape that vLLM runs on a CPU."""
+    directory = tmp_path_factory.mktemp("bad_input") / "model"
+    sizes = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
+    words = f"--save {directory} --tokenizer bytes --steps 0 --threads 1 --quiet {sizes}".split()
+    assert launch("tools/make_tiny_model.py", words) == 0
+    return directory
+
+
+@pytest.fixture(scope="session")
+def finished(model):
+    """The --save directory of a run of two updates."""
+    (model.parent / "finished").mkdir()
+    bench = Bench(model.parent / "finished", model)
+    assert launch(TRAIN, bench.good) == 0
+    return bench.save
+
+
+@pytest.fixture
+def bench(model, finished, tmp_path):
+    return Bench(tmp_path, model, finished)

@@ -1,0 +1,23 @@
+"""Sequence classifiers as reward models: a random one, and what transformers says of texts."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+
+def make_classifier(source: str, directory: Path) -> Path:
+    config = AutoConfig.from_pretrained(source)
+    config.num_labels, config.initializer_range = 1, 0.5
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+    return directory
+
+
+def by_transformers(directory: Path, texts: list[str]) -> list[float]:
+    """The logit of each text by itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.no_grad():
+        return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]

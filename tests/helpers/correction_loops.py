@@ -1,0 +1,39 @@
+"""Rollout importance weights by plain loops."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from megatron_grpo.algorithm.corrections import importance_weights
+
+
+def weights_by_loops(mode, trainer, engine, loss_mask, cu_seqlens, high, low=None) -> tuple[list[float], float]:
+    """The formulas once more, a token at a time."""
+    weights, outside, tokens = [1.0] * len(loss_mask), 0, 0
+    for begin, end in itertools.pairwise(cu_seqlens):
+        spoken = [k for k in range(begin, end) if loss_mask[k]]
+        r = {k: math.exp(min(max(float(trainer[k]) - float(engine[k]), -20.0), 20.0)) for k in spoken}
+        for k in spoken:
+            mean = math.prod(x ** (1 / len(spoken)) for x in r.values())
+            within = {
+                "token_truncate": r[k] <= high,
+                "token_mask": r[k] <= high,
+                "sequence_truncate": mean <= high,
+                "sequence_mask": mean <= high,
+                "icepop": low is not None and low <= r[k] <= high,
+            }[mode]
+            kept = mean if mode == "sequence_truncate" else r[k]
+            weights[k] = kept if within else high if mode.endswith("truncate") else 0.0
+            outside += not within
+            tokens += 1
+    return weights, outside / tokens
+
+
+def check_against_loops(mode, *recording) -> float:
+    """Compare one mode with the loops; returns the share that is clipped."""
+    result, (weights, clipped) = importance_weights(mode, *recording), weights_by_loops(mode, *recording)
+    np.testing.assert_allclose(result.weights, weights, rtol=1e-6)
+    assert result.clipped == pytest.approx(clipped)
+    return clipped

@@ -1,0 +1,106 @@
+"""Flags that do not go together, and words of the message that refuses them; test_flag_combinations.py mixes them.
+
+A row a rule: add yours here, or to REFUSED of test_validation.py, which is taken too. Each comes on top of a good run's
+flags (good_args.MODEL and RUN, 8 ranks).
+"""
+
+CONFLICTS = {
+    # reuse and sampling
+    "--max-resample-times 2": "--dynamic-sample",
+    "--dynamic-sample --max-resample-times 0": "--max-resample-times (0) must be greater than 0",
+    "--dynamic-sample --rollout-balancing dynamic": "--rollout-balancing dynamic cannot both be given",
+    "--over-sampling-ratio 2 --rollout-balancing dynamic": "--rollout-balancing dynamic cannot both be given",
+    "--dynamic-sample --advantage-estimator reinforce_plus_plus --beta 0": "learns from them too",
+    "--over-sampling-ratio 0.5": "--over-sampling-ratio (0.5) must lie between 1",
+    "--over-sampling-ratio nan": "finite",
+    "--min-pass-rate -0.1": "--min-pass-rate (-0.1) must lie between 0 and 1",
+    "--max-pass-rate 1.1": "--max-pass-rate (1.1) must lie between 0 and 1",
+    "--min-pass-rate 0.8 --max-pass-rate 0.2": "no prompt would be left",
+    "--structured-outputs-regex (a": "unterminated",
+    "--structured-outputs-regex a --rollout-engine megatron": "needs --rollout-engine vllm",
+    "--structured-outputs-regex a --rollout-engine sglang --sglang-server-base-url http://localhost:1": "engine vllm",
+    "--structured-outputs-regex a --ignore-eos": "--ignore-eos",
+    "--structured-outputs-regex a --tokenizer-type SentencePieceTokenizer": "HuggingFaceTokenizer",
+    "--structured-outputs-regex a --m2po-threshold 0.04": "cannot go with --m2po-threshold",
+    "--structured-outputs-regex a --off-policy-sequence-mask-delta 1": "cannot go with --off-policy-sequence-mask",
+    "--structured-outputs-regex a --rollout-importance-sampling-mode icepop": "--rollout-importance-sampling-mode",
+    "--truncation-strategy right": "invalid choice",
+    # reward models
+    "--reward-model a": "--reward-model a: expected NAME=VALUE",
+    "--reward-model a=http://h:1 a=http://h:2": "expected NAME=VALUE, each name once",
+    "--reward-model a=http://h:1": "--reward-model a: name it in --reward-funcs as well",
+    "--reward-funcs a --reward-model a=ftp://h": "no server's address",
+    "--reward-funcs a --reward-model a=http://me:key@h:1": "must not hold a key",
+    "--reward-funcs a --reward-model a=absent": "no Hugging Face model directory",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-timeout 0": "--reward-model-timeout (0.0) must be gr",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-concurrency 0": "must be greater than 0",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-max-tokens 9": "needs --reward-model-template",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-pattern a=(.)": "needs --reward-model-template",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-pattern b=(.)": "there is no --reward-model b",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-template a=absent.txt": "cannot be read",
+    "--reward-funcs a --reward-model a=model --reward-model-plugin a=mine": "a judge is asked over HTTP",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-plugin a=b --reward-model-pattern a=(.)": "leave out",
+    "--reward-model-template a=judge.txt": "--reward-model-template needs --reward-model",
+    "--reward-model-timeout 5": "--reward-model-timeout needs --reward-model",
+    # ends and schedules
+    "--exit-duration-in-mins 5": "--save",
+    "--exit-signal-handler": "--save",
+    "--save out --exit-duration-in-mins 0": "--exit-duration-in-mins (0) must be greater than 0",
+    "--start-weight-decay 0.1": "--weight-decay-incr-style linear or cosine",
+    "--end-weight-decay 0.1": "--weight-decay-incr-style linear or cosine",
+    "--weight-decay-incr-style linear": "--start-weight-decay is missing",
+    "--weight-decay-incr-style cosine --start-weight-decay 0.1": "--end-weight-decay is missing",
+    "--weight-decay-incr-style linear --start-weight-decay -1 --end-weight-decay 0.1": "must not be negative",
+    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1 --weight-decay 1": "each says",
+    "--clip-grad -1": "--clip-grad (-1.0) must not be negative",
+    "--lr-decay-iters 0": "--lr-decay-iters (0) must be greater than 0",
+    "--lr-decay-iters 5 --lr-warmup-iters 5": "--lr-warmup-iters (5) must be at least 0 and less than",
+    # what argparse refuses
+    "--lr fast": "invalid float value",
+    "--num-iterations 1.5": "invalid int value",
+    "--loss-type ppo": "invalid choice",
+    "--dynamic-sample yes": "unexpected argument",
+    "--dynamic-sampling": "did you mean",
+}
+
+# What makes no difference to any rule: thrown in between.
+HARMLESS = (
+    "--seed 7",
+    "--log-interval 2",
+    "--reward-workers 2",
+    "--adam-beta2 0.95",
+    "--distributed-timeout-minutes 20",
+    "--system-prompt brief",
+    "--min-p 0.0",
+    "--no-shuffle",
+    "--curriculum",
+    "--scale-rewards batch",
+    "--lr-decay-style cosine",
+)
+
+# Of advantages and KL: test_advantage_rules.py.
+PLUS_PLUS = "--advantage-estimator reinforce_plus_plus"
+ADVANTAGES = {
+    f"{PLUS_PLUS} --scale-rewards group": "divides by the standard deviation over the batch, so --scale-rewards group",
+    f"{PLUS_PLUS}_baseline --scale-rewards none": "so --scale-rewards none has no effect",
+    "--advantage-estimator rloo --scale-rewards gdpo --reward-funcs a b": "whatever --advantage-estimator rloo",
+    "--scale-rewards gdpo --reward-funcs a": "--reward-funcs names one: give --scale-rewards group",
+    "--scale-rewards gdpo --reward-funcs a b --kl-in-reward": "gdpo normalises each reward function by itself",
+    "--pass-at-k 2": "--pass-at-k and --advantage-estimator pass_at_k go together",
+    "--advantage-estimator pass_at_k": "--pass-at-k and --advantage-estimator pass_at_k go together",
+    "--advantage-estimator pass_at_k --pass-at-k 9": "(9) must lie between 2 and --num-generations (8)",
+    "--advantage-estimator pass_at_k --pass-at-k 1": "for k = 1 there is --advantage-estimator rloo",
+    "--advantage-estimator pass_at_k --pass-at-k 4 --kl-in-reward": "leave the KL in the loss",
+    f"{PLUS_PLUS} --gamma 0": "--gamma (0.0) must be greater than 0 and at most 1",
+    f"{PLUS_PLUS} --gamma 1.5": "--gamma (1.5) must be greater than 0 and at most 1",
+    "--gamma 0.9": "--gamma has no effect with --advantage-estimator grpo",
+    "--beta -1": "--beta (-1.0) must not be negative",
+    "--beta 0 --kl-in-reward": "--kl-in-reward needs --beta",
+    "--beta 0 --kl-estimator k2": "--kl-estimator needs --beta",
+    "--kl-estimator k1": "its gradient has mean zero. Give k2, k3 or unbiased",
+    "--kl-in-reward --kl-estimator k3": "--kl-estimator k3 in the reward would give that of something else",
+    f"{PLUS_PLUS} --gamma 0.9 --loss-type real": "--loss-type real asks whether a completion's advantage is positive",
+    f"{PLUS_PLUS} --kl-in-reward --loss-type gmpo": "with --kl-in-reward each token has its own",
+    f"{PLUS_PLUS} --gamma 0.9 --off-policy-sequence-mask-delta 1": "--off-policy-sequence-mask-delta asks whether",
+    f"{PLUS_PLUS} --num-generations 1 --loss-type real": "--num-generations (1) must be at least 2",
+}

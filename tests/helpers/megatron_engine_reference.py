@@ -1,0 +1,39 @@
+"""Toy checkpoints, and what transformers' model generates from them; for the tests of --rollout-engine megatron."""
+
+import pytest
+import torch
+from megatron_engine_worker import EOS, LENGTHS, MAX_TOKENS, prompts
+from toy_checkpoints import FAMILIES, make
+
+MODELS = [(family, family not in ("gpt_oss",) and "gemma" in family) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """(directory of all checkpoints, {family: transformers' model})."""
+    root = tmp_path_factory.mktemp("toys")
+    yield root, {family: make(root / f"{family}-{tied}", family, tied).eval() for family, tied in MODELS}
+    if torch.distributed.is_initialized():  # not when only the test with its own torchrun has used the toys
+        torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def by_transformers(model) -> list[tuple[list[int], list[float]]]:
+    """(ids, log-probabilities) of greedy completions of all prompts, each by itself, without a cache."""
+    made = []
+    for prompt in prompts():
+        ids, values = list(prompt), []
+        while len(values) < MAX_TOKENS and (not values or ids[-1] != EOS):
+            log_p = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            ids.append(int(log_p.argmax()))
+            values.append(float(log_p.max()))
+        made.append((ids[len(prompt) :], values))
+    return made
+
+
+def check(done: dict, expected: list) -> None:
+    assert sorted(done) == list(range(len(LENGTHS)))
+    for number, (ids, log_probs) in enumerate(expected):
+        assert done[number][0] == ids, number
+        torch.testing.assert_close(torch.tensor(done[number][1]), torch.tensor(log_probs), atol=1e-4, rtol=0)
+        assert done[number][2] == ("stop" if ids[-1] == EOS else "length")

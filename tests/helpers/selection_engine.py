@@ -1,0 +1,70 @@
+"""An engine and a scorer that need no model: what test_selection.py and its worker choose groups of."""
+
+import contextlib
+
+import numpy as np
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.engine import Completion
+
+GENERATIONS = 2
+
+
+def prompts(count: int, first: int = 0) -> list[Prompt]:
+    """Prompts whose numbers in the data are ``first``, ``first`` + 1, ..."""
+    return [Prompt(id=first + p, ids=[first + p], row={"number": first + p}, source="made up") for p in range(count)]
+
+
+class CountingEngine:
+    """A completion takes as many polls as ``polls`` says of its prompt's id; all run at once."""
+
+    def __init__(self, polls, replica: int | None = 0, num_replicas: int = 1, is_lead: bool = True):
+        self.replica, self.num_replicas, self.is_lead = replica, num_replicas, is_lead
+        self.polls, self.running, self.log = polls, {}, []
+        self.steps = 0
+
+    def submit(self, requests):
+        for request in requests:
+            self.running[request.id] = [self.polls(request.prompt_ids[0]), request]
+            self.log.append((self.steps, "begin", request.prompt_ids[0]))
+
+    def poll(self):
+        self.steps += 1
+        for entry in self.running.values():
+            entry[0] -= 1
+        done = [request for left, request in self.running.values() if left == 0]
+        for request in done:
+            del self.running[request.id]
+        return [Completion(r.id, [r.prompt_ids[0] + 7, r.id], None, "stop", 5) for r in done]
+
+    def abort(self, ids):
+        for i in ids:
+            self.log.append((self.steps, "abort", self.running.pop(i)[1].prompt_ids[0]))
+
+    def rollout(self, seed):
+        return contextlib.nullcontext()
+
+
+class TableScorer:
+    """Rewards of a completion: ``rewards`` of the row's number and the completion's place in its group."""
+
+    failures = ()
+
+    def __init__(self, rewards):
+        self.rewards, self.values = rewards, {}
+
+    def submit(self, key, sample):
+        self.values[key] = self.rewards(sample.row["number"], key % GENERATIONS)
+
+    def wait(self, keys):
+        return np.array([[self.values[key]] for key in keys], np.float32)
+
+    finish = wait
+
+
+class Letters:
+    """A tokenizer as far as scoring needs one."""
+
+    @staticmethod
+    def decode(ids):
+        return " ".join(map(str, ids))

@@ -1,0 +1,211 @@
+"""The directory of a checkpoint under kills and damage."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.checkpointing import checkpoint_directory as cd
+from megatron_grpo.utils.errors import GrpoError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def save(root, iteration, keep=None, payload="weights"):
+    """A checkpoint with stand-ins for megatron-core's files."""
+    temporary = cd.start(root, iteration)
+    for name in cd.CORE_FILES:
+        (temporary / name).write_text(f"{name} {iteration}")
+    (temporary / "__0_0.distcp").write_text(payload * 100)
+    cd.publish(temporary, {"num_layers": 4}, keep)
+
+
+def names(root):
+    return sorted(path.name for path in Path(root).iterdir())
+
+
+def test_layout_is_megatron_lms(tmp_path):
+    assert cd.latest_iteration(tmp_path) is None
+    save(tmp_path, 20)
+    assert names(tmp_path) == ["iter_0000020", "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "20"
+    assert cd.latest_iteration(tmp_path) == 20
+    assert cd.find(tmp_path) == (20, tmp_path / "iter_0000020")
+    assert cd.read_checkpoint_args(tmp_path) == {"num_layers": 4}
+    cd.verify(tmp_path / "iter_0000020")
+
+
+def test_rotation_counts_what_is_on_the_disk(tmp_path):
+    for iteration in (5, 10):
+        save(tmp_path, iteration)
+    save(tmp_path, 20, keep=2)  # as after a restart: nothing is remembered of the first two
+    assert names(tmp_path) == ["iter_0000010", "iter_0000020", cd.LATEST]
+    save(tmp_path, 15, keep=1)  # gone back and on: the newest is the one just written, not the largest number
+    assert names(tmp_path) == ["iter_0000015", cd.LATEST]
+    assert cd.latest_iteration(tmp_path) == 15
+
+
+def test_writing_the_same_iteration_again_replaces_it(tmp_path):
+    save(tmp_path, 20, payload="first")
+    save(tmp_path, 20, payload="second")
+    assert names(tmp_path) == ["iter_0000020", cd.LATEST]
+    assert (tmp_path / "iter_0000020" / "__0_0.distcp").read_text() == "second" * 100
+
+
+def check_loadable(root, acceptable):
+    """The newest checkpoint is whole and of an acceptable iteration, with the content written for that iteration."""
+    iteration, directory = cd.find(root)
+    cd.verify(directory)
+    assert iteration in acceptable
+    assert (directory / "common.pt").read_text() == f"common.pt {iteration}"
+
+
+@pytest.mark.parametrize("target", ["next", "same"])
+def test_a_failure_at_any_rename_leaves_a_loadable_checkpoint(tmp_path, monkeypatch, target):
+    """os.replace, by which everything takes effect, fails once before and once after it acts, at each of its calls."""
+    real = os.replace
+    call = 0
+    while True:
+        for acts in (False, True):
+            root = tmp_path / f"{call}-{acts}"
+            save(root, 10)
+            save(root, 20)
+            count = 0
+
+            def failing(source, destination, acts=acts):
+                nonlocal count
+                count += 1
+                if count == call + 1:  # noqa: B023
+                    if acts:
+                        real(source, destination)
+                    raise KeyboardInterrupt
+                real(source, destination)
+
+            monkeypatch.setattr(os, "replace", failing)
+            try:
+                save(root, 30 if target == "next" else 20, keep=2)
+                finished = True
+            except KeyboardInterrupt:
+                finished = False
+            monkeypatch.setattr(os, "replace", real)
+            check_loadable(root, {20, 30} if target == "next" else {20})
+            save(root, 40, keep=2)  # the next start cleans up and goes on
+            check_loadable(root, {40})
+            assert not [name for name in names(root) if name.endswith((".tmp", ".old"))]
+        call += 1
+        if finished:
+            break
+    assert call > 3
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.unit.checkpointing.test_checkpointing import save
+print("started", flush=True)
+for iteration in range(int(sys.argv[2]), 10**6):
+    save(sys.argv[1], iteration, keep=2)
+"""
+
+
+def test_a_process_killed_at_random_moments_leaves_a_loadable_checkpoint(tmp_path):
+    root = tmp_path / "run"
+    save(root, 1)
+    rng = random.Random(0)
+    iteration = 1
+    for _ in range(8):
+        program = [sys.executable, "-c", KILLED.format(root=str(ROOT)), str(root), str(iteration + 1)]
+        process = subprocess.Popen(program, stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"started\n"
+        time.sleep(rng.uniform(0.01, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        newest = cd.latest_iteration(root)
+        assert newest >= iteration
+        check_loadable(root, {newest})
+        iteration = newest
+    assert iteration > 8  # it was killed while saving, not while starting
+
+
+def test_leftovers_are_cleared_away(tmp_path):
+    save(tmp_path, 10)
+    (tmp_path / "iter_0000020.tmp").mkdir()
+    (tmp_path / "iter_0000020.tmp" / "__0_0.distcp").write_text("half")
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.old")  # killed between two renames
+    assert cd.find(tmp_path) == (10, tmp_path / "iter_0000010.old")
+    cd.clean_up(tmp_path)
+    assert names(tmp_path) == ["iter_0000010", cd.LATEST]
+
+
+def damage_missing(directory):
+    (directory / "__0_0.distcp").unlink()
+
+
+def damage_truncated(directory):
+    os.truncate(directory / "__0_0.distcp", 100)
+
+
+def damage_metadata(directory):
+    (directory / ".metadata").write_text(".metadata 02")
+
+
+def damage_absent(directory):
+    directory.rename(directory.parent / "elsewhere")
+
+
+def damage_latest(directory):
+    (directory.parent / cd.LATEST).write_text("twenty")
+
+
+def damage_no_latest(directory):
+    (directory.parent / cd.LATEST).unlink()
+
+
+def damage_manifest(directory):
+    (directory / cd.MANIFEST).write_text("[")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_missing, r"iter_0000020 is damaged: __0_0.distcp is missing; .*: iter_0000010$"),
+        (damage_truncated, r"iter_0000020 is damaged: __0_0.distcp has 100 bytes instead of 700"),
+        (damage_metadata, r"iter_0000020 is damaged: the content of .metadata is not what was written"),
+        (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist; .*: iter_0000010$"),
+        (damage_latest, r"holds 'twenty', not an iteration; in .*: iter_0000010, iter_0000020$"),
+        (damage_no_latest, r"no checkpoint in .*: there is no latest_checkpointed_iteration.txt"),
+        (damage_manifest, r"files.json cannot be read"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, message):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    damage(tmp_path / "iter_0000020")
+    with pytest.raises(GrpoError, match=message):
+        cd.verify(cd.find(tmp_path)[1])
+
+
+def test_a_checkpoint_given_in_place_of_its_parent_is_pointed_out(tmp_path):
+    save(tmp_path, 20)
+    with pytest.raises(GrpoError, match=f"it is a checkpoint itself: give {re.escape(str(tmp_path))}$"):
+        cd.find(tmp_path / "iter_0000020")
+
+
+def test_megatron_lms_own_checkpoints_are_found(tmp_path):
+    (tmp_path / cd.LATEST).write_text("release")
+    (tmp_path / "release").mkdir()
+    with pytest.raises(GrpoError, match=r"no checkpoint of megatron.core.dist_checkpointing: .metadata is missing"):
+        cd.verify(cd.find(tmp_path)[1])
+    for name in cd.CORE_FILES:
+        (tmp_path / "release" / name).write_text("{}")
+    iteration, directory = cd.find(tmp_path)
+    cd.verify(directory)
+    assert (iteration, directory) == (0, tmp_path / "release")
+    assert cd.read_checkpoint_args(tmp_path) == {}

@@ -1,0 +1,366 @@
+"""tools/checkpoint/convert.py: there and back again bit by bit, every spelling of a checkpoint, and what it refuses."""
+
+import copyreg
+import errno
+import json
+import os
+import pickle
+import shutil
+from argparse import Namespace
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+from convert_tool import check_same, load_tool
+from toy_checkpoints import FAMILIES, add_mtp, build, make, same_bits, tensors_of, toy_args
+
+# toy_checkpoints installs the CPU layer, which comes before megatron.core.
+# isort: split
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
+from megatron_grpo.checkpointing.convert import conversion, torch_dist
+from megatron_grpo.models.config import transformer_config_from_args
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import hf
+
+# As Python writes members of an enumeration; 3.11.2 writes a getattr, which safe loading refuses.
+copyreg.pickle(ModelType, lambda member: (ModelType, (member.value,)))
+
+
+@pytest.fixture(scope="module")
+def convert():
+    """A function that runs the tool in this process, which then is a process group of one."""
+    tool = load_tool()
+    initialize_distributed(parse_args([]))
+    set_random_seed(1)
+    yield lambda *words: tool.convert(tool.build_parser().parse_args([str(word) for word in words]))
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def source(tmp_path):
+    make(tmp_path / "hf", "qwen3", tied=False)
+    return tmp_path / "hf"
+
+
+def stored(root):
+    """Key -> (global shape, dtype) of the tensors of the newest checkpoint under a directory."""
+    _, directory = checkpoint_directory.find(root)
+    found = torch_checkpoint.FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {key: (value.size, value.properties.dtype) for key, value in found.items() if hasattr(value, "size")}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", torch.float32)] + [(family, torch.bfloat16) for family in FAMILIES]
+)
+def test_there_and_back(convert, tmp_path, capsys, family, dtype):
+    source, middle, target = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    make(source, family, tied=family in ("qwen3", "gemma2"), dtype=dtype)
+    (source / "tokenizer.json").write_text("{}")
+    convert("--hf-to-megatron", "--load", source, "--save", middle, "--verify")
+    convert("--megatron-to-hf", "--load", middle, "--save", target, "--verify")
+    check_same(source, target)
+    out = capsys.readouterr().out
+    assert out.count(f"verified: {len(tensors_of(source))} tensors") == 2
+    assert out.count("the logits of 16 tokens differ from transformers' by at most") == 2
+    for directory in (middle / "hf_assets", target):
+        assert {"config.json", "generation_config.json", "tokenizer.json"} <= {p.name for p in directory.iterdir()}
+    old, new = (json.loads((path / "config.json").read_text()) for path in (source, target))
+    assert new["eos_token_id"] == old["eos_token_id"] == 2
+    assert new["torch_dtype"] == str(dtype).removeprefix("torch.")
+    if family == "qwen3":  # done again, both replace their own work
+        convert("--hf-to-megatron", "--load", source, "--save", middle)
+        convert("--megatron-to-hf", "--load", middle, "--save", target)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe of equal layers"])
+def test_written_as_a_built_model_saves(convert, tmp_path, family):
+    """Keys, shapes and values are those that checkpointing.save_checkpoint writes, and it loads them."""
+    name, *equal = family.split(" ", 1)
+    hf_dir, converted, saved = tmp_path / "hf", tmp_path / "converted", tmp_path / "saved"
+    model = make(hf_dir, name, tied=name == "gemma2", **({"mlp_only_layers": []} if equal else {}))
+    if name == "deepseek_v3":
+        add_mtp(hf_dir, model)
+    convert("--hf-to-megatron", "--load", hf_dir, "--save", converted)
+    args = toy_args(hf_dir, save=str(saved), padded_vocab_size=128)
+    chunks = build(args)
+    hf.load_hf(chunks, args, hf_dir)
+    checkpoint.save_checkpoint(args, 7, chunks, None, None, {})
+    assert stored(converted) == stored(saved)
+    ours, theirs = (
+        dist_checkpointing.load_plain_tensors(str(checkpoint_directory.find(root)[1])) for root in (converted, saved)
+    )
+    assert all(same_bits(ours[key], theirs[key]) for key in theirs if torch.is_tensor(theirs[key]))
+    convert("--megatron-to-hf", "--load", saved, "--save", tmp_path / "back")
+    check_same(hf_dir, tmp_path / "back")
+    loaded = build(args)
+    checkpoint.load_weights(converted, loaded)
+    assert all(map(torch.equal, loaded[0].parameters(), chunks[0].parameters()))
+
+
+def megatron_lm(root, hf_dir, fused=True, singleton=False, **more):
+    """What Megatron-LM saves: megatron-core's own model of its local spec, the arguments, and an optimizer's state."""
+    args = toy_args(hf_dir, padded_vocab_size=128)
+    config = transformer_config_from_args(args)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if not fused:
+        for layer in spec.layer_specs:
+            layer.submodules.sharded_state_dict_keys_map = {}
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=128,
+        max_sequence_length=128,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+    )
+    hf.load_hf([model], args, hf_dir)
+    sharded = model.sharded_state_dict(metadata={"singleton_local_shards": singleton, "dp_cp_group": None})
+    stored_args = {name: value for name, value in vars(args).items() if name not in ("model_family", "explicit")}
+    weight = next(value for key, value in sharded.items() if key.endswith("final_layernorm.weight"))
+    state = {
+        "args": Namespace(**{**stored_args, "model_type": ModelType.encoder_or_decoder, **more}),
+        "checkpoint_version": 3.0,
+        "iteration": 100,
+        "model": sharded,
+        "optimizer": {
+            "optimizer": {"param_groups": [{"lr": 1e-3, "step": 100}]},
+            "state": {"exp_avg": dist_checkpointing.ShardedTensor.from_rank_offsets(
+                "optimizer.state.exp_avg.decoder.final_layernorm.weight", weight.data.clone()
+            )},
+        },
+    }  # fmt: skip
+    directory = checkpoint_directory.iteration_directory(root, 100)
+    directory.mkdir(parents=True)
+    dist_checkpointing.save(state, str(directory), sharded_strategy=checkpoint._InProcessSave("torch_dist", 1))
+    (root / checkpoint_directory.LATEST).write_text("100")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("spelling", [{}, {"fused": False}, {"singleton": True}], ids=str)
+def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
+    make(tmp_path / "hf", family, tied=family == "qwen3")
+    megatron_lm(tmp_path / "megatron", tmp_path / "hf", **spelling)
+    convert(
+        "--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back",
+        "--hf-config", tmp_path / "hf", "--verify",
+    )  # fmt: skip
+    check_same(tmp_path / "hf", tmp_path / "back")
+
+
+def test_megatron_lms_arguments_are_compared_and_read_safely(convert, source, tmp_path):
+    words = ("--megatron-to-hf", "--save", tmp_path / "back", "--hf-config", source)
+    for name, there, here in (("num_query_groups", 8, 4), ("rotary_base", 5, 10000), ("use_rope_scaling", True, False)):
+        megatron_lm(tmp_path / name, source, **{name: there})
+        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json says {here}"):
+            convert(*words, "--load", tmp_path / name)
+    megatron_lm(tmp_path / "code", source, extra=Fraction(1, 2))
+    with pytest.raises(GrpoError, match=r"common\.pt cannot be read: it holds a fractions\.Fraction"):
+        convert(*words, "--load", tmp_path / "code")
+    assert not (tmp_path / "back").exists()
+
+
+def test_another_dtype(convert, source, tmp_path):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron", "--dtype", "bfloat16", "--verify")
+    convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back", "--verify")
+    before, after = tensors_of(source), tensors_of(tmp_path / "back")
+    assert all(same_bits(before[name].to(torch.bfloat16), after[name]) for name in before)
+
+
+def test_pytorch_bin(convert, source, tmp_path):
+    torch.save(tensors_of(source), source / "pytorch_model.bin")
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    words = ("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+    with pytest.raises(GrpoError, match="--pytorch-bin"):
+        convert(*words)
+    convert(*words, "--pytorch-bin")
+    convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back")
+    after = tensors_of(tmp_path / "back")
+    before = torch.load(source / "pytorch_model.bin", weights_only=True)
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+
+
+def test_one_parameter_is_held_at_a_time(convert, tmp_path, monkeypatch):
+    """The memory of what torch was given to write is free when it is given the next parameter."""
+    make(tmp_path / "hf", "qwen3_moe", tied=False)
+    given = []
+
+    def save(tensor, stream, save=torch.save):
+        if isinstance(tensor, torch.Tensor):
+            given.append(StorageWeakRef(tensor.untyped_storage()))
+            alive.append(sum(not storage.expired() for storage in given))
+        return save(tensor, stream)
+
+    alive = []
+    monkeypatch.setattr(torch, "save", save)
+    convert("--hf-to-megatron", "--load", tmp_path / "hf", "--save", tmp_path / "megatron")
+    assert len(given) > 50 and max(alive) == 1
+
+
+def test_chunks_are_those_of_the_layout(convert, source, tmp_path):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "auto")
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "tp2", "--tensor-model-parallel-size", 2)
+    sizes = {}
+    for name in ("auto", "tp2"):
+        _, directory = checkpoint_directory.find(tmp_path / name)
+        tensors = torch_dist.Checkpoint(directory).tensors
+        for part in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1"):
+            chunks = tensors[f"decoder.layers.{part}.weight"].chunks
+            sizes[name, part.split(".")[1]] = len(chunks), tuple(chunks[0].sizes)
+    assert sizes == {
+        ("auto", "linear_qkv"): (2, (1, 256, 64)),
+        ("auto", "linear_proj"): (2, (1, 64, 128)),
+        ("auto", "linear_fc1"): (2, (1, 192, 64)),
+        ("tp2", "linear_qkv"): (4, (1, 128, 64)),
+        ("tp2", "linear_proj"): (4, (1, 64, 64)),
+        ("tp2", "linear_fc1"): (8, (1, 48, 64)),  # a rank's gate rows, and its up rows
+    }
+
+
+def test_dry_run_prints_the_table_and_writes_nothing(convert, source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron", "--dry-run")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 + 2 * 8
+    assert (
+        "decoder.layers.self_attention.linear_qkv.weight[1] [256, 64] [grouped_qkv, split over TP by rows, by process "
+        "1] - model.layers.1.self_attn.q_proj.weight [128, 64] + model.layers.1.self_attn.k_proj.weight [64, 64] + "
+        "model.layers.1.self_attn.v_proj.weight [64, 64]"
+    ) in lines
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_refusals(convert, source, tmp_path, monkeypatch):
+    into = ("--hf-to-megatron", "--load", source)
+    out = ("--save", tmp_path / "out")
+    with pytest.raises(GrpoError, match="--save is missing"):
+        convert(*into)
+    with pytest.raises(GrpoError, match="the same directory"):
+        convert(*into, "--save", source)
+    with pytest.raises(GrpoError, match=r"linear_qkv\.weight cannot be laid out for tensor-parallel size 3"):
+        convert(*into, "--dry-run", "--tensor-model-parallel-size", 3)
+    with pytest.raises(GrpoError, match="2 layers cannot be divided into 3 equal pipeline stages"):
+        convert(*into, "--dry-run", "--pipeline-model-parallel-size", 3)
+    with pytest.raises(GrpoError, match="no experts cannot be shared out to 2 ranks"):
+        convert(*into, "--dry-run", "--expert-model-parallel-size", 2)
+    with pytest.raises(SystemExit):
+        convert(*into, *out, "--tensor-model-parallel-size", 0)
+    with pytest.raises(GrpoError, match="no checkpoint in"):
+        convert("--megatron-to-hf", "--load", source, *out)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "latest_checkpointed_iteration.txt").write_text("20\n")
+    with pytest.raises(GrpoError, match="holds a training run's checkpoints"):
+        convert(*into, "--save", run)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(GrpoError, match=r"out cannot be written: it takes .* GB, 0\.0 are free there"):
+            convert(*into, *out)
+    with monkeypatch.context() as patch:
+
+        def full(*arguments):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(torch, "save", full)
+        with pytest.raises(GrpoError, match=r"cannot be written .*No space left"):
+            convert(*into, *out)
+    assert not list((tmp_path / "out").glob("iter_*"))
+    convert(*into, "--save", tmp_path / "megatron")
+    back = ("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(GrpoError, match=r"back cannot be written: .*No space left"):
+            convert(*back)
+    with pytest.raises(GrpoError, match="a Hugging Face directory has no layout"):
+        convert(*back, "--tensor-model-parallel-size", 2)
+    assert not [path for path in tmp_path.iterdir() if "back" in path.name]
+
+
+def change_metadata(directory, change):
+    """Change what a checkpoint's index says of its tensors; it then is one that this program did not write."""
+    (directory / checkpoint_directory.MANIFEST).unlink()
+    metadata = torch_checkpoint.FileSystemReader(directory).read_metadata()
+    change(metadata.state_dict_metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+NORM = "decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: change_metadata(d, lambda t: t.pop(NORM)), rf"lacks {NORM} \(the model's {NORM}\)"),
+        (lambda d: change_metadata(d, lambda t: t.update(lora=t[NORM])), "holds lora, for which the family has no"),
+        (
+            lambda d: change_metadata(d, lambda t: setattr(t[NORM], "size", torch.Size([65]))),
+            rf"{NORM} has shape \(65,\), but the configuration says \(64,\)",
+        ),
+        # Without files.json, as Megatron-LM's own are.
+        (lambda d: (d / "files.json").unlink() or os.truncate(d / "__0_0.distcp", 1000), "damaged: __0_0.distcp has"),
+        (lambda d: (d / "__0_0.distcp").unlink(), "damaged: __0_0.distcp is missing"),
+        (lambda d: (d / "files.json").unlink() or (d / ".metadata").unlink(), r"unfinished: \.metadata is missing"),
+        (
+            lambda d: (d / "files.json").unlink() or (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+            "has the format 'zarr'",
+        ),
+        (
+            lambda d: (d / "files.json").unlink() or (d / "args.json").unlink(),
+            "does not say its model family.*--hf-config DIR",
+        ),
+    ],
+)
+def test_damaged_checkpoints_are_refused(convert, source, tmp_path, damage, message):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+    directory = tmp_path / "megatron" / "iter_0000000"
+    damage(directory)
+    with pytest.raises(GrpoError, match=message):
+        convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_verify_names_the_tensor_that_changed(convert, source, tmp_path, monkeypatch):
+    """The export is spoilt between writing and reading."""
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+
+    def spoil(partial, out_dir, rename=hf._replace):
+        rename(partial, out_dir)
+        tensors = load_file(out_dir / "model.safetensors")
+        tensors["model.norm.weight"][-1] += 1e-6
+        save_file(tensors, out_dir / "model.safetensors")
+
+    monkeypatch.setattr(hf, "_replace", spoil)
+    with pytest.raises(GrpoError, match=r"tensor model\.norm\.weight differs from decoder\.final_layernorm\.weight in"):
+        convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back", "--verify")
+
+
+def test_verify_compares_logits(convert, source, tmp_path, monkeypatch, capsys):
+    """Tensors that are right in a model that is not: another theta than transformers reads in config.json."""
+    config = json.loads((source / "config.json").read_text())
+    words = ("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron", "--verify")
+
+    def other_theta(*arguments, theirs=conversion._logits):
+        arguments[0].rotary_base = 2
+        return theirs(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_logits", other_theta)
+        with pytest.raises(GrpoError, match="the logits of 16 tokens differ from transformers' by at most"):
+            convert(*words)
+    monkeypatch.setattr(conversion.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    convert(*words)
+    assert "logits were not compared: two float32 models need" in capsys.readouterr().out
+    assert config["rope_parameters"]["rope_theta"] != 2

@@ -1,0 +1,100 @@
+"""What the documents show works: flags and files exist, the README's reward scores, the launch scripts parse."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
+from megatron_grpo.training.arguments import build_parser
+from megatron_grpo.weights.families import FAMILIES
+
+REPO = Path(__file__).resolve().parents[3]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
+DOCUMENTS.remove("docs/arguments.md")  # generated: tests/unit/training/test_arguments.py has it
+# Flags of torchrun, pip and our tools, which are not the trainer's.
+OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
+OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
+OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
+OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
+OTHERS += ["--generate"]  # of tools/data/countdown.py
+OTHERS += ["--capture-range"]  # of nsys
+OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
+# Of vLLM's and SGLang's servers.
+OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()
+OTHERS += "--attention-backend --sampling-backend --enable-memory-saver --enable-weights-cpu-backup --tp".split()
+OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
+OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_flags_exist(name):
+    known = set(build_parser()._option_string_actions) | set(OTHERS)
+    missing = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (REPO / name).read_text())) - known
+    assert not missing
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_exist(name):
+    text = (REPO / name).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    paths = re.findall(r"(?:tools|examples|tests|megatron_grpo|docs)/[\w./-]*\.(?:py|sh|md|png)", text)
+    for path in [(REPO / name).parent / link for link in links] + [REPO / path for path in paths]:
+        assert path.exists(), path
+
+
+def test_the_example_of_a_family_is_the_family():
+    block = re.search(r"```python\n(.*?)```", (REPO / "docs/models.md").read_text(), re.S)
+    assert block.group(1) == (REPO / "megatron_grpo/weights/families/mistral.py").read_text()
+
+
+def test_all_families_are_in_the_table():
+    text = (REPO / "docs/models.md").read_text()
+    for family in FAMILIES.values():
+        assert f"`{family.name}`" in text and family.architecture in text
+
+
+def test_the_readmes_reward_scores(tmp_path):
+    block = re.search(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.S)
+    plugin = tmp_path / "my_reward.py"
+    plugin.write_text(block.group(1))
+    load_plugins([plugin])
+    (reward,) = get_rewards(["short"])
+    assert reward(Sample("1+1=", "2 ", {"answer": "2"}, token_ids=[5, 6])) == pytest.approx(0.8)
+    assert reward(Sample("1+1=", "3", {"answer": "2"}, token_ids=[5, 6])) == 0.0
+
+
+def test_the_rewards_of_the_document(tmp_path):
+    """Every reward that ships has a row, and the example, of fewer than ten lines, scores as the text says."""
+    text = (REPO / "docs/rewards.md").read_text()
+    for name in _BUILTIN:
+        assert f"| `{name}` |" in text
+    block = re.search(r"```python\n(.*?)```", text, re.S)
+    plugin = tmp_path / "polite.py"
+    plugin.write_text(block.group(1))
+    assert len(block.group(1).splitlines()) < 10
+    pool = RewardPool(["polite"], [plugin], flags={"max_completion_length": 10})
+    row = {"greeting": "good day"}
+    values, _ = pool.score(
+        [
+            Sample("", "Good day to you", row, token_ids=[1] * 5),
+            Sample("", "Good day", row, "length", [1] * 10),
+            Sample("", "Hey", row, token_ids=[1] * 5),
+        ]
+    )
+    pool.close()
+    assert values.ravel().tolist() == [0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("script", sorted(REPO.glob("examples/grpo/*.sh")), ids=lambda path: path.name)
+def test_launch_scripts_parse(script):
+    """bash accepts the script, and its flag arrays hold flags of the trainer."""
+    subprocess.run(["bash", "-n", script], check=True)
+    known = set(build_parser()._option_string_actions)
+    arrays = re.findall(r"^([A-Z]+)_ARGS=\(\n(.*?)^\)", script.read_text(), re.S | re.M)
+    assert arrays
+    for name, body in arrays:
+        if name != "DISTRIBUTED":
+            assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", body)) <= known

@@ -1,0 +1,187 @@
+"""The launch scripts of large models: each passes a dry run, fits its GPUs, and describes the published model."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.weights import families
+from megatron_grpo.weights.arguments import merge_architecture
+
+REPO = Path(__file__).resolve().parents[3]
+H100 = 79.6  # GiB of an "80 GB" card
+SPARE = 5.0  # GiB for the CUDA context, NCCL's buffers and fragmentation
+
+# config.json of the published models, shortened to what a family reads.
+DENSE = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+QWEN = DENSE | {"rms_norm_eps": 1e-6, "rope_theta": 1000000, "head_dim": 128, "vocab_size": 151936}
+QWEN |= {"max_position_embeddings": 40960, "use_sliding_window": False}
+LLAMA = DENSE | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256, "num_key_value_heads": 8}
+LLAMA |= {"max_position_embeddings": 131072, "mlp_bias": False, "architectures": ["LlamaForCausalLM"]}
+LLAMA["rope_scaling"] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict:
+    names = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
+    return dict(zip(names, (layers, hidden, ffn, heads, groups), strict=True))
+
+
+class Script(NamedTuple):
+    """What is known of a model and what its script says that it does."""
+
+    billions: float  # parameters, as published
+    ranks: int
+    layers: list[int]  # of each (virtual) stage, in the order of the report
+    config: dict
+
+
+SCRIPTS = {
+    "qwen3_8b": Script(
+        8.19, 8, [9] * 4, QWEN | shape(36, 4096, 12288, 32, 8) | {"architectures": ["Qwen3ForCausalLM"]}
+    ),
+    "qwen3_30b_a3b": Script(
+        30.53,
+        32,
+        [12] * 4,
+        QWEN
+        | shape(48, 2048, 6144, 32, 4)
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "llama3_70b": Script(70.55, 16, [40] * 2, LLAMA | shape(80, 8192, 28672, 64, 8)),
+    "llama3_405b": Script(405.85, 256, [7] + [8] * 14 + [7], LLAMA | shape(126, 16384, 53248, 128, 8)),
+    "deepseek_v3": Script(
+        671.03,
+        1024,
+        [3] + [4] * 14 + [2],
+        DENSE
+        | shape(61, 7168, 18432, 128, 128)
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "vocab_size": 129280,
+            "max_position_embeddings": 163840,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "moe_layer_freq": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+}
+
+
+@cache
+def dry_run(name: str) -> tuple[str, float]:
+    """The report of a script, and the seconds it took."""
+    start = time.monotonic()
+    command = ["bash", f"examples/grpo/{name}.sh"]
+    environment = os.environ | {"DRY_RUN": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, time.monotonic() - start
+
+
+def section(report: str, title: str) -> list[list[str]]:
+    """The rows of a table in the report, split into words, without its header."""
+    rows = report.split(f"{title}", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [row.split() for row in rows if re.match(r" +\d", row)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_dry_run(name):
+    script, (report, seconds) = SCRIPTS[name], dry_run(name)
+    parameters = int(re.search(r"a model of ([\d,]+) parameters", report)[1].replace(",", ""))
+    assert round(parameters / 1e9, 2) == script.billions
+    assert [int(row[2]) for row in section(report, "pipeline stages")] == script.layers
+    assert int(section(report, "\nranks")[-1][0]) == script.ranks - 1
+    assert seconds < 120  # a few on a machine that does nothing else
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_fits_beside_the_engine(name):
+    report, _ = dry_run(name)
+    engine = float(re.search(r"engine: ([\d.]+) of weights", report)[1])
+    utilization = float(re.search(r"with its cache ([\d.]+) of a GPU", report)[1])
+    room = H100 * (1 - utilization) - SPARE
+    rows = [list(map(float, row)) for row in section(report, "memory of a rank")]
+    assert len(rows) > 1
+    for row in rows:
+        assert row[7] == pytest.approx(sum(row[2:7]), abs=0.03)  # training: the sum of its parts
+        assert row[7] < room
+        assert row[8] == 0  # all of it leaves the GPU while the engine generates
+    assert engine + 8 < H100 * utilization  # at least 8 GiB of cache
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_flags_describe_the_published_model(name):
+    text = (REPO / f"examples/grpo/{name}.sh").read_text()
+    words = shlex.split(re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1])
+    args, config = parse_args(words), SCRIPTS[name].config
+    source = families.for_hf_config(config).args_from_hf(config)
+    merge_architecture(args, source, "config.json")  # a flag that differs is refused
+    ours = parse_args(words)
+    assert {dest: getattr(ours, dest) for dest, value in source.items() if value is not None} == {
+        dest: value for dest, value in source.items() if value is not None
+    }  # and none is missing
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_size_of_the_cluster_comes_from_the_environment(name, tmp_path):
+    """On the cluster the script starts torchrun on each node, with the same flags and the model's directory."""
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    where = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1", "HF_MODEL": "/m"}
+    environment = os.environ | where | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", f"examples/grpo/{name}.sh", "--seed", "5"]
+    words = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    joined = " ".join(words)
+    assert "--nproc-per-node 8 --nnodes 3 --node-rank 2 --master-addr head --master-port 1 pretrain_grpo.py" in joined
+    assert joined.endswith("--load-hf /m --seed 5 ") and "--dry-run" not in joined

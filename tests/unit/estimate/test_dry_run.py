@@ -1,0 +1,331 @@
+"""The dry run's report: counts against models that are built and published sizes, layouts against megatron-core's rank
+generator, memory against arithmetic by hand.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dry_run_worker import COMMON, EP, EXPERTS, FAMILIES, PP, TINY, TP, UNTIED, arguments
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from megatron_grpo.estimate.dry_run import GIB, dry_run_report, ranks
+from megatron_grpo.estimate.memory import Plan
+
+REPO = Path(__file__).resolve().parents[3]
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 1024,
+}
+FLAGS = f"""
+    --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --group-query-attention
+    --num-query-groups 4 --kv-channels 32 --vocab-size 1024 --max-position-embeddings 2048 --global-batch-size 64
+    {COMMON}
+"""
+QWEN3_0_6B = f"""
+    --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention
+    --num-query-groups 8 --kv-channels 128 --qk-layernorm --vocab-size 151936 --max-position-embeddings 40960
+    --global-batch-size 64 --model-family qwen3 {COMMON}
+"""
+LLAMA_8B = f"""
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --kv-channels 128 --vocab-size 128256 --max-position-embeddings 131072
+    --untie-embeddings-and-output-weights --global-batch-size 64 --model-family llama {COMMON}
+"""
+
+
+def plan(flags: str, world_size: int = 1) -> Plan:
+    return Plan(arguments(flags, world_size))
+
+
+# ---- counts
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "config, flags",
+    [
+        (Qwen3Config, "--model-family qwen3 --qk-layernorm"),
+        (Qwen2Config, "--model-family qwen2 --add-qkv-bias"),
+        (LlamaConfig, "--model-family llama"),
+    ],
+)
+def test_parameters_are_those_of_transformers(config, flags, tied):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(**SHAPE, tie_word_embeddings=tied))
+    here = plan(FLAGS + flags + ("" if tied else f" {UNTIED}"))
+    assert here.parameters(0).total == here.whole_model() == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("flags, published", [(QWEN3_0_6B, 596_049_920), (LLAMA_8B, 8_030_261_248)])
+def test_published_sizes(flags, published):
+    """Larger models: tests/unit/docs/test_examples.py."""
+    assert plan(flags).whole_model() == plan(flags).parameters(0).total == published
+
+
+def test_parallel_ranks_hold_the_whole_model_and_copies_of_norms_and_tied_embedding():
+    here = plan(QWEN3_0_6B + f"{TP} 2 {PP} 4", 8)
+    held = 2 * sum(here.parameters(stage).total for stage in range(4))
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024  # a second time, on the other tensor-parallel rank
+    padding = 128 * 1024  # the vocabulary is padded to a multiple of 128 x 2
+    assert held == 596_049_920 + norms + padding + (151936 * 1024 + padding)
+
+
+# ---- ranks
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize("tp, cp, pp, dp", [(1, 1, 1, 4), (2, 1, 2, 2), (4, 1, 2, 1), (2, 2, 2, 3)])
+def test_coordinates_are_megatron_cores(tp, cp, pp, dp, order):
+    world = tp * cp * pp * dp
+    flags = f" --model-family llama {TP} {tp} {PP} {pp} --context-parallel-size {cp} --global-batch-size {24 * dp}"
+    args = arguments(FLAGS + flags + " --use-tp-pp-dp-mapping" * order.endswith("pp-dp"), world)
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    check_groups(ranks(args, world), generator, ("tp", "cp", "pp", "dp"))
+
+
+@pytest.mark.parametrize(
+    "order, etp, ep", [("tp-cp-ep-dp-pp", 1, 4), ("tp-cp-ep-dp-pp", 2, 2), ("tp-cp-ep-pp-dp", 1, 2)]
+)
+def test_coordinates_of_experts_are_megatron_cores(order, etp, ep):
+    """A stage of 2 x 4 ranks, two stages; experts divide them in their own way."""
+    flags = f" {FAMILIES['moe']} {TP} 2 --sequence-parallel {PP} 2 {EP} {ep} --expert-tensor-parallel-size {etp}"
+    args = arguments(TINY + flags + " --use-tp-pp-dp-mapping" * order.endswith("pp-dp"), 16)
+    generator = RankGenerator(tp=etp, ep=ep, dp=16 // (2 * etp * ep), pp=2, cp=1, order=order)
+    check_groups(ranks(args, 16), generator, ("ep", "pp"))
+
+
+def check_groups(table, generator: RankGenerator, names) -> None:
+    assert [rank.rank for rank in table] == list(range(len(table)))
+    for name in names:
+        for group in generator.get_ranks(name):  # a group has its ranks in the order of their coordinate
+            assert [getattr(table[rank], name) for rank in group] == list(range(len(group)))
+
+
+def test_engine_replicas_are_blocks_of_ranks():
+    args = arguments(QWEN3_0_6B + "--pipeline-model-parallel-size 4 --vllm-tensor-parallel-size 2", 8)
+    assert [(rank.replica, rank.replica_tp) for rank in ranks(args, 8)[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_replicas_of_the_training_model_are_its_layout():
+    """Those that share experts, here two tensor-parallel groups, are one; pipeline stages have the same replicas."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-engine megatron"
+    table = ranks(arguments(QWEN3_0_6B + flags, 8), 8)
+    assert [(rank.replica, rank.replica_tp) for rank in table] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
+    flags = f"{EXPERTS} --model-family qwen3_moe --tensor-model-parallel-size 2 --sequence-parallel "
+    flags += "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --rollout-engine megatron"
+    table = ranks(arguments(QWEN3_0_6B + flags, 8), 8)
+    assert [rank.replica for rank in table] == [0] * 4 + [1] * 4
+
+
+def test_the_cache_of_the_training_model():
+    """Keys and values of 28 layers, 8 heads of 128 channels on 2 ranks, 100 sequences of 64 + 64 tokens, in bf16."""
+    flags = "--rollout-engine megatron --inference-max-requests 100 --max-prompt-length 64 --max-completion-length 64"
+    args = arguments(QWEN3_0_6B + f"--bf16 --tensor-model-parallel-size 2 {flags}", 2)
+    cache = 2 * 28 * (8 // 2) * 128 * 100 * 128 * 2
+    assert Plan(args).cache(0) == cache
+    assert f"engine: the training model; while it generates, a cache of {cache / GIB:.2f}" in dry_run_report(args, 2)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    "flags, bytes_per_parameter",  # Megatron-LM's documentation of the distributed optimizer, d = 4
+    [
+        ("--bf16", 18),
+        ("--bf16 --use-distributed-optimizer", 6 + 12 / 4),
+        ("--bf16 --grad-reduce-in-bf16", 16),
+        ("", 16),
+        ("--use-distributed-optimizer", 8 + 8 / 4),
+        ("--use-distributed-optimizer --context-parallel-size 2", 8 + 8 / 4),  # over DP x CP
+    ],
+)
+def test_training_state_has_the_documented_bytes_per_parameter(flags, bytes_per_parameter):
+    estimate = plan(QWEN3_0_6B + flags, 4).memory(0)
+    state = estimate.parameters + estimate.gradients + estimate.optimizer
+    assert state == pytest.approx(bytes_per_parameter * 596_049_920)
+
+
+def test_experts_share_out_their_state_over_their_own_copies():
+    """EP 4 on 8 ranks: two copies of each expert, eight of everything else; 12 bytes of state with bf16."""
+    here = plan(f"{TINY} {FAMILIES['moe']} {EP} 4 --bf16", 8)
+    experts = 4 * (8 // 4) * 3 * 32 * 16  # layers, experts on a rank, three matrices
+    count = here.parameters(0)
+    assert count.experts == experts
+    assert here.memory(0).optimizer == 12 * (count.dense / 8 + experts / 2)
+
+
+def test_frozen_prediction_layers_have_no_gradient_and_no_state():
+    trained = plan(f"{TINY} {FAMILIES['mla']} --mtp-loss-scaling-factor 0.1")
+    frozen = plan(f"{TINY} {FAMILIES['mla']}")
+    left_out = frozen.parameters(0).frozen
+    assert left_out > 0 and trained.parameters(0).total == frozen.parameters(0).total
+    assert trained.memory(0).gradients - frozen.memory(0).gradients == 4 * left_out
+    assert trained.memory(0).optimizer - frozen.memory(0).optimizer == 8 * left_out
+
+
+@pytest.mark.parametrize(
+    "flags, on_device, on_host",
+    [
+        ("--optimizer-cpu-offload --bf16", 4, 16),  # the float32 copy of the weights stays
+        ("--optimizer-cpu-offload --bf16 --optimizer-offload-fraction 0.5", 8, 8),
+        ("--optimizer-cpu-offload", 0, 16),
+        ("--use-precision-aware-optimizer --bf16", 2 + 8, 0),  # the other 2 bytes are the parameter's
+        ("--use-precision-aware-optimizer --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 2 + 2 + 1, 0),
+        ("--use-precision-aware-optimizer --bf16 --main-params-dtype fp16", 2 + 8, 0),
+        ("--use-precision-aware-optimizer --bf16 --optimizer-cpu-offload", 0, 16),
+    ],
+)
+def test_optimizer_state_in_other_types_and_places(flags, on_device, on_host):
+    flags = QWEN3_0_6B + f"--use-distributed-optimizer --transformer-impl transformer_engine --beta 0 {flags}"
+    estimate = plan(flags).memory(0)
+    assert estimate.optimizer == on_device * 596_049_920
+    assert estimate.host == on_host * 596_049_920
+
+
+def test_what_leaves_while_the_engine_generates():
+    def stays(flags):
+        memory = plan(QWEN3_0_6B + f"--bf16 --beta 0 {flags}").memory(0)
+        return memory.stays / 596_049_920, memory.host / 596_049_920
+
+    assert stays("") == (18, 0)
+    assert stays("--offload-model") == (16, 2)
+    assert stays("--offload-gradients") == (14, 0)  # they come back as zeros
+    assert stays("--offload-optimizer") == (6, 12)
+    assert stays("--offload-model --offload-gradients --offload-optimizer") == (0, 14)
+
+
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+
+
+def activations(flags, world_size=1, stage=0):
+    return plan(QWEN3_0_6B + flags, world_size).memory(stage).activations
+
+
+def test_activations_follow_tokens_layers_and_recomputation():
+    # 1024 tokens, 2 bytes; a layer keeps 4 x 1024 + 3 x 2048 + 4 x 1024 + 3 x 3072 numbers for each token.
+    layer = 1024 * 2 * (4096 + 6144 + 4096 + 9216)
+    assert activations("--bf16") == 28 * layer
+    assert activations("") == 2 * activations("--bf16")
+    assert activations("--bf16 --micro-batch-size 4") == 4 * activations("--bf16")
+    # Recomputed: the inputs of the layers, and the one that the backward pass is in.
+    assert activations(f"--bf16 {FULL} uniform") == 28 * 1024 * 2 * 1024 + layer
+    assert activations(f"--bf16 {FULL} block") == 1024 * 2 * 1024 + 27 * layer + layer
+    mlp = 1024 * 2 * 3 * 3072
+    selective = "--bf16 --recompute-granularity selective --recompute-modules mlp"
+    assert activations(selective) == 28 * (layer - mlp) + mlp
+    # Tensor parallelism splits what is inside attention and feed-forward, sequence parallelism the rest.
+    assert activations(f"--bf16 {TP} 2", 2) == 28 * 1024 * 2 * (4096 + (6144 + 4096 + 9216) / 2)
+    assert activations(f"--bf16 {TP} 2 --sequence-parallel", 2) == 28 * layer / 2
+    # Context parallelism halves the tokens; `local` gathers keys and values.
+    assert activations("--bf16 --context-parallel-size 2", 2) == 28 * (layer + 1024 * 2 * 2 * 1024) / 2
+
+
+def test_norms_behind_attention_and_mlp_keep_their_inputs():
+    shape = "--group-query-attention --num-query-groups 2 --num-layers 4 --rotary-percent 0.5 --rotary-interleaved"
+    without, sandwiched = (
+        plan(f"{TINY} {shape} --model-family {family}").memory(0).activations
+        for family in ("glm", "glm4 --sandwich-norm")
+    )
+    assert sandwiched - without == 4 * 1024 * 4 * 2 * 32  # layers, tokens, bytes, two of the hidden size
+
+
+def test_activations_of_micro_batches_in_flight():
+    whole = activations("--bf16")
+    # Stage 0 of 2 has two micro-batches on their way, through half of the layers.
+    assert activations(f"--bf16 {PP} 2", 2) == whole
+    assert activations(f"--bf16 {PP} 2", 2, 1) == whole / 2
+    assert activations(f"--bf16 {PP} 2 --global-batch-size 8 --micro-batch-size 8", 2) == 8 * whole / 2  # one only
+    # Interleaved: 2 (2 - 0 - 1) + (2 - 1) 2 + 1 = 5 quarters of the layers on stage 0, 3 on stage 1.
+    virtual = f"--bf16 {PP} 2 --num-virtual-stages-per-pipeline-rank 2"
+    assert activations(virtual, 2) == 5 * whole / 4
+    assert activations(virtual, 2, 1) == 3 * whole / 4
+
+
+@pytest.mark.parametrize("stages, virtual", [(4, 1), (2, 2), (4, 7)])
+def test_micro_batches_in_flight_are_megatron_cores(stages, virtual, monkeypatch):
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+
+    here = plan(QWEN3_0_6B + f"{PP} {stages} --num-virtual-stages-per-pipeline-rank {virtual}", stages)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
+    size = virtual if virtual > 1 else None
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: size)
+    for stage in range(stages):
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        _, _, warmup, _ = get_pp_rank_microbatches(64, virtual, stages)
+        assert here.in_flight(stage) == (warmup + 1) / virtual
+
+
+def test_activations_of_experts_and_latent_attention():
+    def layers(flags, world_size):
+        return plan(TINY + flags, world_size).memory(0).activations / (1024 * 4)
+
+    # 2 of 8 experts for each token: two copies of its 32 numbers, and 3 x 16 in each expert.
+    attention = 4 * 32 + 3 * 32 + 4 * 16
+    assert layers(FAMILIES["moe"], 1) == 4 * (attention + 2 * (32 + 3 * 16))
+    assert layers(f"{FAMILIES['moe']} {EP} 2", 2) == 4 * (attention + 2 * (32 + 3 * 16))  # tokens go as many as come
+    moe = f"{FAMILIES['moe']} {TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size"
+    assert layers(f"{moe} 1", 2) == 4 * (attention + 2 * (32 + 3 * 16)) / 2
+    # Expert tensor parallelism splits the experts and gathers the tokens.
+    assert layers(f"{moe} 2", 4) == 4 * (attention + 2 * (2 * 32 + 3 * 16)) / 2
+    # 4 heads, keys and queries of 16, values of 8 padded to 16; latents of 16 (twice: norms), of 16 and 8 for rope.
+    latent = 4 * 32 + 4 * (16 + 16 + (8 + 8) + 16 + 16 + 16 + 8) + 2 * 16 + 2 * 16 + 8
+    sparse = 2 * (32 + 3 * 16) + 3 * 16  # with a shared expert
+    assert layers(FAMILIES["mla"], 1) == 5 * latent + 2 * 3 * 48 + 3 * sparse
+
+
+# ---- the report
+
+
+def test_the_report_has_everything_and_abbreviates_large_worlds():
+    report = dry_run_report(arguments(QWEN3_0_6B + f"--bf16 {PP} 2", 4), 4)
+    assert "dp_size" in report and "4 / (1 x 2 x 1)" in report
+    assert "embedding, layers 0-13" in report and "layers 14-27, final norm, output layer" in report
+    assert f"engine: {596_049_920 * 2 / GIB:.2f} of weights" in report
+    assert "reference policy" in report
+    assert "reference policy" not in dry_run_report(arguments(QWEN3_0_6B + "--beta 0", 1), 1)
+
+    many = dry_run_report(arguments(QWEN3_0_6B + "--global-batch-size 256", 256), 256)
+    assert "192 more ranks" in many and "\n   255 " in many and len(many.splitlines()) < 100
+
+
+def test_a_thousand_ranks_take_seconds():
+    """As a user starts it; the last rank is the last of DP 32 in the last stage."""
+    environment = os.environ | {"WORLD_SIZE": "1024"}
+    command = [sys.executable, "pretrain_grpo.py", *QWEN3_0_6B.split(), *f"{TP} 8 {PP} 4".split()]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ +1023 +7 +0 +0 +31 +3 ", done.stdout, re.M)
+    assert time.monotonic() - start < 120  # 4 on a machine that does nothing else
+
+
+def test_an_engine_that_sleeps_needs_room_only_beside_what_stays_of_the_trainer():
+    def needed(flags: str) -> float:
+        report = dry_run_report(arguments(QWEN3_0_6B + flags, 1), 1)
+        return float(re.search(r"a GPU must have ([\d.]+)", report)[1])
+
+    args = arguments(QWEN3_0_6B, 1)
+    memory, share = Plan(args).memory(0), args.vllm_gpu_memory_utilization
+    total = memory.total / 2**30
+    assert needed("") == pytest.approx(total / (1 - share), abs=0.06)
+    offload = "--offload-model --offload-optimizer --offload-gradients"
+    assert needed(f"{offload} --sleep-level 2") == pytest.approx(total, abs=0.06)

@@ -1,0 +1,35 @@
+"""The head against torch.log_softmax on gathered logits: values and gradients, at TP 1, 2 and 4."""
+
+import pytest
+import torch
+from head_worker import HIDDEN, VOCAB, check, problem
+
+from megatron_grpo.models.head import vocab_parallel_log_probs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [8, 1000])
+@pytest.mark.parametrize("cap", [None, 2.5])
+def test_one_rank(temperature, chunk, cap):
+    check(None, 0, 1, temperature, chunk, cap)
+
+
+def test_without_entropy_gradient():
+    hidden, weight, labels, upstream = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    chosen, _ = vocab_parallel_log_probs(hidden, weight, labels, 1.0, VOCAB, None, 8)
+    (chosen * upstream[0]).sum().backward()
+    got = hidden.grad, weight.grad
+    hidden, weight, labels, upstream = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight[:VOCAB].T, -1)
+    (log_p.gather(1, labels[:, None])[:, 0] * upstream[0]).sum().backward()
+    torch.testing.assert_close(got, (hidden.grad, weight.grad), atol=2e-5, rtol=2e-5)
+
+
+def test_no_tokens():
+    _, weight, _, _ = problem()
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    chosen, entropy = vocab_parallel_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), 1.0, VOCAB)
+    (chosen.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, HIDDEN)

@@ -1,0 +1,277 @@
+"""Rows, files, resumption and refusals of megatron_grpo.observability.metrics."""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.observability import metrics
+from megatron_grpo.observability.metric_guide import METRICS
+from megatron_grpo.observability.metrics import MetricsLogger, Timers, aggregate, console_lines, truncate_after
+
+
+def make_args(**overrides):
+    values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
+    values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False}
+    return argparse.Namespace(**values | {"world_size": 1} | overrides)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def train(args, start, stop, total=10):
+    logger = MetricsLogger(args, 0, total, start)
+    for iteration in range(start + 1, stop + 1):
+        logger.log_completions(iteration, [{"prompt": "1+1=", "completion": "2", "rewards": {"exact": 1.0}}])
+        logger.log(iteration, {"reward/mean": iteration / 3, "lr": 0.1, "tokens/update": 7, "time/step": 0.5})
+    return logger
+
+
+def test_rows_keep_every_bit(tmp_path):
+    train(make_args(save=str(tmp_path)), 0, 3).close()
+    assert [row["reward/mean"] for row in rows(tmp_path / "metrics.jsonl")] == [1 / 3, 2 / 3, 1.0]
+    assert rows(tmp_path / "metrics.jsonl")[0] == {
+        "iteration": 1,
+        "reward/mean": 1 / 3,
+        "lr": 0.1,
+        "tokens/update": 7,
+        "time/step": 0.5,
+        "perf/tokens_per_second": 14.0,
+    }
+
+
+@pytest.mark.parametrize("log_interval", [1, 2, 3])
+def test_a_resumed_run_leaves_the_files_of_an_unbroken_one(tmp_path, log_interval):
+    def run(name, kill):
+        args = make_args(save=str(tmp_path / name), log_interval=log_interval)
+        logger = train(args, 0, 4)
+        logger.flush()  # a checkpoint is saved after update 4
+        if kill:
+            train_on(logger, 5, 7)  # no close(): killed after update 7
+            logger = train(args, 4, 10)
+        else:
+            train_on(logger, 5, 10)
+        logger.close()
+        return [(tmp_path / name / file).read_bytes() for file in ("metrics.jsonl", "completions.jsonl")]
+
+    def train_on(logger, start, stop):
+        for iteration in range(start, stop + 1):
+            logger.log_completions(iteration, [{"prompt": "1+1=", "completion": "2", "rewards": {"exact": 1.0}}])
+            logger.log(iteration, {"reward/mean": iteration / 3, "lr": 0.1, "tokens/update": 7, "time/step": 0.5})
+
+    assert run("killed", kill=True) == run("unbroken", kill=False)
+
+
+def test_truncation_drops_a_torn_line_and_later_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "lr": 0.5}\n{"iteration": 2}\n{"iteration": 3}\n{"iteration": 4, "re')
+    truncate_after(path, 2)
+    assert path.read_text() == '{"iteration": 1, "lr": 0.5}\n{"iteration": 2}\n'
+    truncate_after(path, 0)
+    assert path.read_text() == ""
+    truncate_after(tmp_path / "absent.jsonl", 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_extremes_of_a_reward_function_stay_extremes():
+    rows = [{"reward/own/min": low, "reward/own/max": high, "reward/own/std": 1.0} for low, high in ((-1, 2), (0, 5))]
+    assert aggregate(rows) == {"reward/own/min": -1, "reward/own/max": 5, "reward/own/std": 1.0}
+
+
+def test_log_interval_merges_updates():
+    row = aggregate(
+        [
+            {
+                "reward/mean": 0.0,
+                "ratio/max": 3.0,
+                "lr": 0.2,
+                "tokens/total": 10,
+                "tokens/update": 10,
+                "time/step": 1.0,
+            },
+            {
+                "reward/mean": 1.0,
+                "ratio/max": 2.0,
+                "lr": 0.1,
+                "tokens/total": 40,
+                "tokens/update": 30,
+                "time/step": 4.0,
+            },
+            {"time/save": 2.0},
+        ]
+    )
+    assert row == {
+        "reward/mean": 0.5,
+        "ratio/max": 3.0,
+        "lr": 0.1,
+        "tokens/total": 40,
+        "tokens/update": 40,
+        "time/step": 5.0,
+        "time/save": 2.0,
+    }
+
+
+def test_ratios_and_lengths_keep_their_extremes():
+    names = ("ratio/min", "ratio/max", "completion/length_min", "completion/length_max", "params_norm")
+    updates = [dict(zip(names, values, strict=True)) for values in ((0.5, 1.5, 3, 9, 2.0), (0.25, 4.0, 2, 8, 3.0))]
+    assert aggregate(updates) == dict(zip(names, (0.25, 4.0, 2, 9, 3.0), strict=True))
+
+
+def test_log_interval_writes_every_nth_update_and_the_last(tmp_path):
+    train(make_args(save=str(tmp_path), log_interval=4), 0, 10).close()
+    written = rows(tmp_path / "metrics.jsonl")
+    assert [row["iteration"] for row in written] == [4, 8, 10]
+    assert written[2]["reward/mean"] == pytest.approx((9 / 3 + 10 / 3) / 2)
+
+
+def test_evaluation_before_training_is_a_row_of_iteration_zero(tmp_path, capsys):
+    logger = MetricsLogger(make_args(save=str(tmp_path), log_interval=5), 0, 100, 0)
+    logger.log(0, {"eval/greedy_reward": 0.25, "eval/greedy_accuracy": 0.5, "time/eval": 1.0})
+    logger.close()
+    assert rows(tmp_path / "metrics.jsonl")[0]["iteration"] == 0
+    out = capsys.readouterr().out
+    assert out == "iteration   0/100 | evaluation | greedy reward 0.2500 | greedy accuracy 0.5000\n"
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    logger = MetricsLogger(make_args(save=str(tmp_path)), 0, 1, 0)
+    logger.log(1, {"grad_norm": math.inf, "loss": math.nan, "kl": 0.0})
+    logger.close()
+    assert rows(tmp_path / "metrics.jsonl") == [{"iteration": 1, "grad_norm": None, "loss": None, "kl": 0.0}]
+    logger = MetricsLogger(make_args(save=str(tmp_path)), 0, 2, 1)
+    logger.log_completions(2, [{"rewards": {"exact": math.nan}, "advantages": [math.inf, 1.0]}])
+    logger.close()
+    (sample,) = rows(tmp_path / "completions.jsonl")
+    assert sample == {"iteration": 2, "rewards": {"exact": None}, "advantages": [None, 1.0]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_documented_names_are_logged(rank):
+    logger = MetricsLogger(make_args(), rank, 1, 0)
+    logger.log(1, {"reward/exact_match/mean": 1.0})
+    logger.log(1, {"eval/pass_at_4": 1.0})
+    with pytest.raises(KeyError, match="'reward/median' is not documented"):
+        logger.log(1, {"reward/median": 1.0})
+    with pytest.raises(KeyError, match="time/lunch"), Timers()("lunch"):
+        pass
+    assert all(re.fullmatch(r"[a-z_/<>]+", name) and meaning for name, meaning in METRICS.items())
+
+
+def test_without_save_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(make_args(), 0, 2).close()
+    assert list(tmp_path.iterdir()) == []
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    logger = MetricsLogger(make_args(save=str(tmp_path), tensorboard_dir=str(tmp_path / "tb")), 1, 10, 0)
+    logger.log(1, {"loss": 1.0})
+    logger.log_completions(1, [{"prompt": "p"}])
+    logger.print("hello")
+    logger.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_completions_are_readable(tmp_path):
+    logger = MetricsLogger(make_args(save=str(tmp_path)), 0, 10, 0)
+    samples = [{"prompt": "一加一", "completion": "line\nbreak \u2028 \udc80", "rewards": {"exact": 0.0}}] * 2
+    logger.log_completions(1, samples)
+    logger.close()
+    text = (tmp_path / "completions.jsonl").read_text(encoding="utf-8")
+    assert "一加一" in text
+    assert [json.loads(line) for line in text.rstrip("\n").split("\n")] == [{"iteration": 1, **samples[0]}] * 2
+
+
+def test_console_line_has_a_fixed_width():
+    full = {
+        "reward/mean": 0.45314,
+        "kl": 0.00012,
+        "completion/length_mean": 12.34,
+        "entropy": 0.5321,
+        "grad_norm": 1.2345,
+        "clip/low": 0.001,
+        "clip/high": 0.0002,
+        "mismatch/mean_abs": 1.2e-6,
+        "lr": 1e-6,
+        **{f"time/{phase}": 1.25 for phase in ("rollout", "scoring", "logprobs", "update", "sync")},
+        "perf/tokens_per_second": 12345.6,
+    }
+    (line,) = console_lines(7, 200, full)
+    assert line == (
+        "iteration   7/200 | reward  0.4531 | kl  0.00012 | length    12.3 | entropy  0.532 | grad norm   1.234 | "
+        "clip 0.0012 | logp diff 1.2e-06 | lr 1.00e-06 | rollout   1.25 scoring   1.25 logprobs   1.25 update   1.25 "
+        "sync   1.25 s |  12,346 tokens/s"
+    )
+    (sparse,) = console_lines(8, 200, {"loss": 1.0})
+    assert len(sparse) == len(line)
+    assert console_lines(7, 200, full | {"perf/mfu": 0.41234}) == [line + " | MFU 0.412"]
+
+
+def test_timers_add_up_and_start_anew(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 20.5, 30.0, 31.0])  # every reading, in order
+    monkeypatch.setattr(metrics, "_now", lambda: next(clock))
+    timers = Timers()
+    for _ in range(2):
+        with timers("rollout"):
+            pass
+    with pytest.raises(ValueError), timers("update"):
+        raise ValueError
+    assert timers.collect() == {"time/rollout": 6.0, "time/update": 0.5, "time/step": 30.0}
+    assert timers.collect() == {"time/step": 1.0}
+
+
+def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
+    clock = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
+    monkeypatch.setattr(metrics, "_now", lambda: next(clock))
+    timers = Timers()
+    with timers("eval"), timers("rollout"):
+        pass
+    with timers("rollout"):
+        pass
+    assert timers.collect() == {"time/eval": 3.0, "time/rollout": 0.5, "time/step": 6.0}
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.unit.observability.test_metrics import make_args, train
+train(make_args(), 0, 3, total=3).close()
+"""
+
+
+def test_no_progress_bar_where_the_output_is_not_a_terminal():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == 3
+    assert done.stderr == ""
+
+
+def test_a_progress_bar_in_a_terminal_leaves_the_lines_whole():
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 300, 0, 0))  # rows, columns, pixels
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    output = b""
+    with contextlib.suppress(OSError):  # which is how a terminal that nobody holds any more ends on Linux
+        while chunk := os.read(controller, 4096):
+            output += chunk
+    os.close(controller)
+    assert process.wait() == 0
+    text = output.decode()
+    assert "training:" in text
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if "tokens/s" in line]
+    assert [line.startswith(f"iteration {i}/3 | reward") for i, line in enumerate(lines, 1)] == [True] * 3

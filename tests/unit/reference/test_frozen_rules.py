@@ -1,0 +1,142 @@
+"""Flags of reference and teacher: what is refused, and what arguments the frozen models get."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from good_args import MOE, validated
+
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.reference.arguments import SIZES, has_own_layout
+from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import families
+
+TEACHER = "--teacher-load-hf t --teacher-kl-coef 1"
+REF_TP2 = "--ref-tensor-model-parallel-size 2"
+REFUSED = {
+    f"--beta 0 {REF_TP2}": "--ref-tensor-model-parallel-size needs --beta: without the KL term there is no reference",
+    "--beta 0 --ref-load-hf r": "--ref-load-hf needs --beta",
+    "--beta 0 --ref-load r": "--ref-load needs --beta",
+    "--beta 0 --sync-ref-model": "--sync-ref-model needs --beta",
+    "--beta 0 --ref-micro-batch-size 2": "--ref-micro-batch-size needs --beta",
+    "--ref-load a --ref-load-hf b": "--ref-load and --ref-load-hf cannot both be given: the reference has one origin",
+    "--ref-pipeline-model-parallel-size 0": r"--ref-pipeline-model-parallel-size \(0\) must be greater than 0",
+    "--ref-expert-model-parallel-size 2": "--ref-expert-model-parallel-size needs --num-experts",
+    "--ref-micro-batch-size 2 --logprobs-max-tokens-per-microbatch 2048": "cannot both be given: each says how micro",
+    "--logprobs-max-tokens-per-microbatch 1023": r"1024 tokens: --logprobs-max-tokens-per-microbatch \(1023\) must be",
+    "--ref-model-sync-steps 4": "--ref-model-sync-steps needs --sync-ref-model",
+    "--ref-model-mixup-alpha 0.5": "--ref-model-mixup-alpha needs --sync-ref-model",
+    "--sync-ref-model --ref-model-mixup-alpha 0": r"\(0.0\) must be greater than 0 and at most 1",
+    "--sync-ref-model --ref-model-mixup-alpha 1.5": r"\(1.5\) must be greater than 0 and at most 1",
+    "--sync-ref-model --ref-model-sync-steps 3 --num-iterations 2": r"\(3\) must be divisible by .* per rollout \(2\)",
+    "--teacher-load-hf t": "--teacher-load-hf needs --teacher-kl-coef: .*give its weight, such as 1",
+    "--teacher-server http://h:1": "--teacher-server needs --teacher-kl-coef",
+    "--teacher-kl-coef 1": "--teacher-kl-coef needs --teacher-load-hf or --teacher-server",
+    f"{TEACHER} --teacher-server http://h:1": "--teacher-load-hf and --teacher-server cannot both be given",
+    "--teacher-load-hf t --teacher-kl-coef -1": r"--teacher-kl-coef \(-1.0\) must be greater than 0",
+    f"{TEACHER} --teacher-server-timeout 9": "--teacher-server-timeout needs --teacher-server",
+    "--teacher-tensor-model-parallel-size 2": "--teacher-tensor-model-parallel-size needs --teacher-load-hf",
+    f"{TEACHER} --loss-type gmpo": "is positive, but with --teacher-kl-coef each token has its own: leave one",
+    "--teacher-server h:1 --teacher-kl-coef 1": "is no server's address: give http://HOST:PORT",
+    "--teacher-server http://u:secret@h:1 --teacher-kl-coef 1": "must not hold a password",
+    "--teacher-server http://h:1 --teacher-kl-coef 1 --temperature 0.5": "at temperature 1 only",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refused(flags):
+    with pytest.raises(GrpoError, match=REFUSED[flags]):
+        validated(flags)
+
+
+LAYOUTS = {
+    "--ref-tensor-model-parallel-size 3": r"world_size \(8\) must be divisible by the sizes of --ref-.* \(3\): TP 3",
+    "--ref-tensor-model-parallel-size 16": r"world_size \(8\) must be divisible .* \(16\)",
+    "--ref-pipeline-model-parallel-size 8": r"reference, as --ref-.*--num-layers \(4\) must be divisible .*\(8\)",
+    f"{MOE} --ref-expert-model-parallel-size 3": r"reference, as .*--num-experts \(8\) must be divisible by .*\(3\)",
+    "--ref-micro-batch-size 16": r"_size \(64\) must be divisible by --ref-micro-batch-size \(16\) x DP",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --ref-micro-batch-size 16": "x PP",
+}
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_layouts_that_do_not_fit(flags):
+    args = validated(flags)
+    with pytest.raises(GrpoError, match=LAYOUTS[flags]):
+        reference_args(args)
+
+
+def test_the_references_arguments():
+    policy = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    policy += " --num-virtual-stages-per-pipeline-rank 2 --num-experts 8 --model-family qwen3_moe"
+    args = validated(f"{policy} --router-replay-mode R2")
+    own = reference_args(args)
+    assert not has_own_layout(args, "ref")
+    assert [getattr(own, size) for size in SIZES] == [2, 2, 1, 1, 2] and own.num_virtual_stages_per_pipeline_rank == 2
+    assert own.router_replay_mode == "disabled" and args.router_replay_mode == "R2"
+
+    sizes = "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1 --ref-expert-model-parallel-size 4"
+    args = validated(f"{policy} {sizes} --ref-micro-batch-size 4 --max-tokens-per-microbatch 2048")
+    own = reference_args(args)
+    assert has_own_layout(args, "ref") and not has_own_layout(args, "teacher")
+    # Experts are cut as the rest of the reference is, and not as the policy's.
+    assert [getattr(own, size) for size in SIZES] == [1, 1, 1, 4, 1]
+    assert (own.data_parallel_size, own.micro_batch_size, own.max_tokens_per_microbatch) == (8, 4, None)
+    assert not own.sequence_parallel and own.num_virtual_stages_per_pipeline_rank is None
+    assert (own.padded_vocab_size, args.padded_vocab_size) == (1024, 1024)
+    assert args.sequence_parallel and args.tensor_model_parallel_size == 2  # the policy's are as they were
+
+
+@pytest.fixture
+def hf_directory(tmp_path):
+    """A directory with the config.json of the validated model of other flags."""
+
+    def make(flags: str):
+        args = validated(flags)
+        config = families.for_args(args).hf_from_args(args)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return make
+
+
+def test_a_reference_of_another_architecture_is_refused(hf_directory):
+    same = hf_directory("--max-position-embeddings 4096")
+    reference_args(validated(f"--ref-load-hf {same}"))
+    with pytest.raises(GrpoError, match=r"config.json says --num-layers 2, the policy has 4: the reference is a model"):
+        reference_args(validated(f"--ref-load-hf {hf_directory('--num-layers 2')}"))
+
+
+def test_the_teachers_arguments(hf_directory):
+    directory = hf_directory("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2")
+    args = validated(f"{MOE} --teacher-load-hf {directory} --teacher-kl-coef 1 --expert-model-parallel-size 4")
+    own = teacher_args(args)
+    assert (own.model_family, own.num_experts, own.num_layers, own.hidden_size) == ("qwen3", None, 2, 32)
+    assert (own.expert_model_parallel_size, own.tensor_model_parallel_size, own.temperature) == (1, 1, 1.0)
+    assert (args.model_family, args.num_layers) == ("qwen3_moe", 4)
+    flags = f"--teacher-load-hf {directory} --teacher-kl-coef 1"
+    with pytest.raises(GrpoError, match=r"the teacher, as --teacher-.*--num-layers \(2\) must be divisible .* \(4\)"):
+        teacher_args(validated(f"{flags} --teacher-pipeline-model-parallel-size 4"))
+    with pytest.raises(GrpoError, match="has a vocabulary of 999, the policy one of 1000: take a teacher with"):
+        directory = hf_directory("--vocab-size 999")
+        teacher_args(validated(flags))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
+    args = validated(f"--teacher-load-hf {tiny_models['llama']} --teacher-kl-coef 1")
+    tokenizer = HuggingFaceTokenizer(tiny_models["qwen3"])
+    check_teachers_tokenizer(args, tokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(tiny_models["llama"], name), tmp_path)
+    changed = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = changed["model"]["vocab"]
+    one, other = list(vocabulary)[40:42]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    args.teacher_load_hf = str(tmp_path)
+    with pytest.raises(GrpoError, match=r"has another tokenizer than .*: take a teacher whose tokens have the same"):
+        check_teachers_tokenizer(args, tokenizer)
+    args.teacher_load_hf = str(tmp_path / "none")  # no tokenizer to compare with: the size has to do
+    check_teachers_tokenizer(args, tokenizer)

@@ -1,0 +1,118 @@
+"""--rollout-engine megatron: the training model generates what transformers' model does.
+
+test_megatron_engine_layouts.py has every layout.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_engine_reference import MODELS, by_transformers, check, toys  # noqa: F401 (a fixture)
+from megatron_engine_worker import EOS, GREEDY, MAX_TOKENS, complete, decode, make_engine, prompts
+from toy_checkpoints import FAMILIES, logits
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.parallel.initialize import leave_layout
+from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.utils.errors import GrpoError
+
+
+def state(model) -> list:
+    """Which modules a model is made of, in which mode, and which attributes they have."""
+    return [
+        (name, id(module), module.training, sorted((key, id(value)) for key, value in vars(module).items()))
+        for chunk in model
+        for name, module in chunk.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(toys, family):
+    root, models = toys
+    model, engine = make_engine(root / f"{family}-{dict(MODELS)[family]}")
+    try:
+        before, random_state = state(model), torch.get_rng_state()
+        done = complete(engine, [Request(i, prompt, GREEDY) for i, prompt in enumerate(prompts())])
+        check(done, by_transformers(models[family]))
+        assert len({tuple(ids) for ids, _, _ in done.values()}) > 4
+        assert state(model) == before and torch.equal(torch.get_rng_state(), random_state)
+        # ... and the trainer's own forward, over packs, gives the same log-probabilities.
+        for number, (ids, log_probs, _) in done.items():
+            tokens = torch.tensor(prompts()[number] + ids)
+            log_p = logits(model[0], tokens)[:, :109].float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+            torch.testing.assert_close(log_p[-len(ids) :], torch.tensor(log_probs), atol=1e-4, rtol=0)
+    finally:
+        leave_layout()
+
+
+@pytest.fixture
+def engine(toys):
+    """(model, engine, transformers' model) of a small Qwen3."""
+    root, models = toys
+    model, engine = make_engine(root / "qwen3-False")
+    yield model, engine, models["qwen3"]
+    leave_layout()
+
+
+def test_sampling(engine):
+    """Seeds give the same completions again; log-probabilities are after the temperature, before truncation."""
+    _, engine, theirs = engine
+    sampling = Sampling(MAX_TOKENS, temperature=0.6, top_k=20, log_probs=True, ignore_eos=True)
+    requests = [Request(i, prompts()[i // 4], sampling) for i in range(8)]
+    first, again, other = (complete(engine, requests, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({tuple(ids) for ids, _, _ in first.values()}) == 8
+    for number, (ids, log_probs, reason) in first.items():
+        assert len(ids) == MAX_TOKENS and reason == "length"
+        tokens = torch.tensor(prompts()[number // 4] + ids)
+        with torch.no_grad():
+            log_p = (theirs(tokens[None]).logits[0, :-1] / 0.6).log_softmax(-1)
+        rank = (log_p > log_p.gather(1, tokens[1:, None])).sum(1)[-MAX_TOKENS:]
+        assert rank.max() < 20 and rank.max() > 0
+        expected = log_p.gather(1, tokens[1:, None])[-MAX_TOKENS:, 0]
+        torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
+    assert complete(engine, [replace(requests[0], sampling=Sampling(1))])[0][1] is None
+
+
+def test_ends(engine):
+    """A stop word of two tokens ends a completion with its last token; the end of the sequence may be ignored."""
+    _, engine, theirs = engine
+    whole = dict(enumerate(ids for ids, _ in by_transformers(theirs)))
+    longest = max(whole, key=lambda number: len(whole[number]))
+    word = decode(whole[longest][3:5])
+    stopping = replace(GREEDY, stop=("nowhere", word))
+    done = complete(engine, [Request(i, prompt, stopping) for i, prompt in enumerate(prompts())])
+    assert done[longest][0] == whole[longest][:5] and done[longest][2] == "stop"
+    for number, (ids, _, _) in done.items():
+        assert ids == whole[number][: len(ids)] and (word in decode(ids) or len(ids) == len(whole[number]))
+    # The model's own end of sequence: made the likeliest token by a penalty's opposite.
+    wanting = replace(GREEDY, ignore_eos=True)
+    assert all(len(ids) == MAX_TOKENS for ids, _, _ in complete(engine, [Request(0, [5, EOS, 7], wanting)]).values())
+
+
+def test_aborted_requests_do_not_come_back(engine):
+    _, engine, _ = engine
+    engine.wake_cache()
+    with engine.rollout(0):
+        engine.submit([Request(i, prompt, replace(GREEDY, ignore_eos=True)) for i, prompt in enumerate(prompts())])
+        assert not engine.poll()
+        engine.abort([0, 6])  # one runs, one waits
+        done = [completion.id for _ in range(6 * MAX_TOKENS) for completion in engine.poll()]
+    assert sorted(done) == [1, 2, 3, 4, 5]
+
+
+def test_refusals_and_versions(engine, toys):
+    model, engine, _ = engine
+    before = state(model)
+    engine.wake_cache()
+    with pytest.raises(GrpoError, match="does not fit into the engine's 33 tokens"), engine.rollout(0):
+        engine.submit([Request(0, [5] * 24, GREEDY)])
+    assert state(model) == before
+    engine.update_weights((1 / 0 for _ in range(1)), version=7)  # nothing is taken from the stream
+    with engine.rollout(0):
+        assert [completion.weight_version for completion in generate(engine, [Request(3, [5], GREEDY)])] == [7]
+    engine.sleep()
+    leave_layout()
+    _, large = make_engine(toys[0] / "qwen3-False", inference_max_requests=10**6)
+    with pytest.raises(GrpoError, match=r"takes \d+\.\d\d GiB on each rank, but .* lower --inference-max-requests"):
+        large.wake_cache()

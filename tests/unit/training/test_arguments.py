@@ -1,0 +1,253 @@
+"""Flags: every field of megatron-core's dataclasses is accounted for and arrives, and mistakes get one clear line."""
+
+import dataclasses
+import enum
+import importlib.util
+import json
+import types
+import typing
+from typing import Literal
+
+import pytest
+import torch
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from ranks import REPO
+
+from megatron_grpo.models.config import transformer_config_from_args
+from megatron_grpo.training import arguments
+from megatron_grpo.training.arguments import args_from_json, parse_args
+from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.core_flags import (
+    CHOICES,
+    DEFAULTS,
+    EXCLUDED,
+    RENAMED,
+    SWITCHED_OFF_BY,
+    core_flags,
+    integer_or_pattern,
+)
+
+
+def latent_config(args):
+    args.multi_latent_attention = True
+    return transformer_config_from_args(args)
+
+
+BUILD = {
+    MLATransformerConfig: latent_config,
+    OptimizerConfig: arguments.optimizer_config_from_args,
+    DistributedDataParallelConfig: arguments.ddp_config_from_args,
+}
+FIELDS = [(config, field) for config in BUILD for field in dataclasses.fields(config)]
+
+# The model part of a Megatron-LM launch script for Qwen3-0.6B.
+QWEN3 = """
+    --use-mcore-models --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm
+    --norm-epsilon 1e-6 --swiglu --disable-bias-linear --position-embedding-type rope --use-rotary-position-embeddings
+    --rotary-base 1000000 --rotary-percent 1.0 --vocab-size 151936 --make-vocab-size-divisible-by 128
+    --max-position-embeddings 40960 --seq-length 4096 --attention-dropout 0.0 --hidden-dropout 0.0
+    --no-masked-softmax-fusion --attention-softmax-in-fp32 --no-bias-swiglu-fusion --no-bias-dropout-fusion
+    --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --use-flash-attn
+    --attention-backend auto --init-method-std 0.02 --transformer-impl transformer_engine
+    --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --accumulate-allreduce-grads-in-fp32 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2 --sequence-parallel --bf16 --recompute-activations --lr 1e-6 --min-lr 1e-7
+    --lr-decay-style cosine --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+"""
+QWEN3_MOE = """
+    --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 4 --kv-channels 128 --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 1000000
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-router-dtype fp32
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+    --moe-layer-freq ([1]*48) --moe-router-score-function softmax --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1 --moe-permute-fusion
+"""
+
+
+def test_every_field_is_a_flag_or_excluded():
+    fed = [feed for flag in core_flags().values() for feed in flag.feeds]
+    for config, field in FIELDS:
+        assert (field.name in EXCLUDED) != ((config, field.name) in fed), f"{config.__name__}.{field.name}"
+    assert len(fed) == len(set(fed)), "a field is fed by two flags"
+    names = {field.name for _, field in FIELDS}
+    assert not (EXCLUDED.keys() | RENAMED.keys() | SWITCHED_OFF_BY.keys() | DEFAULTS.keys()) - names, "stale rows"
+
+
+def other_value(flag):
+    """Words that set this flag to something that is not its default, and the value that megatron-core should get."""
+    annotation = flag.annotation
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = [k for k in typing.get_args(annotation) if k is not type(None)] if union else [annotation]
+    origins = [typing.get_origin(kind) for kind in kinds]
+    if bool in kinds:
+        return [flag.off_options[0] if flag.default else flag.option], not flag.default
+    if torch.dtype in kinds:
+        return [flag.option, "bf16"], torch.bfloat16
+    if Literal in origins:
+        choice = next(c for c in typing.get_args(kinds[0]) if c not in (flag.default, "inference_optimized"))
+        return [flag.option, choice], choice
+    if isinstance(kinds[0], type) and issubclass(kinds[0], enum.Enum):
+        return [flag.option, "fused"], AttnBackend.fused
+    if tuple in origins:
+        return [flag.option, "7,-1"], (7, -1)
+    if int in kinds and list in origins:
+        return [flag.option, "([1]+[0]*2)*2"], [1, 0, 0, 1, 0, 0]
+    if flag.dest in CHOICES:
+        choice = next(c for c in CHOICES[flag.dest] if c != flag.default)
+        return [flag.option, choice], choice
+    if kinds == [str]:
+        return [flag.option, "word"], "word"
+    if list in origins:
+        (member,) = typing.get_args(kinds[origins.index(list)])
+        values = [member(17), member(19)]
+        return [flag.option, *map(str, values)], values
+    if str in kinds:
+        return [flag.option, "word"], "word"
+    return [flag.option, "17"], kinds[0](17)
+
+
+@pytest.mark.parametrize("dest", core_flags())
+def test_every_flag_arrives_in_its_dataclasses(dest, monkeypatch):
+    for config in BUILD:  # one flag alone need not make sense to megatron-core
+        monkeypatch.setattr(config, "__post_init__", lambda self: None)
+    flag = core_flags()[dest]
+    words, expected = other_value(flag)
+    if dest == "num_query_groups":
+        words = [*words, "--group-query-attention"]
+    args = parse_args(words)
+    assert dest in args.explicit
+    for config, field in flag.feeds:
+        value = getattr(BUILD[config](args), field)
+        assert value == expected and type(value) is type(expected), f"{config.__name__}.{field}"
+
+
+def test_without_flags_the_defaults_are_megatron_cores(monkeypatch):
+    for config in BUILD:
+        monkeypatch.setattr(config, "__post_init__", lambda self: None)
+    args = parse_args([])
+    expected = {
+        (OptimizerConfig, "fp8_recipe"): "delayed",  # one flag for two fields: TransformerConfig's default
+        (MLATransformerConfig, "multi_latent_attention"): True,
+        (MLATransformerConfig, "pipeline_dtype"): torch.float32,
+        (MLATransformerConfig, "deallocate_pipeline_outputs"): torch.cuda.is_available(),
+        (MLATransformerConfig, "cuda_graph_scope"): [],  # what the default "full" becomes
+    }
+    for config, field in FIELDS:
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = DEFAULTS[field.name][0] if field.name in DEFAULTS else default
+        assert getattr(BUILD[config](args), field.name) == expected.get((config, field.name), default), field.name
+
+
+def test_a_qwen3_script_of_megatron_lm_parses_and_builds():
+    args = parse_args(QWEN3.split())
+    config = transformer_config_from_args(args)
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (28, 1024, 3072)
+    assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (16, 8, 128)
+    assert config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    assert config.qk_layernorm and not config.add_bias_linear and config.layernorm_epsilon == 1e-6
+    assert config.params_dtype == config.pipeline_dtype == torch.bfloat16 and config.bf16
+    assert config.sequence_parallel and config.variable_seq_lengths and config.batch_p2p_comm
+    assert config.recompute_granularity == "selective" and not config.bias_activation_fusion
+    assert (args.swiglu, args.rotary_base, args.vocab_size) == (True, 1000000, 151936)
+    assert "--use-mcore-models" in args.accepted and "--cross-entropy-fusion-impl" in args.accepted
+    optimizer, ddp = arguments.optimizer_config_from_args(args), arguments.ddp_config_from_args(args)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.adam_beta2, optimizer.weight_decay) == (1e-6, 1e-7, 0.95, 0.1)
+    assert optimizer.use_distributed_optimizer and ddp.use_distributed_optimizer
+    assert ddp.overlap_grad_reduce and ddp.overlap_param_gather and ddp.grad_reduce_in_fp32
+
+
+def test_a_qwen3_moe_script_of_megatron_lm_parses():
+    args = parse_args(QWEN3_MOE.split())
+    assert (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size) == (128, 8, 768)
+    assert args.moe_layer_freq == [1] * 48 and args.moe_grouped_gemm and args.expert_tensor_parallel_size == 1
+
+
+def test_underscores_are_hyphens_and_what_was_given_is_known():
+    args = parse_args(["--num_generations=4", "--train_data_path", "my_file.jsonl", "--no_shuffle", "--beta", "0.04"])
+    assert (args.num_generations, args.train_data_path, args.no_shuffle) == (4, ["my_file.jsonl"], True)
+    assert args.explicit == {"num_generations", "train_data_path", "no_shuffle", "beta"}  # 0.04 is also the default
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--num-generation 4", "unknown flag --num-generation; did you mean --num-generations?"),
+        ("--temprature=1", "unknown flag --temprature; did you mean --temperature?"),
+        ("--xyzzy", "unknown flag --xyzzy; --help lists all flags"),
+        ("--mamba-state-dim 64", "--mamba-state-dim is not a flag of this program: Mamba layers are not supported"),
+        (
+            "--no-tp-comm-bulk-wgrad",
+            "--no-tp-comm-bulk-wgrad is not a flag of this program: needs Transformer Engine's",
+        ),
+        ("--lr 1e-6 5", "unexpected argument '5'"),
+        ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+        ("--loss-type ppo", "argument --loss-type: invalid choice: 'ppo'"),
+        ("--moe-layer-freq [1]*x", "argument --moe-layer-freq: invalid integer_or_pattern value: '[1]*x'"),
+        ("--lr", "argument --lr: expected one argument"),
+        ("--num-lay 4", "unknown flag --num-lay; did you mean --num-layers?"),  # no abbreviations
+    ],
+)
+def test_mistakes_end_with_one_line_from_rank_0(words, message, capsys, monkeypatch):
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            parse_args(words.split())
+        output = capsys.readouterr()
+        assert end.value.code == 2 and output.out == ""
+        assert (message in output.err) is shown and output.err.count("\n") == shown
+
+
+def test_help_shows_every_group_and_no_hidden_opposite():
+    text = arguments.build_parser().format_help()
+    assert all(f"\n{group}:\n" in text for group in arguments.FLAGS)
+    assert "--sequence-parallel" in text and "--no-sequence-parallel" not in text
+    assert "--disable-bias-linear" in text and "--add-bias-linear" not in text
+
+
+@pytest.mark.parametrize(
+    "text, value", [("4", 4), ("[1,0]", [1, 0]), ("[0]+[1]*3", [0, 1, 1, 1]), ("([1]*2+[0])*2", [1, 1, 0, 1, 1, 0])]
+)
+def test_patterns_of_layers(text, value):
+    assert integer_or_pattern(text) == value
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "x", "[1", "[1]-[1]", "[1]*[1]", ""])
+def test_patterns_are_not_code(text):
+    with pytest.raises(ValueError):
+        integer_or_pattern(text)
+
+
+def test_arguments_survive_a_checkpoint():
+    args = parse_args(QWEN3.split() + ["--stop-words", "a", "b"])
+    stored = json.loads(json.dumps(args_to_json(args)))
+    again = args_from_json(stored)
+    left_out = {"explicit", "vllm_server_api_key", "sglang_server_api_key"}
+    assert {k: v for k, v in vars(again).items() if k not in left_out} == stored
+    assert again.explicit == frozenset() and again.stop_words == ["a", "b"]
+    assert transformer_config_from_args(again).num_layers == 28
+
+
+def test_print_args_shows_values_and_what_has_no_effect(capsys):
+    arguments.print_args(parse_args(["--lr", "1e-6", "--use-flash-attn"]))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("* lr ....") and line.endswith(" 1e-06") for line in lines)
+    assert any(line.startswith("  beta ....") and line.endswith(" 0.04") for line in lines)
+    assert any(line.startswith("note: --use-flash-attn has no effect") for line in lines)
+
+
+def test_the_documentation_is_up_to_date():
+    path = REPO / "tools" / "generate_arguments_doc.py"
+    spec = importlib.util.spec_from_file_location("generate_arguments_doc", path)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.DOCUMENT.read_text() == tool.document(), f"run python {path.relative_to(REPO)}"

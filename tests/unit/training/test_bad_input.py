@@ -1,0 +1,76 @@
+"""Bad input through the real entries: one clear message, a non-zero exit, no traceback, and nothing lost or written.
+
+pretrain_grpo.py and the tools run in this process as ``__main__``, since a process of its own would cost each case ten
+seconds; a stub stands in for vLLM. test_bad_input_ranks.py has torchrun, two ranks, vLLM. Cases: bad_input_cases.py.
+"""
+
+import re
+
+import bad_input_cases as cases
+import pytest
+from bad_input_runs import OUR_FRAME, TRAIN, bench, files, finished, launch, model  # noqa: F401 (fixtures)
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+
+TOOL_CASES = [make for _, make, _ in cases.TOOLS]
+
+
+def check(bench, make, message, capfd):
+    """Run a case and see that it ends as it should; returns what it printed on stderr, as lines."""
+    words = make(bench)
+    script, words = (TRAIN, bench.good + words) if make not in TOOL_CASES else (words[0], words[1:])
+    before = files(bench.root)
+    capfd.readouterr()
+    code = launch(script, words, bench.world_size)
+    error = capfd.readouterr().err.strip()
+    assert code in (1, 2), error
+    assert not OUR_FRAME.search(error), error
+    lines = error.splitlines()
+    assert len([line for line in lines if re.search(message, line)]) == 1, error
+    assert files(bench.root) == before
+    return lines
+
+
+def table(*groups):
+    rows = [(f"{group}: {name}", make, message) for group in groups for name, make, message in getattr(cases, group)]
+    return pytest.mark.parametrize(("make", "message"), [pytest.param(*rest, id=name) for name, *rest in rows])
+
+
+@table("FLAGS", "BATCHES", "DATA", "TOKENIZERS", "REWARDS", "HUGGING_FACE", "CHECKPOINTS")
+def test_a_run_does_not_start(bench, make, message, capfd):
+    lines = check(bench, make, message, capfd)
+    assert len(lines) == 1 and lines[0].startswith("pretrain_grpo.py: error: ")
+
+
+@table("FAILING_REWARDS")
+def test_a_reward_ends_a_run(bench, make, message, capfd):
+    """What was there of the run before stays as it was, to be gone on with."""
+    lines = check(bench, make, message, capfd)
+    assert lines[0].startswith('pretrain_grpo.py: error: reward "')
+
+
+@table("TOOLS")
+def test_tools(bench, make, message, capfd):
+    check(bench, make, message, capfd)
+
+
+def test_there_are_enough_cases():
+    assert (
+        sum(len(getattr(cases, name)) for name in dir(cases) if name.isupper() and name not in ("GOOD", "ROWS")) >= 35
+    )
+
+
+def test_a_long_prompt_is_cut_and_that_is_said(bench, capfd):
+    rows = ['{"prompt": "1+1=", "answer": "2"}'] * 7 + ['{"prompt": "1111+1111=", "answer": "2222"}']
+    assert launch(TRAIN, [*bench.good, *bench.data(*rows), "--truncation-strategy", "left"]) == 0
+    assert "cut 1 of 8 prompts on the left to --max-prompt-length 8" in capfd.readouterr().out
+
+
+def test_a_reward_that_fails_now_and_then_costs_those_completions_only(bench, capfd):
+    body = "return 1 / (sample.row['answer'] != '2')"
+    words = bench.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n")
+    assert launch(TRAIN, bench.good + words + ["--train-iters", "4"]) == 0
+    assert "ZeroDivisionError" in capfd.readouterr().out

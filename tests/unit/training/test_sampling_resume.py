@@ -1,0 +1,126 @@
+"""Whole runs with --dynamic-sample, --over-sampling-ratio and --curriculum: SIGTERM, and going on as if nothing was.
+
+pretrain_grpo.py runs in this process, with an engine whose completions depend on the seed, as vLLM's do.
+"""
+
+import json
+import os
+import signal
+
+import bad_input_runs
+import numpy as np
+import pytest
+from bad_input_bench import Bench
+from bad_input_runs import TRAIN, StubEngine, launch
+
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.utils.errors import EngineLost
+
+UPDATES, STOP = 6, 3
+ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1), "pass_rate": a % 4 / 4} for a in range(1, 9)]
+REWARD = "@register_reward('mine')\ndef mine(sample):\n    return float(sample.token_ids[0] > 40)\n"
+FLAGS = f"""--train-iters {UPDATES} --save-interval 2 --dynamic-sample --max-resample-times 2 --over-sampling-ratio 1.5
+    --curriculum --exit-signal-handler --no-save-hf --steps-per-generation 1 --num-completions-to-log 8"""
+
+
+class SeededEngine(StubEngine):
+    """A completion's ids and length are drawn from the rollout's seed; one step gives one token to all."""
+
+    rollouts, sigterm_in, lost_in = 0, None, None
+
+    def rollout(self, seed):
+        type(self).rollouts += 1
+        if self.rollouts == self.sigterm_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.rollouts == self.lost_in:
+            raise EngineLost("all servers are gone")
+        self.rng, self.running = np.random.default_rng(seed), {}
+        return super().rollout(seed)
+
+    def submit(self, requests):
+        for request in requests:
+            first = 50 if self.rng.random() < 0.8 else 30  # so that a group has four times in ten no signal
+            self.running[request.id] = [first, *self.rng.integers(3, 200, self.rng.integers(0, 3)).tolist()]
+            self.running[request.id] = [[*self.running[request.id], self.eos_id], 0]
+
+    def poll(self):
+        for entry in self.running.values():
+            entry[1] += 1
+        done = [number for number, (ids, steps) in self.running.items() if steps == len(ids)]
+        return [Completion(number, self.running.pop(number)[0], None, "stop", self.version) for number in done]
+
+    def abort(self, ids):
+        for number in ids:
+            del self.running[number]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    """The --save directories of a run left alone, of one that got SIGTERM, and of that when it had gone on."""
+    kept = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bad_input_runs, "StubEngine", SeededEngine)
+        benches = {}
+        for name, sigterm_in in (("alone", None), ("stopped", STOP)):
+            root = tmp_path_factory.mktemp(name)
+            bench = benches[name] = Bench(root, tiny_models["qwen3"])
+            words = [*bench.good, *bench.data(*map(json.dumps, ROWS), name="rated.jsonl"), *bench.plugin(REWARD)]
+            bench.words = [*words, *FLAGS.split()]
+            SeededEngine.rollouts, SeededEngine.sigterm_in = 0, sigterm_in
+            assert launch(TRAIN, bench.words) == 0
+        stopped = benches["stopped"]
+        assert latest_iteration(stopped.save) == STOP
+        SeededEngine.sigterm_in = None
+        assert launch(TRAIN, [*stopped.words, "--load", str(stopped.save)]) == 0
+    signal.signal(signal.SIGTERM, kept)
+    return benches["alone"].save, stopped.save
+
+
+def rows(save, name="metrics.jsonl"):
+    return [json.loads(line) for line in (save / name).read_text().splitlines()]
+
+
+def test_a_run_that_got_sigterm_goes_on_to_the_very_same_end(runs):
+    alone, stopped = runs
+    first, second = (
+        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows(save)] for save in runs
+    )
+    assert [row["iteration"] for row in first] == list(range(1, UPDATES + 1))
+    assert first == second
+    assert rows(alone, "completions.jsonl") == rows(stopped, "completions.jsonl")
+
+
+def test_groups_were_replaced_and_aborted(runs):
+    metrics = rows(runs[0])
+    assert sum(row["sampling/resampled_groups"] for row in metrics) > 0
+    assert sum(row["sampling/aborted_groups"] for row in metrics) > 0
+    # What was looked at: kept groups and replaced ones; the others come again.
+    used = [2 + row["sampling/resampled_groups"] for row in metrics]
+    assert [row["consumed/prompts"] for row in metrics] == np.cumsum(used).tolist()
+    assert metrics[0]["reward/zero_std_groups"] <= 0.5
+
+
+def test_easy_prompts_come_first(runs):
+    """Of the first rollout all that was looked at is among the easiest of the three and four that it may begin."""
+    first = {row["row"] for row in rows(runs[0], "completions.jsonl") if row["iteration"] == 1}
+    assert {ROWS[row]["pass_rate"] for row in first} <= {0.75, 0.5}
+
+
+def test_an_engine_lost_in_an_evaluation_costs_nothing_of_the_update_before(tiny_models, tmp_path, monkeypatch):
+    """The reference's move was due after it, and its metrics: a run that goes on begins with the next rollout."""
+    monkeypatch.setattr(bad_input_runs, "StubEngine", SeededEngine)
+    monkeypatch.setattr(SeededEngine, "rollouts", 0)
+    monkeypatch.setattr(SeededEngine, "lost_in", 2)  # the second is the evaluation after the first update
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    flags = f"--beta 0.1 --sync-ref-model --ref-model-sync-steps 1 --eval-interval 1 --valid-data-path {bench.train}"
+    assert launch(TRAIN, [*bench.good, *flags.split()]) == 1
+    assert latest_iteration(bench.save) == 1
+    assert (bench.save / "iter_0000001" / "reference").is_dir()
+    (row,) = rows(bench.save)
+    assert row["iteration"] == 1 and row["tokens/total"] == row["tokens/update"] > 0
+    monkeypatch.setattr(SeededEngine, "lost_in", None)
+    assert launch(TRAIN, [*bench.good, *flags.split(), "--load", str(bench.save)]) == 0
+    first, second, *_ = rows(bench.save)
+    assert [first["iteration"], second["iteration"]] == [1, 2]
+    assert second["tokens/total"] == first["tokens/update"] + second["tokens/update"]

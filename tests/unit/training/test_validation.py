@@ -1,0 +1,416 @@
+"""Rules about flags: each refusal is one GrpoError with the flag and the numbers; what is accepted is filled in."""
+
+import re
+
+import pytest
+from good_args import MODEL, MOE, RUN, validated, without
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import REPO
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+from megatron_grpo.data.routing import check_source, reward_routes
+from megatron_grpo.models import arguments as of_models
+from megatron_grpo.rollout.arguments import server_urls
+from megatron_grpo.training.arguments import parse_args, print_args
+from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import arguments as of_families
+from megatron_grpo.weights.arguments import ARCHITECTURE, merge_architecture
+
+
+def test_the_base_is_accepted_and_filled_in():
+    args = validated("--tensor-model-parallel-size 2 --steps-per-generation 2 --num-iterations 2 --save out")
+    assert (args.world_size, args.data_parallel_size) == (8, 4)
+    assert (args.generation_batch_size, args.updates_per_rollout) == (128, 4)
+    assert args.padded_vocab_size == 1024  # 1000 up to a multiple of 128 x 2
+    assert args.vllm_max_model_len == 1024  # 512 + 512
+    assert args.epsilon_high == 0.2 and args.reward_weights == [1.0] and args.save_hf == "out/hf_model"
+    assert args_to_json(args)["padded_vocab_size"] == 1024
+
+
+def published_algorithms() -> str:
+    """The table of docs/algorithms.md: algorithm, flags, recipe."""
+    return (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
+
+
+def test_the_flags_of_every_recipe_are_accepted():
+    recipes = re.findall(r'^    \[(\w+)\]="(.*?)"', (REPO / "examples/grpo/recipe.sh").read_text(), re.M | re.S)
+    named = re.findall(r"^\| .* \| `(\w+)` \|$", published_algorithms(), re.M)
+    assert len(recipes) >= 16 and sorted(named) == sorted(method for method, _ in recipes)
+    for method, flags in recipes:
+        assert validated(f"{flags} --steps-per-generation 4").updates_per_rollout == 4, method
+
+
+def test_the_published_algorithms_of_the_docs_are_accepted():
+    rows = re.findall(r"^\| ([^|]+?) \| `(--[^`]+)`", published_algorithms(), re.M)
+    assert {name for name, _ in rows} >= {"Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++", "GDPO"}
+    for name, flags in rows:
+        functions = "--reward-funcs accuracy format" if name == "GDPO" else ""
+        assert validated(f"{flags} {functions}").scale_rewards is not None, name
+
+
+def test_derived_shapes_are_megatron_lms():
+    args = validated("", base=without("--ffn-hidden-size").replace("--kv-channels 16", ""))
+    assert args.kv_channels == 8  # 64 / 8
+    assert args.ffn_hidden_size == 128  # 64 * 4 * 2 / 3 = 170.7, down to a multiple of 64
+    assert validated("--load-hf model", base=without("--tokenizer-model")).tokenizer_model == "model"
+    assert validated("--save out --no-save-hf").save_hf is None
+
+
+MISSING = (
+    "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family lr train_data_path "
+    "tokenizer_model reward_funcs train_iters"
+)
+
+
+@pytest.mark.parametrize("dest", MISSING.split())
+def test_what_is_missing_is_named(dest):
+    flag = "--" + dest.replace("_", "-")
+    with pytest.raises(GrpoError, match=f"^{flag} is missing: "):
+        validated("", base=without(flag))
+
+
+PP2 = "--pipeline-model-parallel-size 2"
+GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
+
+SERVER = "--vllm-mode server --vllm-server-base-url"
+SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
+
+REFUSED = {
+    "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
+    f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
+    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
+        "would cut off before the bias is added"
+    ),
+    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine": (
+        "experts with biases need --moe-grouped-gemm"
+    ),
+    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4": "product of all model parallel sizes (16): TP 4",
+    "--tensor-model-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
+        "--num-attention-heads (12) must be divisible by tensor parallel size (8)"
+    ),
+    "--num-attention-heads 12 --num-query-groups 3 --tensor-model-parallel-size 2": (
+        "--num-query-groups (3) must be a multiple or a divisor of tensor parallel size (2)"
+    ),
+    "--num-query-groups 3": "--num-attention-heads (8) must be divisible by --num-query-groups (3)",
+    "--ffn-hidden-size 190 --tensor-model-parallel-size 4": (
+        "--ffn-hidden-size (190) must be divisible by tensor parallel size (4)"
+    ),
+    "--num-layers 6 --pipeline-model-parallel-size 4": (
+        "--num-layers (6) must be divisible by pipeline parallel size (4)"
+    ),
+    "--sequence-parallel": "--sequence-parallel needs --tensor-model-parallel-size 2 or more",
+    "--apply-rope-fusion": "--apply-rope-fusion needs --transformer-impl transformer_engine",
+    "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local has auto, local",
+    "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
+    "--gradient-accumulation-fusion": "--gradient-accumulation-fusion needs apex",
+    "--num-layers 0": "--num-layers (0) must be greater than 0",
+    "--max-prompt-length 1500 --max-completion-length 600": (
+        "--max-prompt-length (1500) + --max-completion-length (600) = 2100 must be at most --max-position-embeddings "
+        "(2048)"
+    ),
+    "--seq-length 1000": "= 1024 must be at most --seq-length (1000)",
+    "--vllm-max-model-len 1000": "= 1024 must be at most --vllm-max-model-len (1000)",
+    "--vllm-max-model-len 4096": "--vllm-max-model-len (4096) must be at most --max-position-embeddings (2048)",
+    "--max-tokens-per-microbatch 1000": "are 1024 tokens: --max-tokens-per-microbatch (1000) must be at least that",
+    "--max-tokens-per-microbatch 1025 --max-prompt-length 513 --context-parallel-size 2": "are 1028 tokens: --max",
+    "--max-completion-length 0": "--max-completion-length (0) must be greater than 0",
+    "--vllm-tensor-parallel-size 3": "world_size (8) must be divisible by --vllm-tensor-parallel-size (3)",
+    "--vllm-tensor-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
+        "--num-attention-heads (12) must be divisible by --vllm-tensor-parallel-size (8)"
+    ),
+    "--vllm-mode server": "--vllm-server-base-url is missing: name the servers",
+    "--vllm-server-base-url http://a:1": "--vllm-server-base-url needs --rollout-engine vllm --vllm-mode server",
+    "--sglang-server-timeout 5": "--sglang-server-timeout needs --rollout-engine sglang",
+    "--weight-sync-method checkpoint": "--weight-sync-method needs servers",
+    "--rollout-engine sglang --vllm-mode server": "--vllm-mode and --rollout-engine sglang cannot both be given",
+    f"{SERVER} a:1": "--vllm-server-base-url: it is no server's address: give http://HOST:PORT",
+    f"{SERVER} http://me:secret@a:1": "--vllm-server-base-url must not hold a password",
+    f"{SERVER} http://a:1 http://a:1/v1": "--vllm-server-base-url names a server twice",
+    f"{SERVER} http://a:1 --vllm-server-timeout 0": "--vllm-server-timeout (0.0) must be greater than 0",
+    f"{SERVER} http://a:1 --sleep-level 1": "--sleep-level is for an engine in the training processes",
+    f"{SERVER} http://a:1 --router-replay-mode R3 {MOE}": "--router-replay-mode R3 needs --rollout-engine",
+    f"{SERVER} http://a:1 --weight-sync-method gloo": "checkpoint goes through files",
+    f"{SERVER} http://localhost:1 --weight-sync-method ipc": "--weight-sync-method ipc is for --rollout-engine sglang",
+    f"{SGLANG} http://a:1 --weight-sync-method ipc": "--weight-sync-method ipc needs servers on rank 0's host",
+    f"{SGLANG} --weight-sync-method ipc": "--weight-sync-method ipc needs GPUs: give checkpoint",
+    f"{SGLANG} --sleep-level 2": "--sleep-level needs a GPU",
+    f"{SGLANG} --vllm-dtype float32": "--vllm-dtype is for an engine in the training processes",
+    f"{SERVER} http://a:1 --weight-sync-method checkpoint": "--weight-sync-dir is missing: with servers on other hosts",
+    "--rollout-engine megatron --vllm-max-num-seqs 64": (
+        "--vllm-max-num-seqs is vLLM's, and --rollout-engine megatron runs without vLLM"
+    ),
+    "--rollout-engine megatron --offload-model": "--offload-model cannot go with --rollout-engine megatron",
+    "--rollout-engine megatron --sleep-level 1": "--sleep-level cannot go with --rollout-engine megatron",
+    "--rollout-engine megatron --inference-max-requests 0": "--inference-max-requests (0) must be greater than 0",
+    "--inference-max-requests 64": "--inference-max-requests needs --rollout-engine megatron",
+    "--vllm-gpu-memory-utilization 1.5": "--vllm-gpu-memory-utilization (1.5) must lie between 0 and 1",
+    "--temperature 0": "--temperature (0.0) must be greater than 0",
+    "--top-p 1.1": "--top-p (1.1) must lie between 0 and 1",
+    "--top-k 0": "--top-k (0) must be at least 1, or -1",
+    "--min-p -0.1": "--min-p (-0.1) must lie between 0 and 1",
+    "--temperature 0.005": "--temperature (0.005) must lie between 0.01 and 2",
+    "--repetition-penalty 0": "--repetition-penalty (0.0) must be greater than 0",
+    "--presence-penalty 3": "--presence-penalty (3.0) must lie between -2 and 2",
+    "--frequency-penalty -3": "--frequency-penalty (-3.0) must lie between -2 and 2",
+    "--top-p 0.9 --frequency-penalty 1 --temperature 0.7": (
+        "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would be those "
+        "after them, and cannot be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
+    ),
+    f"{SGLANG} --presence-penalty 1": "--presence-penalty 1.0 with SGLang: the engine's log-probabilities would be",
+    "--top-k 5 --temperature 0.7 --mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop": (
+        "give --temperature 1, or leave out --rollout-importance-sampling-mode"
+    ),
+    "--rollout-importance-sampling-threshold 2": (
+        "--rollout-importance-sampling-threshold needs --rollout-importance-sampling-mode"
+    ),
+    "--rollout-importance-sampling-mode token_mask --rollout-importance-sampling-threshold 0": (
+        "--rollout-importance-sampling-threshold (0.0) must be greater than 0"
+    ),
+    "--rollout-importance-sampling-mode token_mask --rollout-importance-sampling-lower-bound 0.5": (
+        "--rollout-importance-sampling-lower-bound needs --rollout-importance-sampling-mode icepop"
+    ),
+    "--rollout-importance-sampling-mode icepop --rollout-importance-sampling-lower-bound 6": (
+        "--rollout-importance-sampling-lower-bound (6.0) must lie between 0 and 5"
+    ),
+    "--mismatch-sample-rate 2": "--mismatch-sample-rate (2.0) must lie between 0 and 1",
+    "--stop-words END --tokenizer-type SentencePieceTokenizer": "--stop-words needs a HuggingFaceTokenizer",
+    "--reward-funcs a b --reward-weights 1": "--reward-weights has 1 values, --reward-funcs 2",
+    "--reward-funcs a a": "--reward-funcs a a: name each once",
+    "--reward-timeout 0": "--reward-timeout (0.0) must be greater than 0",
+    "--reward-retries -1": "--reward-retries (-1) must not be negative",
+    "--reward-clip 0": "--reward-clip (0.0) must be greater than 0",
+    "--repetition-n-grams 2": "--repetition-n-grams has no effect without --reward-funcs repetition: leave it out",
+    "--code-sandbox strict": "--code-sandbox has no effect without --reward-funcs code",
+    "--reward-funcs soft_overlong": "soft_overlong needs --soft-cache-length: where the punishment begins",
+    "--reward-funcs soft_overlong --soft-cache-length 600 --max-completion-length 500": "(600) must be at most",
+    "--reward-funcs code --code-timeout 10": "--code-timeout (10) must be less than --reward-timeout (10)",
+    "--reward-routing gsm8k": "--reward-routing gsm8k: expected SOURCE=NAME,NAME, each source once",
+    "--reward-routing x=exact_match x=exact_match": "expected SOURCE=NAME,NAME, each source once",
+    "--reward-routing x=format": "is not among --reward-funcs",
+    "--reward-funcs a b --reward-routing x=a y=a": "--reward-routing sends no source to b: leave it out of",
+    "--epsilon 1.5": "--epsilon (1.5) must lie between 0 and 1",
+    "--epsilon-high 0": "--epsilon-high (0.0) must be greater than 0",
+    "--loss-type cispo": "--loss-type cispo bounds the ratio itself by --epsilon-high",
+    "--loss-type cispo --epsilon-high 0.2": "must be at least 1: give --epsilon-high 5",
+    "--loss-type cispo --epsilon-high 5 --epsilon 0.2": "--epsilon has no effect with --loss-type cispo",
+    "--loss-type gspo": "--epsilon 0.2 never clips the ratio of a sequence",
+    "--loss-type gspo --importance-sampling-level token --epsilon 3e-4": "not token: leave one of them out",
+    "--loss-type grpo --importance-sampling-level sequence": "give --epsilon 3e-4 --epsilon-high 4e-4",
+    "--loss-type gmpo --importance-sampling-level sequence": "has no effect with --loss-type gmpo",
+    "--loss-type sapo --epsilon-high 0.3": "--epsilon-high has no effect with --loss-type sapo",
+    "--loss-type reinforce --delta 4": "--delta has no effect with --loss-type reinforce",
+    "--tau-pos 2": "--tau-pos has no effect with --loss-type grpo",
+    "--delta 1.2": "--delta (1.2) must be greater than 1 + --epsilon-high (1.2)",
+    "--delta 3 --dual-clip 3": "--delta and --dual-clip cannot both be given",
+    "--entropy-coef -1": "--entropy-coef (-1.0) must not be negative",
+    "--top-entropy-quantile 1.5": "--top-entropy-quantile (1.5) must lie between 0 and 1",
+    "--clip-cov-lb 2": "--clip-cov-lb needs --clip-cov-ratio",
+    "--clip-cov-ratio 1e-3 --clip-cov-lb 9": "--clip-cov-lb (9.0) must be less than --clip-cov-ub (5.0)",
+    "--kl-cov-ratio 1e-3": "--kl-cov-ratio penalises how far the policy has moved",
+    "--kl-cov-coef 2": "--kl-cov-coef needs --kl-cov-ratio",
+    "--m2po-threshold 0.04 --top-p 0.9 --temperature 0.7": "leave out --m2po-threshold",
+    "--beta -1": "--beta (-1.0) must not be negative",
+    "--beta 0 --ref-load ref": "--ref-load needs --beta",
+    "--num-epochs 2": "--train-iters and --num-epochs cannot both be given",
+    "--train-iters 21 --num-iterations 2": (
+        "--train-iters (21) must be divisible by the updates per rollout (2 = --steps-per-generation 1 x "
+        "--num-iterations 2)"
+    ),
+    "--save out --save-interval 3 --steps-per-generation 2": "--save-interval (3) must be divisible by the updates",
+    "--valid-data-path v --eval-interval 5 --num-iterations 2": "--eval-interval (5) must be divisible by the updates",
+    "--exit-interval 7 --num-iterations 4": "--exit-interval (7) must be divisible by the updates per rollout (4",
+    "--save-interval 4": "--save-interval needs --save: there is no directory",
+    "--num-completions-to-log 3": "--num-completions-to-log needs --save",
+    "--eval-interval 4": "--eval-interval needs --valid-data-path",
+    "--val-before-train": "--val-before-train needs --valid-data-path",
+    "--valid-data-path v.jsonl": "--valid-data-path needs --eval-interval or --val-before-train",
+    "--bf16 --fp16": "--bf16 and --fp16 cannot both be given",
+    "--min-lr 1e-3": "--min-lr (0.001) must lie between 0 and --lr (1e-06)",
+    "--lr 0": "--lr (0.0) must be greater than 0",
+    "--lr-warmup-iters 20": "--lr-warmup-iters (20) must be at least 0 and less than the updates in all (20)",
+    "--lr-warmup-fraction 1": "--lr-warmup-fraction (1.0) must be at least 0 and less than 1",
+    "--lr-warmup-iters 2 --lr-warmup-fraction 0.1": "--lr-warmup-iters and --lr-warmup-fraction cannot both be given",
+    "--optimizer sgd --use-distributed-optimizer": "--use-distributed-optimizer needs --optimizer adam",
+    "--overlap-param-gather": "--overlap-param-gather needs --use-distributed-optimizer",
+    "--load-hf a --pretrained-checkpoint b": "--load-hf and --pretrained-checkpoint cannot both be given",
+    "--finetune": "--finetune needs --load",
+    "--no-load-optim": "--no-load-optim needs --load",
+    "--use-checkpoint-args": "--use-checkpoint-args needs --load or --pretrained-checkpoint",
+    "--save-hf a --no-save-hf": "--save-hf and --no-save-hf cannot both be given",
+    "--wandb-exp-name run": "--wandb-exp-name needs --wandb-project",
+    "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
+    "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local keys and values are gathered",
+    "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
+    "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 4": "divisible by pipeline parallel size x virtual stages (8)",
+    f"{PP2} --num-layers-per-virtual-pipeline-stage 3": "must be divisible by --pipeline-model-parallel-size (2) x",
+    f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2": "cannot both be given",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": "gradients would be wrong",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24 --micro-batch-size 2": (
+        "an update has 3 micro-batches on each data-parallel rank"
+    ),
+    f"{PP2} --overlap-p2p-comm": "it belongs to the interleaved schedule",
+    "--expert-model-parallel-size 2": "--expert-model-parallel-size needs --num-experts",
+    "--moe-router-topk 4": "--moe-router-topk needs --num-experts",
+    "--router-replay-mode R2": "--router-replay-mode needs --num-experts",
+    "--num-experts 8": "model family qwen3 has num_experts = None, but the arguments say 8",
+    f"{MOE} --expert-model-parallel-size 3": "--num-experts (8) must be divisible by expert parallel size (3)",
+    f"{MOE} --moe-ffn-hidden-size 90 --expert-tensor-parallel-size 4": "--moe-ffn-hidden-size (90) must be divisible",
+    f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
+    f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
+    f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own part",
+    f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
+    f"{MOE} --moe-expert-capacity-factor 1.5": "it drops tokens; the engine does not",
+    f"{MOE} --moe-router-fusion": "--moe-router-fusion needs --transformer-impl transformer_engine",
+    "--fp8-format hybrid": "--fp8-format is hybrid: training in 8 or 4 bits is not supported yet",
+    "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine drops nothing",
+    "--normalization LayerNorm": "give --normalization RMSNorm",
+    "--window-size 128,0 --model-family llama --no-qk-layernorm": (
+        "model family llama has window_size = None, but the arguments say [128, 0]"
+    ),
+    "--window-size 128,0 --window-attn-skip-freq 2": "qwen3 has window_attn_skip_freq = None, but the arguments say 2",
+    "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say True",
+    "--rollout-engine megatron --check-weight-sync": "--check-weight-sync needs an engine with weights of its own",
+    "--rollout-engine megatron --rollout-balancing dynamic": "--rollout-balancing dynamic is for colocated vLLM",
+    "--attn-logit-softcapping 0": "--attn-logit-softcapping (0.0) must be greater than 0",
+    "--transformer-impl transformer_engine --dry-run --context-parallel-size 2 --window-size 8,0": (
+        "--context-parallel-size 2 with --window-size needs --cp-comm-type a2a"
+    ),
+    "--recompute-granularity full": "megatron-core refuses these settings (TransformerConfig): Using recompute_gran",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refusals_name_the_flag_and_the_numbers(flags):
+    with pytest.raises(GrpoError) as error:
+        validated(flags)
+    assert REFUSED[flags] in str(error.value)
+
+
+def test_query_groups_and_group_query_attention_go_together():
+    with pytest.raises(GrpoError, match="--num-query-groups needs --group-query-attention"):
+        validated("", base=without("--group-query-attention"))
+    with pytest.raises(GrpoError, match="--group-query-attention needs --num-query-groups"):
+        validated("", base=without("--num-query-groups"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --bf16",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--max-tokens-per-microbatch 4096 --vllm-tensor-parallel-size 2",
+        "--top-p 0.9 --repetition-penalty 1.1",
+        "--top-p 0.9 --temperature 0.7 --mismatch-sample-rate 0",
+        f"{SGLANG} --top-p 0.9 --temperature 0.7",
+        f"{SGLANG} --presence-penalty 1 --mismatch-sample-rate 0",
+        "--temperature 0.7 --rollout-importance-sampling-mode token_mask --mismatch-sample-rate 0",
+        "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
+        "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--bias-activation-fusion --bias-dropout-fusion",
+    ],
+)
+def test_what_works_is_accepted(flags):
+    validated(flags)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bounds"), [("token_mask", (2.0, None)), ("sequence_truncate", (2.0, None)), ("icepop", (5.0, 0.5))]
+)
+def test_bounds_of_the_correction(mode, bounds):
+    args = validated(f"--rollout-importance-sampling-mode {mode}")
+    assert (args.rollout_importance_sampling_threshold, args.rollout_importance_sampling_lower_bound) == bounds
+
+
+def test_a_dry_run_needs_only_the_model():
+    validated("--dry-run", base=MODEL)
+    validated("--dry-run --transformer-impl transformer_engine --apply-rope-fusion", base=MODEL)
+    with pytest.raises(GrpoError, match="--num-layers is missing"):
+        validated("--dry-run", base=without("--num-layers"))
+
+
+def test_rules_and_architecture_name_real_arguments():
+    args = parse_args([])
+    names = [dest for dests, _, _ in of_models.ONLY + of_families.ONLY for dest in dests.split()] + ARCHITECTURE
+    assert [name for name in names if not hasattr(args, name)] == []
+
+
+def test_the_default_architecture_is_the_parsers():
+    args = parse_args([])
+    assert of_families.default_architecture() == {dest: getattr(args, dest) for dest in ARCHITECTURE}
+
+
+def test_architecture_comes_from_the_source_and_given_flags_must_agree():
+    source = {"num_layers": 28, "norm_epsilon": 1e-6, "swiglu": True, "kv_channels": None, "lr": 5.0}
+    args = parse_args(["--norm-epsilon", "0.000001"])
+    merge_architecture(args, source, "model/config.json")
+    assert (args.num_layers, args.swiglu, args.kv_channels) == (28, True, None)
+    assert args.lr is None  # not the model's shape
+
+    args = parse_args(["--num-layers", "24"])
+    with pytest.raises(GrpoError) as error:
+        merge_architecture(args, source, "model/config.json")
+    assert str(error.value).startswith("--num-layers is 24, but model/config.json says 28: leave the flag out")
+
+
+def test_a_default_is_no_contradiction():
+    args = parse_args([])
+    merge_architecture(args, {"rotary_base": 1000000, "untie_embeddings_and_output_weights": True}, "the checkpoint c")
+    assert args.rotary_base == 1000000 and args.untie_embeddings_and_output_weights
+    with pytest.raises(GrpoError, match="--rotary-base is 10000, but the checkpoint c says 1000000"):
+        merge_architecture(parse_args(["--rotary-base", "10000"]), {"rotary_base": 1000000}, "the checkpoint c")
+
+
+number = st.one_of(st.integers(-2, 40), st.integers(0, 4096))
+NUMBERS = (
+    "tensor-model-parallel-size pipeline-model-parallel-size vllm-tensor-parallel-size num-layers hidden-size "
+    "num-attention-heads num-query-groups kv-channels ffn-hidden-size vocab-size max-position-embeddings seq-length "
+    "max-prompt-length max-completion-length max-tokens-per-microbatch micro-batch-size global-batch-size "
+    "num-generations steps-per-generation generation-batch-size num-iterations train-iters save-interval "
+    "lr-warmup-iters lr top-k top-p temperature epsilon min-lr reward-workers recompute-num-layers"
+).split()
+
+
+@given(st.dictionaries(st.sampled_from(NUMBERS), number, max_size=6), st.integers(1, 32))
+@settings(max_examples=300, deadline=None)
+def test_any_numbers_are_accepted_or_refused_with_a_grpo_error(values, world_size):
+    words = [f"--{name}={value}" for name, value in values.items()]
+    args = parse_args((MODEL + RUN).split() + words)
+    try:
+        validate_args(args, world_size)
+    except GrpoError as error:
+        assert "\n" not in str(error)
+    else:
+        assert args.train_iters % args.updates_per_rollout == 0
+
+
+def test_servers_are_accepted_and_filled_in():
+    args = validated(f"{SERVER} http://127.0.0.1:1 http://localhost:2/v1/ --weight-sync-method checkpoint")
+    assert args.weight_sync_dir == "/dev/shm"
+    assert server_urls(args) == ["http://127.0.0.1:1", "http://localhost:2/v1/"]
+    assert server_urls(validated("")) == []
+
+
+def test_keys_are_neither_printed_nor_saved(capsys):
+    args = validated(f"{SERVER} http://localhost:1 --vllm-server-api-key secret-of-mine")
+    print_args(args)
+    assert "secret-of-mine" not in capsys.readouterr().out + str(args_to_json(args))
+
+
+def test_rows_without_a_route_are_refused():
+    routes = reward_routes(["math=accuracy,format", "code=code"], ["accuracy", "format", "code"])
+    assert routes == {"math": ["accuracy", "format"], "code": ["code"]}
+    check_source(routes, {"data_source": "code"})
+    check_source({}, {})
+    with pytest.raises(GrpoError, match=r"no --reward-routing .* 'maths', only for math, code"):
+        check_source(routes, {"data_source": "maths"})
+    with pytest.raises(GrpoError, match=r'no --reward-routing for "data_source" None'):
+        check_source(routes, {})
