@@ -49,5 +49,8 @@ def make(directory: Path, family: str, logits: float) -> str:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():  # the last norm makes hidden states of mean square 1
         model.get_output_embeddings().weight.normal_(std=logits / config.hidden_size**0.5)
+        for name, weight in model.named_parameters():  # with tied embeddings a token would else foresee itself alone
+            if config.tie_word_embeddings and "layernorm" in name and "post_" in name:
+                weight.fill_(40.0)
     model.save_pretrained(directory)
     return str(directory)

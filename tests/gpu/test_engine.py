@@ -81,9 +81,8 @@ def test_a_prefix_cache_in_use_is_an_error(dense):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("level", ["1", "2"])
-def test_sleep_and_offload_free_memory(tmp_path, model, level):
-    facts = found(tmp_path / "out", 1, "sleep", model("qwen3", FLAT), EAGER, "--sleep-level", level)[0]["sleep"]
+def test_sleep_and_offload_free_memory(tmp_path, model):
+    facts = found(tmp_path / "out", 1, "sleep", model("qwen3", FLAT), EAGER, "--sleep-level", "2")[0]["sleep"]
     awake, asleep, offloaded, again = facts["free"]
     assert asleep - awake > 256 << 20  # the cache, and the weights
     assert offloaded - asleep > 0.5 * facts["moved"] > 10 << 20  # torch's allocator keeps part of a few blocks
@@ -108,6 +107,7 @@ def test_temperature_and_caps_cost_no_exactness(tmp_path, model):
     cool = found(tmp_path / "cool", 1, "temperatures", model("qwen3", SHARP), EAGER, "--temperature", "0.7")[0]
     capped = found(tmp_path / "cap", 1, "temperatures", model("gemma2", SHARP), EAGER, "--temperature", "1")[0]
     plain = cool["mismatch"]["1.0"]
+    assert min(plain, capped["mismatch"]["1.0"]) > 1e-3, "a model that is sure of its tokens has nothing to round"
     print(f"mismatch {cool['mismatch']}, capped {capped['mismatch']}")
     assert cool["mismatch"]["0.7"] < 1.3 * plain
     assert capped["mismatch"]["1.0"] < 1.3 * plain
