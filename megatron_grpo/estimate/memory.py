@@ -232,14 +232,15 @@ class Plan:
         return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size
 
     def _head(self) -> float:
-        """Bytes of models/head.py in its backward pass: a chunk of logits and their gradient, the output weight's
-        gradient in float32 and in its own type, and of the hidden states the gathered, the chosen and the gradient.
+        """Bytes of models/head.py in its backward pass: a chunk of logits in float32 and their gradient, the output
+        weight's gradient in float32 and in its own type, and of the hidden states the gathered, the chosen and the
+        gradient.
         """
         args, size = self.args, params_dtype(self.args).itemsize
         rows = args.padded_vocab_size // args.tensor_model_parallel_size
         tokens = self.tokens() / args.context_parallel_size
         weight = rows * args.hidden_size * (4 + size)
-        return min(CHUNK, tokens) * rows * 2 * size + weight + 3 * tokens * args.hidden_size * size
+        return min(CHUNK, tokens) * rows * (4 + size) + weight + 3 * tokens * args.hidden_size * size
 
 
 def _weights(args: Namespace) -> dict[int | str, list[Weight]]:

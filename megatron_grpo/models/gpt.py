@@ -8,7 +8,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.models.config import transformer_config_from_args
-from megatron_grpo.models.head import vocab_parallel_log_probs
+from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.softcap import soft_cap
@@ -76,9 +76,9 @@ class PolicyModel(GPTModel):
         """
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
-        logits = hidden_states[:, 0].index_select(0, kept) @ self._output_weight().T
+        logits = float32_logits(hidden_states[:, 0].index_select(0, kept), self._output_weight())
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-        return soft_cap(logits[:, : self.vocab_size_without_padding].float(), self.final_logit_softcapping)
+        return soft_cap(logits[:, : self.vocab_size_without_padding], self.final_logit_softcapping)
 
     def _head(self, hidden_states, weight, labels, kept):
         """(log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""

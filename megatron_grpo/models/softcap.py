@@ -27,7 +27,7 @@ def soft_capped_attention(q, k, v, sees: Sees, scale: float, cap: float) -> torc
         mask = _block_mask(sees, q.shape[2], k.shape[2], q.device)
         # Left to choose, it takes for less than 128 tokens a kernel for decoding, which has no block size for these.
         options = {"BACKEND": "TRITON"}
-        out = _compiled()(q, k, v, _score_mod(cap), mask, scale, enable_gqa=True, kernel_options=options)
+        out = _compiled(flex_attention)(q, k, v, _score_mod(cap), mask, scale, enable_gqa=True, kernel_options=options)
         return out[0].transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
@@ -39,7 +39,7 @@ def soft_capped_attention(q, k, v, sees: Sees, scale: float, cap: float) -> torc
 @lru_cache(maxsize=8)  # the layers of a micro-batch share them; a few, for layers with and without a window
 def _block_mask(sees: Sees, queries: int, keys: int, device: torch.device):
     # Compiled, so that no mask of all queries and keys is made.
-    return create_block_mask(sees, None, None, queries, keys, device=device, _compile=True)
+    return _compiled(create_block_mask)(sees, None, None, queries, keys, device=device)
 
 
 @cache
@@ -48,5 +48,10 @@ def _score_mod(cap: float):
 
 
 @cache
-def _compiled():
-    return torch.compile(flex_attention)
+def _compiled(function: Callable) -> Callable:
+    """``function``, compiled; its sizes become dynamic with the second pack.
+
+    torch gives a function up when it has compiled it too often, and flex_attention would then make all scores of a
+    pack: ``fullgraph`` makes that an error. (``dynamic=True`` would compile the scale as a variable, which fails.)
+    """
+    return torch.compile(function, fullgraph=True)

@@ -174,6 +174,8 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
 # Arguments of vllm.LLM without which the engine would not be the trainer's.
 OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
 OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
+# Those that keep keys and values outside the cache that a weight sync clears.
+KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
 
 def check_rollout(args: Namespace, world_size: int) -> None:
@@ -197,6 +199,12 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     ours = sorted(OURS.intersection(args.vllm_engine_kwargs or {}))
     if ours:
         raise GrpoError(f"--vllm-engine-kwargs: {', '.join(ours)} is decided by this program: leave it out")
+    keeping = sorted(KEEP_OLD_CACHE.intersection(args.vllm_engine_kwargs or {}))
+    if keeping:
+        raise GrpoError(
+            f"--vllm-engine-kwargs: {', '.join(keeping)} would keep keys and values of earlier weights over a weight "
+            "sync: leave it out"
+        )
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can give memory back, leave it out")
     within(args, "temperature", 0.01, 2)  # vLLM samples at 0.01 when asked for less, and refuses more

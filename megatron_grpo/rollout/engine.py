@@ -33,6 +33,15 @@ class Request:
     sampling: Sampling
 
 
+def request_seed(rollout_seed: int, request_id: int) -> int:
+    """Sampling seed of one request, 63 bits: a function of the rollout's seed and the request's number alone.
+
+    Samples then differ from rollout to rollout and from request to request, and do not depend on the engine replica
+    that makes them.
+    """
+    return int(np.random.SeedSequence([rollout_seed, request_id]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 @dataclass(frozen=True)
 class Completion:
     """What became of a request: ids (an end-of-sequence token included), why it ended, and under which weights."""

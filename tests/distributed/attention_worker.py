@@ -2,10 +2,8 @@
 
 torchrun --nproc-per-node 4 tests/distributed/attention_worker.py DIR
     context and tensor parallel on gloo, float64; checkpoints go to DIR (run by test_attention_parallel.py)
-python tests/distributed/attention_worker.py --cuda
-    the flash kernels of one GPU in bf16: one line a case
 torchrun --nproc-per-node 2 tests/distributed/attention_worker.py --cuda
-    the same with all processes as one context-parallel group
+    the flash kernels of GPUs in bf16, one line a case; all processes are one context-parallel group (tests/gpu)
 """
 
 import math
@@ -231,6 +229,30 @@ class Alone:
         return 0
 
 
+_LENGTHS = (64, 1024, 16, 304, 2048, 16)
+_BASE = Case(_LENGTHS, heads=8, groups=2, size=64, value_size=64)
+_MLA = Case(_LENGTHS, heads=4, groups=4, size=192, value_size=128)
+GPU_CASES = {
+    "causal": _BASE,
+    "lengths of any kind": replace(_BASE, lengths=(1, 777, 130, 2, 1)),
+    "scale": replace(_BASE, scale=0.3),
+    "window 127": replace(_BASE, left=127),
+    "window 1500": replace(_BASE, left=1500),
+    "window 1": replace(_BASE, left=1),
+    "sinks": replace(_BASE, softmax="learnable"),
+    "off by one": replace(_BASE, softmax="off-by-one"),
+    "sinks, window 127": replace(_BASE, softmax="learnable", left=127),
+    "MLA": _MLA,
+    "MLA, sinks, window 100": replace(_MLA, softmax="learnable", left=100),
+    "head size 128": replace(_BASE, size=128, value_size=128),
+    "soft cap": replace(_BASE, cap=5.0),
+    "soft cap, window 127": replace(_BASE, cap=5.0, left=127),
+    "soft cap, other lengths": replace(_BASE, cap=5.0, lengths=(1040, 32, 2416)),
+    "soft cap, 88 tokens": replace(_BASE, cap=5.0, lengths=(8, 64, 16)),
+    "soft cap, head size 256": replace(_BASE, cap=5.0, size=256, value_size=256),
+}
+
+
 def on_gpu() -> None:
     """Relative errors (norm of the difference by norm) of output and gradients in bf16 against float32, same data."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -240,30 +262,8 @@ def on_gpu() -> None:
     if world > 1:
         dist.init_process_group("nccl", device_id=device)
         groups.cp = dist.group.WORLD
-    lengths = (64, 1024, 16, 304, 2048, 16)
-    base = Case(lengths, heads=8, groups=2, size=64, value_size=64)
-    mla = Case(lengths, heads=4, groups=4, size=192, value_size=128)
-    cases = {
-        "causal": base,
-        "lengths of any kind": replace(base, lengths=(1, 777, 130, 2, 1)),
-        "scale": replace(base, scale=0.3),
-        "window 127": replace(base, left=127),
-        "window 1500": replace(base, left=1500),
-        "window 1": replace(base, left=1),
-        "sinks": replace(base, softmax="learnable"),
-        "off by one": replace(base, softmax="off-by-one"),
-        "sinks, window 127": replace(base, softmax="learnable", left=127),
-        "MLA": mla,
-        "MLA, sinks, window 100": replace(mla, softmax="learnable", left=100),
-        "head size 128": replace(base, size=128, value_size=128),
-        "soft cap": replace(base, cap=5.0),
-        "soft cap, window 127": replace(base, cap=5.0, left=127),
-        "soft cap, other lengths": replace(base, cap=5.0, lengths=(1040, 32, 2416)),
-        "soft cap, 88 tokens": replace(base, cap=5.0, lengths=(8, 64, 16)),
-        "soft cap, head size 256": replace(base, cap=5.0, size=256, value_size=256),
-    }
     worst = 0.0
-    for name, case in cases.items():
+    for name, case in GPU_CASES.items():
         if world > 1 and any(length % (2 * world) for length in case.lengths):
             continue
         got = module_results(case, groups, device, torch.bfloat16)

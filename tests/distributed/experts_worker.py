@@ -1,7 +1,7 @@
 """GroupedExperts beside megatron-core's SequentialMLP: what test_experts.py uses, and test_experts_layouts.py runs.
 
 torchrun --nproc-per-node 2 tests/distributed/experts_worker.py DIRECTORY
-python tests/distributed/experts_worker.py --cuda        # on a GPU, in bfloat16: differences and milliseconds
+python tests/distributed/experts_worker.py --cuda        # milliseconds on a GPU, in bfloat16
 """
 
 import os
@@ -301,7 +301,7 @@ def parts_agree() -> None:
 # ---- on a GPU
 
 
-def compare_on_gpu() -> None:
+def time_on_gpu() -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("nccl")
@@ -310,22 +310,11 @@ def compare_on_gpu() -> None:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
     routed = scores.topk(chosen).indices.flatten().bincount(minlength=experts).tolist()
-    uneven = [0, 1, 7, 3000, 0, 513] + [0] * (experts - 7) + [65]
     for fused in (False, True):
         config = make_config(
             torch.bfloat16, experts=experts, hidden=hidden, ffn=768, bf16=True, bias_activation_fusion=fused
         )
         sequential, grouped = (build(kind, config) for kind in KINDS)
-        for a, b in zip(stacked(sequential), stacked(grouped), strict=True):
-            assert torch.equal(a, b), "one seed, two initial weights"
-        for name, counts in {"routed": routed, "uneven": uneven, "none": [0] * experts}.items():
-            inputs = problem(counts, torch.bfloat16, hidden, "cuda")
-            want, got = (run(kind, *inputs) for kind in (sequential, grouped))
-            gaps = {key: float((got[key] - want[key]).norm() / want[key].norm().clamp(1e-9)) for key in want}
-            print(f"fused={fused} {name}: " + ", ".join(f"{key} {gap:.1e}" for key, gap in gaps.items()), flush=True)
-            assert all(gap < 1e-2 for gap in gaps.values())
-            idle = torch.tensor(counts) == 0
-            assert not got["d weight1"][idle].any() and not got["d weight2"][idle].any()
         inputs = problem(routed, torch.bfloat16, hidden, "cuda")
         for kind in (sequential, grouped):
             print(f"fused={fused} {type(kind).__name__}: {milliseconds(step, kind, *inputs):.2f} ms")
@@ -346,7 +335,7 @@ def milliseconds(function, *arguments, times: int = 20) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--cuda":
-        compare_on_gpu()
+        time_on_gpu()
     else:
         dist.init_process_group("gloo")
         fused_adam.install()

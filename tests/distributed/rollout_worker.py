@@ -38,6 +38,7 @@ from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
@@ -147,6 +148,7 @@ class Cases:
         self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
         self.rollout("other seed", self.sampled, seed=8)
         self.rollout("same seed", replace(self.sampled, log_probs=False), seed=7)
+        self.other_replicas()
         self.rollout("one prompt", self.sampled, seed=7, prompts=self.prompts[3:4])
         self.rollout("twins", self.sampled, seed=7, prompts=self.prompts[:2])
         self.rollout("greedy", GREEDY, seed=7, generations=1)
@@ -160,6 +162,14 @@ class Cases:
         self.by_the_trainer()
         self.new_weights()
         (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
+
+    def other_replicas(self) -> None:
+        """The first rollout once more, in which each replica makes what another one made."""
+        engine, replica = self.trainer.engine, self.trainer.engine.replica
+        if replica is not None:
+            engine.replica = engine.num_replicas - 1 - replica
+        self.rollout("other replicas", self.sampled, seed=7)
+        engine.replica = replica
 
     def constrained(self) -> None:
         """Completions that match a pattern: of all prompts, with log-probabilities all the same, and by some rows."""
@@ -195,6 +205,8 @@ class Cases:
             if engine.replica is not None:
                 engine.submit([Request(i, self.prompts[i].ids, sampling) for i in (0, 1)])
             assert not engine.poll()
+            if isinstance(engine, VllmColocate):
+                self.facts["sync under requests"] = says(lambda: pretrain_grpo.sync(self.args, self.trainer))
             engine.abort([0])
             self.facts["not aborted"] = [completion.id for completion in generate(engine, [])] + [
                 completion.id for _ in range(20 * MAX_TOKENS) for completion in engine.poll()

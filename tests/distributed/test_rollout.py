@@ -207,6 +207,10 @@ def test_seeds(results):
     assert twins[:GENERATIONS] != twins[GENERATIONS:]
 
 
+def test_samples_do_not_depend_on_the_replica(results):
+    assert completions(results.batch("other replicas")) == completions(results.batch("first"))
+
+
 def test_the_trainers_random_state_is_kept(results):
     for facts in results.facts:
         kept = {name: value for name, value in facts.items() if name.endswith("kept the random state")}
@@ -387,6 +391,15 @@ def test_groups_without_signal_are_resampled_and_then_taken(results):
 def test_aborted_requests_do_not_come_back(results):
     waiting = [] if results.layout == "a server" else [1]  # there rank 1 only waits
     assert [facts["not aborted"] for facts in results.facts] == [[1], waiting]
+
+
+def test_a_prefix_cache_in_use_is_an_error(results):
+    """Of a request that runs over a sync the keys and values cannot be dropped."""
+    said = [facts.get("sync under requests") for facts in results.facts]
+    if results.layout == "a server":  # it is asked after every sync, and answers for itself
+        assert said == [None, None]
+    else:
+        assert all("did not drop its prefix cache" in text for text in said)
 
 
 def test_new_weights_reach_the_engine(results):

@@ -12,6 +12,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.load_weights import load_weights
 from megatron_grpo.utils.errors import GrpoError
@@ -50,16 +51,23 @@ class VllmColocate:
         # Without it vLLM also stops at the one that transformers gives the family (DeepSeek 1, Llama 2).
         # The padding token of a family's default may lie beyond a smaller vocabulary.
         hf_config = {**hf_config, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        if torch.cuda.is_available():
+            hf_config["head_dtype"] = "float32"  # as models/head.py: logits are soft-capped and cooled in their dtype
         with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
+        self._seeds_requests = _seeds_requests(self._engine.vllm_config)
+        self._rollouts = self._rollout_seed = 0
         self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            sampling = copy.copy(_sampling_params(request.sampling, self._eos_id))
+            if self._seeds_requests:
+                sampling.seed = request_seed(self._rollout_seed, request.id)
             try:
-                self._engine.add_request(str(request.id), prompt, _sampling_params(request.sampling, self._eos_id))
+                self._engine.add_request(self._engine_id(request.id), prompt, sampling)
             except ValueError as error:  # a constraint that Python's own checks let through
                 constraint = request.sampling.structured_outputs
                 if not constraint:
@@ -80,8 +88,17 @@ class VllmColocate:
                 experts = None
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
-                finished.append(Completion(int(output.request_id), ids, log_probs, reason, self._version, experts))
+                request_id = int(output.request_id.rpartition("-")[2])
+                finished.append(Completion(request_id, ids, log_probs, reason, self._version, experts))
         return finished
+
+    def _engine_id(self, request_id: int) -> str:
+        """The engine's name of a request, unique over the run.
+
+        With asynchronous scheduling a step that was queued before the last request ended is processed in the next
+        rollout: under a name that returned, its token would go to a request of that rollout.
+        """
+        return f"{self._rollouts}-{request_id}"
 
     def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
         """The experts of ``Completion``, of vLLM's ``[tokens, layers, topk]``, which has rows for dense layers too."""
@@ -95,26 +112,37 @@ class VllmColocate:
         return experts
 
     def abort(self, ids: Iterable[int]) -> None:
-        self._engine.abort_request([str(i) for i in ids])
+        self._engine.abort_request([self._engine_id(i) for i in ids])
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
         """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it
         was.
         """
+        self._rollouts, self._rollout_seed = self._rollouts + 1, seed
         with _random_state_kept():
-            # One seed for the whole rollout: per-request seeds make vLLM's sampler loop over requests one by one.
+            # For requests without a seed of their own vLLM draws from these, as alike on all ranks of a replica.
             torch.manual_seed(seed + self.replica)
+            np.random.seed(seed + self.replica)
             if torch.cuda.is_available():
                 torch.cuda.manual_seed(seed + self.replica)
-            self._engine.reset_prefix_cache()
+            self._drop_prefix_cache()
             yield
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         self._llm.collective_rpc(load_weights, args=(weights,))
-        self._engine.reset_prefix_cache()
+        self._drop_prefix_cache()
         self._version = version
         self.has_weights = True
+
+    def _drop_prefix_cache(self) -> None:
+        """Drop the keys and values of earlier weights; GrpoError when requests still hold some of them."""
+        if not self._engine.reset_prefix_cache():
+            raise GrpoError(
+                "vLLM did not drop its prefix cache, because requests still use it: the next completions would be "
+                "computed from keys and values of earlier weights. Report this with the flags of the run and the "
+                "versions in the banner"
+            )
 
     def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
         if not all(self._llm.collective_rpc(can_compare)):
@@ -177,6 +205,15 @@ def _build(args, directory: str):
         return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise GrpoError(f"vLLM could not be started: {error}. The --vllm-* flags and config.json decide.") from error
+
+
+def _seeds_requests(vllm_config) -> bool:
+    """Whether each request is given a seed of its own, which all runners heed.
+
+    For vLLM's first runner on a GPU, which mixtures of experts have, that is a kernel a request and token (a
+    ``torch.Generator`` each): there the rollout and the replica have a seed instead.
+    """
+    return vllm_config.use_v2_model_runner or not torch.cuda.is_available()
 
 
 def _options_for_a_cpu(args) -> dict:

@@ -175,7 +175,9 @@ class VllmServer(Server):
         await self.call("POST", "/collective_rpc", body, timeout=timeout)
 
     async def weights_are(self, version: int) -> None:
-        if not (await self.call("POST", "/reset_prefix_cache", timeout=PROBE_TIMEOUT))["success"]:
+        # reset_external: what a server's own flags offload or transfer of its cache, too.
+        path = "/reset_prefix_cache?reset_external=true"
+        if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
             raise Fault("it could not drop its prefix cache: has it requests of others?")
         body = {"new_version": weight_tag(version)}
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # vLLM 0.26 has none

@@ -248,16 +248,23 @@ def _packing_at_start() -> bool:
 
 
 def _one_stream_after_the_other(weights: Weights) -> Weights:
-    """The same; each is made when all that was done before, on whichever stream, is done: vLLM packs on several."""
-    weights, last = iter(weights), torch.cuda.current_stream()
-    while True:
-        if (now := torch.cuda.current_stream()) != last:
-            now.wait_stream(last)
-            last = now
-        pair = next(weights, None)
-        if pair is None:
-            return
-        yield pair
+    """The same ``weights``, for vLLM's packing, which asks for them on several streams in turn: each is made after all
+    earlier work, on whichever stream, beginning with the caller's.
+    """
+    last = torch.cuda.current_stream()  # here, not in the generator, whose first line runs on a stream of vLLM's
+
+    def in_order() -> Weights:
+        nonlocal last
+        while True:
+            if (now := torch.cuda.current_stream()) != last:
+                now.wait_stream(last)
+                last = now
+            pair = next(weights, None)
+            if pair is None:
+                return
+            yield pair
+
+    return in_order()
 
 
 def address_for(urls: list[str]) -> str:

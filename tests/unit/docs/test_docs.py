@@ -12,20 +12,26 @@ from megatron_grpo.training.arguments import build_parser
 from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[3]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))),
+]
 DOCUMENTS.remove("docs/arguments.md")  # generated: tests/unit/training/test_arguments.py has it
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --steps --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
+OTHERS += ["--gpu"]  # of tests/run_tests.sh
 OTHERS += ["--generate"]  # of tools/data/countdown.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()
 OTHERS += "--attention-backend --sampling-backend --enable-memory-saver --enable-weights-cpu-backup --tp".split()
-OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config".split()
+OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config --hf-overrides".split()
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
 
 

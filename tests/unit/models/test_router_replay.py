@@ -149,12 +149,13 @@ class VllmDouble:
     def __init__(self, layers: int, told: bool):
         self.layers, self.told, self.waiting = layers, told, []
         self.llm_engine = self
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=True)
 
     def add_request(self, request_id, prompt, params):
         self.waiting.append((request_id, prompt["prompt_token_ids"]))
 
     def reset_prefix_cache(self):
-        pass
+        return True
 
     def step(self):
         from vllm.outputs import CompletionOutput, RequestOutput

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import request_seed
 from megatron_grpo.rollout.megatron import sampling
 
 VOCAB = 50
@@ -104,3 +105,9 @@ def test_a_seed_gives_the_same_draws():
     given = logits(64)
     first, again, other = (draw(given, [PLAIN] * 64, seed=seed)[0] for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_every_request_of_every_rollout_has_a_seed_of_its_own():
+    seeds = [request_seed(rollout, request) for rollout in (0, 1, 2**31 - 1) for request in range(2000)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    assert request_seed(1, 7) == request_seed(1, 7)

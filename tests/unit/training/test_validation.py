@@ -283,6 +283,7 @@ REFUSED = {
     "--transformer-impl transformer_engine --dry-run --context-parallel-size 2 --window-size 8,0": (
         "--context-parallel-size 2 with --window-size needs --cp-comm-type a2a"
     ),
+    '--vllm-engine-kwargs {"kv_offloading_size":4}': "kv_offloading_size would keep keys and values of earlier weights",
     "--recompute-granularity full": "megatron-core refuses these settings (TransformerConfig): Using recompute_gran",
 }
 

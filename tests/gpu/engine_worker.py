@@ -1,0 +1,186 @@
+"""What tests/gpu/test_engine.py runs under torchrun: a trainer in bf16, a colocated vLLM, and rollouts.
+
+    torchrun --nproc-per-node W tests/gpu/engine_worker.py OUT CASES FLAGS
+
+CASES are methods of `Worker`, joined by commas. Every rank writes its findings to OUT/RANK.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import made_up
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+import pretrain_grpo
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models import forward
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.training import train_step
+from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.setup import build_engine
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import hf
+
+PROMPTS, GENERATIONS, TOKENS = 8, 4, 32
+FLAGS = f"""--bf16 --max-prompt-length 24 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
+    --global-batch-size {PROMPTS * GENERATIONS} --micro-batch-size {PROMPTS * GENERATIONS // 2}
+    --vllm-max-num-seqs 64 --vllm-gpu-memory-utilization 0.1 --steps-per-generation 1""".split()
+
+
+class Worker:
+    """A trainer and its engine, and what was found."""
+
+    def __init__(self, args):
+        self.args, self.found = args, {}
+        model = forward.build_model(args, model_provider)
+        hf.load_hf(model, args, args.load_hf)
+        model, optimizer, _ = train_step.setup_optimizer(args, model)
+        self.offloader = Offloader(model, optimizer, True, True, True)
+        self.engine = build_engine(args, model, SimpleNamespace(eos_id=2, decode=None))
+        self.trainer = SimpleNamespace(model=model, engine=self.engine, timers=Timers(), iteration=1)
+        ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, 24).tolist()
+        # All alike: completions of one prompt can be equal by equal random numbers only.
+        self.prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i in range(PROMPTS)]
+
+    def wake(self) -> None:
+        """As `Trainer.engine_awake` does: weights, sync, cache."""
+        self.engine.wake_weights()
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.engine.wake_cache()
+
+    def rollout(self, seed: int, temperature: float = 1.0):
+        sampling = Sampling(TOKENS, temperature, ignore_eos=True, log_probs=True)
+        batch, _ = collect_rollout(
+            self.engine, self.prompts, GENERATIONS, sampling, None, None, seed, self.trainer.timers
+        )
+        return batch
+
+    @staticmethod
+    def completions(batch) -> list[list[int]]:
+        ends = batch.cu_seqlens[1:].tolist()
+        return [batch.tokens[end - TOKENS : end].tolist() for end in ends]
+
+    def mismatch(self, temperature: float) -> float:
+        """Mean |log p(trainer) - log p(engine)| over sampled tokens, nats."""
+        for chunk in unwrap_model(self.trainer.model):
+            chunk.temperature = temperature
+        batch = self.rollout(11, temperature)
+        ours = pretrain_grpo.log_probs(self.args, self.trainer, batch)
+        return float(np.abs(ours - batch.rollout_log_probs)[batch.loss_mask == 1].mean())
+
+    # ---- cases
+
+    def seeds(self) -> None:
+        """Two rollouts with different seeds, and the first once more."""
+        self.found["runner of its own"] = bool(self.engine._engine.vllm_config.use_v2_model_runner)
+        self.found |= {name: self.completions(self.rollout(seed)) for name, seed in (("a", 7), ("b", 8), ("c", 7))}
+
+    def ranks(self) -> None:
+        """What this rank's engine itself answers, before any exchange."""
+        sampling = Sampling(TOKENS, ignore_eos=True)
+        with self.engine.rollout(7):
+            requests = [Request(i, self.prompts[0].ids, sampling) for i in range(GENERATIONS)]
+            answers = {completion.id: completion.token_ids for completion in generate(self.engine, requests)}
+        self.found["rank"] = [answers[i] for i in range(GENERATIONS)]
+
+    def queued(self) -> None:
+        """Requests that are given up or end leave nothing behind for those of the next rollout with the same ids.
+
+        vLLM adds a random word to every request's id, which would hide that: the test switches it off.
+        """
+        sampling = Sampling(TOKENS, ignore_eos=True)
+        requests = [Request(i, self.prompts[0].ids, sampling) for i in range(GENERATIONS)]
+        answers = []
+        for _ in range(3):
+            with self.engine.rollout(7):
+                done = {completion.id: completion.token_ids for completion in generate(self.engine, requests)}
+            answers.append([done[i] for i in range(GENERATIONS)])
+            with self.engine.rollout(9):
+                self.engine.submit(requests)
+                for _ in range(5):
+                    self.engine.poll()
+                self.engine.abort([request.id for request in requests])
+        self.found["queued"] = answers
+
+    def cache(self) -> None:
+        """New weights while a request runs: its keys and values cannot be dropped."""
+        try:
+            with self.engine.rollout(7):
+                self.engine.submit([Request(0, self.prompts[0].ids, Sampling(TOKENS, ignore_eos=True))])
+                for _ in range(3):
+                    self.engine.poll()
+                pretrain_grpo.sync(self.args, self.trainer)
+            self.found["cache"] = None
+        except GrpoError as error:
+            self.found["cache"] = str(error)
+        self.engine.abort([0])
+
+    def temperatures(self) -> None:
+        self.found["mismatch"] = {str(t): self.mismatch(t) for t in (1.0, 0.7)}
+
+    def weights(self) -> None:
+        """Weights that have changed reach the engine, and only with a sync."""
+        before = self.mismatch(1.0)
+        with torch.no_grad():
+            for chunk in self.trainer.model:
+                for parameter in chunk.parameters():
+                    parameter.add_(0.5 * parameter.flip(0))
+        stale = self.mismatch(1.0)
+        pretrain_grpo.sync(self.args, self.trainer)
+        self.found["weights"] = [before, stale, self.mismatch(1.0)]
+
+    def sleep(self) -> None:
+        """The device's free memory, awake, asleep and awake again, and what is sampled before and after; meanwhile the
+        trainer's tensors leave the device, and come back.
+        """
+        tensors = [p.detach().clone() for chunk in self.trainer.model for p in chunk.parameters()]
+        first, free = self.completions(self.rollout(7)), [self.free()]
+        self.engine.sleep()
+        free.append(self.free())
+        moved = self.offloader.to_host()
+        free.append(self.free())
+        self.offloader.to_device()
+        same = [p.detach() for chunk in self.trainer.model for p in chunk.parameters()]
+        self.wake()
+        free.append(self.free())
+        self.found["sleep"] = {
+            "free": free,
+            "moved": moved.size,
+            "weights came back": all(map(torch.equal, tensors, same)),
+            "answers are the same": self.completions(self.rollout(7)) == first,
+        }
+
+    @staticmethod
+    def free() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
+
+def main() -> None:
+    out, cases, flags = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    args = made_up.parse([*FLAGS, *flags], int(os.environ["WORLD_SIZE"]))
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    worker = Worker(args)
+    worker.wake()
+    for case in cases:
+        getattr(worker, case)()
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(worker.found))
+    worker.engine.close()
+
+
+if __name__ == "__main__":
+    run(main)

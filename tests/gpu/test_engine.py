@@ -1,0 +1,138 @@
+"""Colocated vLLM on GPUs beside a trainer in bf16: random numbers, log-probabilities, weights, memory."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import models
+import pytest
+from launch import engine_flags, torchrun
+
+FLAT = 0.3  # standard deviation of logits: two samples of 32 tokens are never equal by chance
+SHARP = 6.0  # the largest of 4,096 is then about 22
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """`model(family, logits)`: a Hugging Face directory, made once."""
+    made: dict[tuple, str] = {}
+
+    def get(family: str, logits: float) -> str:
+        if (family, logits) not in made:
+            made[family, logits] = models.make(tmp_path_factory.mktemp(family), family, logits)
+        return made[family, logits]
+
+    return get
+
+
+def found(out: Path, nproc: int, cases: str, model: str, *flags, env=None) -> list[dict]:
+    """What each rank of `engine_worker.py` finds."""
+    out.mkdir(exist_ok=True)
+    words = "--load-hf", model, *engine_flags(256), *flags
+    torchrun(nproc, "tests/gpu/engine_worker.py", out, cases, *words, env=env)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def all_differ(*rollouts: list[list[int]]) -> bool:
+    completions = list(map(tuple, chain(*rollouts)))
+    return len(set(completions)) == len(completions)
+
+
+def share_equal(one: list[list[int]], other: list[list[int]]) -> float:
+    return sum(map(list.__eq__, one, other)) / len(one)
+
+
+def check_weights(facts: dict, limit: float) -> None:
+    """The engine had the trainer's weights, not those that changed since, and has them after a sync (nats)."""
+    before, stale, after = facts["weights"]
+    assert max(before, after) < limit and stale > 2 * limit, facts["weights"]
+
+
+EAGER = "--vllm-enforce-eager"
+ONE_LAUNCH = pytest.mark.xdist_group("dense")  # of the tests that read what `dense` found
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory, model):
+    """One replica of a dense model, with CUDA graphs as in a run."""
+    out = tmp_path_factory.mktemp("dense") / "out"
+    cases = "seeds,queued,cache,weights"
+    flags = "--sleep-level", "1"
+    return found(out, 1, cases, model("qwen3", FLAT), *flags, env={"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"})[0]
+
+
+@ONE_LAUNCH
+def test_rollouts_differ_and_repeat(dense):
+    """Of one prompt, so that only the random numbers differ."""
+    assert dense["runner of its own"], "this is for the runner that draws seeds from numpy"
+    assert all_differ(dense["a"], dense["b"])
+    assert dense["c"] == dense["a"]
+
+
+@ONE_LAUNCH
+def test_nothing_of_a_rollout_reaches_the_next(dense):
+    first, second, third = dense["queued"]
+    assert first == second == third and all_differ(first)
+
+
+@ONE_LAUNCH
+def test_a_prefix_cache_in_use_is_an_error(dense):
+    assert "did not drop its prefix cache" in (dense["cache"] or "")
+
+
+@pytest.mark.alone
+def test_sleep_and_offload_free_memory(tmp_path, model):
+    facts = found(tmp_path / "out", 1, "sleep", model("qwen3", FLAT), EAGER, "--sleep-level", "2")[0]["sleep"]
+    awake, asleep, offloaded, again = facts["free"]
+    assert asleep - awake > 256 << 20  # the cache, and the weights
+    assert offloaded - asleep > 0.5 * facts["moved"] > 10 << 20  # torch's allocator keeps part of a few blocks
+    assert abs(again - awake) < 64 << 20
+    assert facts["weights came back"] and facts["answers are the same"]
+
+
+@ONE_LAUNCH
+def test_weights_reach_the_engine(dense):
+    check_weights(dense, 0.05)
+
+
+def test_experts_sample_anew_in_every_rollout(tmp_path, model):
+    """Mixtures of experts have vLLM's first runner, in which the rollout has a seed and not the request."""
+    facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_moe", FLAT), EAGER)[0]
+    assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    check_weights(facts, 0.05)
+
+
+def test_temperature_and_caps_cost_no_exactness(tmp_path, model):
+    """Logits are cooled and soft-capped in float32, as by the trainer: in bf16 each would be rounded by up to 0.06."""
+    cool = found(tmp_path / "cool", 1, "temperatures", model("qwen3", SHARP), EAGER, "--temperature", "0.7")[0]
+    capped = found(tmp_path / "cap", 1, "temperatures", model("gemma2", SHARP), EAGER, "--temperature", "1")[0]
+    plain = cool["mismatch"]["1.0"]
+    assert min(plain, capped["mismatch"]["1.0"]) > 1e-3, "a model that is sure of its tokens has nothing to round"
+    print(f"mismatch {cool['mismatch']}, capped {capped['mismatch']}")
+    assert cool["mismatch"]["0.7"] < 1.3 * plain
+    assert capped["mismatch"]["1.0"] < 1.3 * plain
+
+
+def test_quantized_engine(tmp_path, model):
+    """8-bit weights are other weights; they follow the trainer's all the same."""
+    facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3", FLAT), EAGER, "--vllm-quantization", "fp8")[0]
+    assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    check_weights(facts, 0.2)
+
+
+@pytest.mark.gpus(2)
+@ONE_LAUNCH
+def test_two_replicas_share_no_samples(tmp_path, model, dense):
+    """Nor do samples depend on which replica makes them, but for rounding."""
+    first, second = found(tmp_path / "out", 2, "seeds", model("qwen3", FLAT), "--sleep-level", "1")
+    assert first == second and all_differ(first["a"], first["b"]) and first["c"] == first["a"]
+    assert share_equal(first["a"], dense["a"]) > 0.8
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_ranks_of_a_replica_draw_alike(tmp_path, model, layout):
+    flags = EAGER, "--vllm-tensor-parallel-size", "2", *layout.split()
+    first, second = found(tmp_path / "out", 2, "ranks,seeds,weights", model("qwen3", FLAT), *flags)
+    assert first == second and all_differ(first["rank"]) and all_differ(first["a"], first["b"])
+    check_weights(first, 0.05)

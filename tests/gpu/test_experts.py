@@ -1,0 +1,49 @@
+"""Experts in one grouped product against megatron-core's, one after the other, in bf16."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.xdist_group("experts")
+
+import torch.distributed as dist
+from experts_worker import KINDS, build, make_config, problem, run, stacked
+from megatron.core import parallel_state
+
+EXPERTS, HIDDEN, TOKENS, CHOSEN = 32, 2048, 8192, 8
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A process group of this process alone, on its GPU."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def routed() -> list[int]:
+    scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
+    return scores.topk(CHOSEN).indices.flatten().bincount(minlength=EXPERTS).tolist()
+
+
+COUNTS = {"routed": routed(), "uneven": [0, 1, 7, 3000, 0, 513] + [0] * (EXPERTS - 7) + [65], "none": [0] * EXPERTS}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_grouped_experts(world, fused, name):
+    counts = COUNTS[name]
+    options = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": 768, "bf16": True, "bias_activation_fusion": fused}
+    sequential, grouped = (build(kind, make_config(torch.bfloat16, **options)) for kind in KINDS)
+    for a, b in zip(stacked(sequential), stacked(grouped), strict=True):
+        assert torch.equal(a, b), "one seed, two initial weights"
+    inputs = problem(counts, torch.bfloat16, HIDDEN, "cuda")
+    want, got = (run(kind, *inputs) for kind in (sequential, grouped))
+    gaps = {key: float((got[key] - want[key]).norm() / want[key].norm().clamp(1e-9)) for key in want}
+    assert max(gaps.values()) < 1e-2, gaps
+    idle = torch.tensor(counts) == 0
+    assert not got["d weight1"][idle].any() and not got["d weight2"][idle].any()

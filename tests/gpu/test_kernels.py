@@ -1,0 +1,124 @@
+"""What computes on a GPU with kernels of its own, against plain float32 or float64."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # the modules below prepare a machine without a GPU
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.xdist_group("kernels")
+
+import numpy as np
+from attention_worker import GPU_CASES, NAMES, Alone, module_results, reference
+from launch import torchrun
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_grpo.models.attention import visible_keys
+from megatron_grpo.models.head import vocab_parallel_log_probs
+from megatron_grpo.models.softcap import soft_capped_attention
+from megatron_grpo.rollout.weight_sync.nccl import send_packed
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over norm."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_attention(name):
+    """Output and gradients in bf16 against a plain masked softmax in float32 of the same numbers."""
+    case = GPU_CASES[name]
+    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16)
+    want = reference(case, torch.bfloat16, "cuda", torch.float32)
+    errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
+    assert max(errors.values()) < 2e-2, errors
+
+
+@pytest.mark.gpus(2)
+def test_attention_with_context_parallelism():
+    """The worker asserts; here it must have come to the end."""
+    output = torchrun(2, "tests/distributed/attention_worker.py", "--cuda")
+    assert output.count("cp 2  ") == sum(all(n % 4 == 0 for n in case.lengths) for case in GPU_CASES.values()), output
+
+
+def test_soft_capped_attention_stays_compiled():
+    """Packs of any length, with and without a window, with gradients and without: never all scores of a pack.
+
+    16 heads of 16k tokens would have 8 GiB of scores, in bf16.
+    """
+    rng = np.random.default_rng(0)
+    torch._dynamo.reset()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    lengths = [rng.integers(1, 4000, rng.integers(1, 8)).tolist() for _ in range(8)] + [[3], [70, 9], [128], [16384]]
+    for pack, grad in ((pack, grad) for pack in lengths for grad in (True, False)):
+        cu = tuple(np.cumsum([0, *pack]).tolist())
+        q, k, v = (torch.randn(cu[-1], h, 64, device="cuda", dtype=torch.bfloat16) for h in (16, 8, 8))
+        for left in (-1, 1023):
+            leaves = [x.clone().requires_grad_(grad) for x in (q, k, v)]
+            with torch.set_grad_enabled(grad):
+                out = soft_capped_attention(*leaves, visible_keys(cu, 1, 0, left, q.device), 0.125, 50.0)
+            if grad:
+                out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 << 30
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head(temperature, cap):
+    """Log-probabilities and entropies of sharp logits (standard deviation 6), and gradients, against float64."""
+    tokens, hidden_size, vocabulary = 300, 512, 32000
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (
+        torch.randn(shape, generator=generator, device="cuda").mul(std).bfloat16().requires_grad_()
+        for shape, std in (((tokens, hidden_size), 1.0), ((vocabulary, hidden_size), 6 / hidden_size**0.5))
+    )
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator, device="cuda")
+    upstream = torch.randn(2, tokens, generator=generator, device="cuda")
+    got = vocab_parallel_log_probs(hidden, weight, labels, temperature, vocabulary, None, 128, cap)
+    got += torch.autograd.grad((torch.stack(got) * upstream).sum(), (hidden, weight))
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = leaves[0] @ leaves[1].T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_p = (logits / temperature).log_softmax(-1)
+    want = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    want += torch.autograd.grad((torch.stack(want) * upstream).sum(), leaves)
+    for name, a, b, limit in zip("log p, entropy, d hidden, d weight".split(", "), got, want, (1e-4, 1e-4, 5e-3, 5e-3)):
+        if limit < 1e-3:
+            assert float((a.detach() - b).abs().max()) < limit, (
+                name
+            )  # nats: logits of 20 rounded to bf16 would give 0.06
+        else:
+            assert relative(a, b) < limit, name
+
+
+class Received:
+    """In place of vLLM's group of processes: what is broadcast is copied, on the stream of the broadcast."""
+
+    def __init__(self):
+        self.buckets: list[torch.Tensor] = []
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Keep a copy of ``tensor``."""
+        self.buckets.append(tensor.clone())
+
+
+def test_packed_weights_wait_for_their_last_change():
+    """A change of the weights that the GPU has not made yet when the sync begins is part of what is sent.
+
+    Many rounds: the first load kernels and take memory, for which the GPU waits anyway (and conftest.py sees to it that
+    streams run side by side).
+    """
+    weights = {f"layer.{i}": torch.zeros(1 << 20, device="cuda") for i in range(4)}
+    stale = []
+    for round_number in range(1, 41):
+        torch.cuda._sleep(int(5e7))  # cycles, some 25 ms
+        for i, tensor in enumerate(weights.values()):
+            tensor.fill_(10 * round_number + i)
+        group = Received()
+        send_packed(iter(weights.items()), group)
+        torch.cuda.synchronize()
+        sent = torch.cat([bucket.view(torch.float32) for bucket in group.buckets])
+        if not torch.equal(sent, torch.cat(list(weights.values()))):
+            stale.append(round_number)
+    assert not stale

@@ -1,0 +1,66 @@
+"""pretrain_grpo.py as a user starts it on GPUs: sleeping engine, everything offloaded, killed, resumed, exported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPO, engine_flags, torchrun
+
+GPU = """--bf16 --sleep-level 2 --offload-model --offload-optimizer --offload-gradients --check-weight-sync
+    --use-distributed-optimizer --vllm-gpu-memory-utilization 0.1 --vllm-enforce-eager""".split()
+RUN = """--micro-batch-size 16 --global-batch-size 64 --num-generations 8 --max-prompt-length 8
+    --max-completion-length 5 --reward-funcs even_tokens --beta 0.02 --lr 1e-4 --train-iters 4 --exit-interval 2
+    --eval-interval 2 --transformer-impl local""".split()
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """Sums as data, and untrained models that know their characters, dense and with experts (heads of 64 channels)."""
+    root = tmp_path_factory.mktemp("task")
+    sizes = "--hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --num-layers 4".split()
+    for script, *words in (
+        ("data/arithmetic.py", "--save", root / "data", "--digits", "2", "--reversed"),
+        ("make_tiny_model.py", "--save", root / "qwen3", "--steps", "0", *sizes),
+        ("make_tiny_model.py", "--save", root / "qwen3_moe", "--shape", "qwen3_moe", "--steps", "0", *sizes),
+    ):
+        subprocess.run([sys.executable, REPO / "tools" / script, *map(str, words)], check=True, capture_output=True)
+    return root
+
+
+def check(task: Path, save: Path, nproc: int, *flags: str, model: str = "qwen3") -> None:
+    """The same command twice: two updates, then two more that begin where the first end."""
+    data = ["--train-data-path", task / "data/train.jsonl", "--valid-data-path", task / "data/test.jsonl"]
+    data += ["--external-plugins", REPO / "tools/benchmark/even_tokens.py"]  # an untrained model scores, too
+    places = ["--load-hf", task / model, "--save", save, "--load", save]
+    for _ in range(2):
+        torchrun(nproc, "pretrain_grpo.py", *RUN, *GPU, *engine_flags(64), *data, *places, *flags)
+    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["mismatch/mean_abs"] < 0.02 and 0 < row["grad_norm"] < 100 and row["reward/failures"] == 0
+    assert (save / "hf_model/model.safetensors").exists()
+
+
+def test_one_gpu(task, tmp_path):
+    check(task, tmp_path / "run", 1)
+
+
+def test_experts_of_the_engine(task, tmp_path):
+    """The trainer repeats the experts that vLLM chose, which it tells on GPUs only."""
+    flags = "--router-replay-mode R3 --steps-per-generation 2 --moe-grouped-gemm"
+    check(task, tmp_path / "run", 1, *flags.split(), model="qwen3_moe")
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --overlap-param-gather --overlap-grad-reduce",
+        "--use-distributed-optimizer",
+    ],
+)
+def test_two_gpus(task, tmp_path, layout):
+    check(task, tmp_path / "run", 2, *layout.split())

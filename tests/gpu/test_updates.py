@@ -1,0 +1,57 @@
+"""Two updates in bf16 with real kernels: TransformerEngine beside our layers, and layouts beside one GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from launch import REPO
+
+MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8
+    --group-query-attention --num-query-groups 2 --kv-channels 64 --qk-layernorm --normalization RMSNorm --swiglu
+    --disable-bias-linear --vocab-size 4096 --max-position-embeddings 512 --bf16 --max-prompt-length 64
+    --max-completion-length 256""".split()
+EXPERTS = "--model-family qwen3_moe --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256".split()
+TE = "--transformer-impl transformer_engine"
+needs_te = pytest.mark.skipif(
+    not importlib.util.find_spec("transformer_engine"), reason="TransformerEngine is not installed"
+)
+
+
+def check(*layouts: str, flags=()) -> None:
+    """tools/check_parallel.py, which compares every layout with the first."""
+    command = [sys.executable, "tools/check_parallel.py", *MODEL, *flags, "--layouts", *layouts]
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=400)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+def test_one_gpu():
+    """Packs of another size, the distributed optimizer, recomputation."""
+    more = "TP1: --use-distributed-optimizer --max-tokens-per-microbatch 1024"
+    recompute = "TP1: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    check("TP1", more, recompute)
+
+
+@needs_te
+def test_transformer_engine():
+    fused = "--bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion"
+    check("TP1", f"TP1: {TE}", f"TP1: {TE} {fused}")
+
+
+@pytest.mark.gpus(2)
+def test_two_gpus():
+    check("TP1", "TP2", "TP2 SP", "PP2", "CP2", "DP2: --use-distributed-optimizer --overlap-grad-reduce")
+
+
+@pytest.mark.gpus(2)
+@needs_te
+def test_two_gpus_with_transformer_engine():
+    check("TP1", f"TP2 SP: {TE}", f"PP2: {TE}", f"CP2: {TE}")
+
+
+@pytest.mark.gpus(2)
+def test_experts_on_two_gpus():
+    check("TP1", "EP2", "TP2 SP EP2 ETP1", flags=EXPERTS)
