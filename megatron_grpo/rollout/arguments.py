@@ -17,7 +17,7 @@ BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("vllm", "megatron", "sglang")
 VLLM_MODES = ("colocate", "server")
-WEIGHT_SYNC = ("nccl", "ipc", "m2n", "sparse", "checkpoint", "gloo")
+WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
 
 ROLLOUT: tuple[Row, ...] = (
     ("--rollout-engine", ENGINES, "vllm", "what generates; megatron: the training model itself"),
@@ -142,8 +142,6 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
     if args.weight_sync_method is None:
         args.weight_sync_method = "nccl" if torch.cuda.is_available() else "checkpoint"
     method = args.weight_sync_method
-    if method == "gloo":
-        raise GrpoError("--weight-sync-method gloo is not here: where there is no NCCL, checkpoint goes through files")
     if method == "ipc":
         if kind != "sglang":
             raise GrpoError("--weight-sync-method ipc is for --rollout-engine sglang: give nccl or checkpoint")

@@ -96,9 +96,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free what outlives the process; the engine is of no use afterwards."""
 
-    def health(self) -> str | None:
-        """None while the engine can serve, else what is wrong with it."""
-
 
 def generate(
     engine: Engine,

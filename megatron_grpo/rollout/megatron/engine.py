@@ -209,9 +209,6 @@ class MegatronEngine:
     def close(self) -> None:
         self._cache.free()
 
-    def health(self) -> str | None:
-        return None  # it lives and dies with this process
-
 
 def _free_bytes() -> int:
     """Memory that this process could take on its device: what is free, and what torch holds but does not use."""

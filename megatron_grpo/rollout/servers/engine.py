@@ -133,10 +133,6 @@ class ServerEngine:
         if self._pool:
             self._pool.close()
 
-    def health(self) -> str | None:
-        lost = [f"{server.url}: {server.lost}" for server in self._pool.servers if server.lost] if self._pool else []
-        return "; ".join(lost) or None
-
 
 async def _note_checksums(notes: dict[str, dict[str, str] | None], server: Server) -> None:
     notes[server.url] = await server.checksums()

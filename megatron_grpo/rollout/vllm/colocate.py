@@ -168,9 +168,6 @@ class VllmColocate:
 
         destroy_model_parallel()
 
-    def health(self) -> str | None:
-        return None  # it lives and dies with this process
-
 
 def _build(args, directory: str):
     from vllm import LLM

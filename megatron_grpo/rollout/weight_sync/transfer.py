@@ -94,9 +94,4 @@ def build_transfer(args) -> WeightTransfer:
             return NcclTransfer(args)
         case "sparse":
             return SparseTransfer(args)
-        case "m2n":
-            raise GrpoError(
-                "--weight-sync-method m2n: shard-to-shard transfer came with vLLM 0.32, and GPU builds up to 0.26 are "
-                "what this program runs with: take nccl"
-            )
     raise GrpoError(f"--weight-sync-method {args.weight_sync_method} is not known")
