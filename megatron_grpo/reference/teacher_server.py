@@ -91,7 +91,7 @@ class TeacherServer(Client):
             try:
                 return await self.call(*request, timeout=timeout)
             except Fault as fault:
-                if not fault.passing:
+                if not fault.retryable:
                     raise
             await asyncio.sleep(pause)
         return await self.call(*request, timeout=timeout)

@@ -1,6 +1,4 @@
-"""One rollout over all engine replicas: hand out the prompts, score what finishes, and give every rank the whole
-batch.
-"""
+"""One rollout over all engine replicas: dispatch prompts, score completions, exchange the whole batch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +12,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
-from megatron_grpo.rollout.dispatcher import HandOut
+from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 
@@ -31,16 +29,15 @@ def collect_rollout(
     capacity: int | None = None,
     selection: Selection | None = None,
 ) -> tuple[RolloutBatch, int]:
-    """``num_generations`` completions of every prompt, with their rewards, in one order on every rank.
+    """Return ``num_generations`` completions of every prompt with their rewards, in the same order on every rank.
 
-    Completion ``p * num_generations + g`` is the g-th of the p-th prompt, whichever replica made it; its group is p.
-    A prompt's completions stay on one replica, which so computes the prompt once; ``capacity``: see `HandOut`. With a
-    ``selection`` some of the prompts only are begun, and of these some kept: p is then the place that it gives a group.
-    Scoring runs while others are generated. ``scorer`` belongs to the lead rank of each replica (None elsewhere).
-    Returns the batch and the number of rewards that could not be had, over all replicas; the scorer's own are in its
-    ``failures``.
+    Completion ``p * num_generations + g`` is the g-th of prompt p, on whichever replica it was generated; its group is
+    p. All completions of a prompt run on one replica, so its prefill runs once. ``capacity``: see `PromptDispatcher`.
+    ``selection`` starts some of the prompts and keeps some of their groups; p is then the place it gives to a group.
+    Scoring overlaps generation. ``scorer`` is None except on the lead rank of each replica. The second value is the
+    number of missing rewards over all replicas; ``scorer.failures`` lists those of this replica.
     """
-    hand_out = selection or HandOut(engine, len(prompts), num_generations, capacity)
+    dispatcher = selection or PromptDispatcher(engine, len(prompts), num_generations, capacity)
     completions: list[Completion] = []
     texts: dict[int, str] = {}
 
@@ -56,7 +53,7 @@ def collect_rollout(
         ]
 
     with timers("rollout"), engine.rollout(seed):
-        for completion in generate(engine, requests(hand_out.first), lambda n: requests(hand_out.further(n))):
+        for completion in generate(engine, requests(dispatcher.first), lambda n: requests(dispatcher.further(n))):
             completions.append(completion)
             if scorer is not None:
                 p = completion.id // num_generations
@@ -64,7 +61,7 @@ def collect_rollout(
             if selection is not None:
                 selection.take(completion)
     with timers("scoring"):
-        spoken = completions if engine.is_lead else []  # every rank of a replica has the same ones
+        spoken = completions if engine.is_lead else []  # all ranks of a replica hold the same completions
         places = selection.places() if selection is not None else range(len(prompts))
         spoken = [completion for completion in spoken if completion.id // num_generations in places]
         mine = _to_batch(prompts, spoken, num_generations, places)
@@ -74,7 +71,7 @@ def collect_rollout(
         dist.all_reduce(failures, group=host_group())
         parts = _exchange(mine)
         if selection is None:
-            hand_out.close()
+            dispatcher.close()
     batch = RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
     return batch, int(failures)
 
@@ -112,7 +109,7 @@ def _to_batch(
 
 
 def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
-    """Every rank's batch on every rank, as bytes of flat arrays (never pickles)."""
+    """All-gather every rank's batch, as bytes of flat arrays (no pickles)."""
     buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
     sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
     all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]

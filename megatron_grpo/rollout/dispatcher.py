@@ -1,4 +1,4 @@
-"""Which replica makes the completions of which prompts (``--rollout-balancing``)."""
+"""Prompt dispatcher: assigns the prompts of a rollout to engine replicas (``--rollout-balancing``)."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ import torch.distributed as dist
 
 from megatron_grpo.rollout.engine import Engine
 
-_rollouts = itertools.count()  # every rank counts them alike
+_rollouts = itertools.count()  # equal on all ranks
 
 
-class HandOut:
-    """The numbers of a rollout's prompts, as this replica gets them.
+class PromptDispatcher:
+    """Assigns prompt numbers to this replica.
 
-    *Static* (``capacity`` None): replica r of n gets r, r + n, ... at once, so that every run samples the same.
+    *Static* (``capacity`` None): replica r of n gets r, r + n, ... at the start, so every run assigns the same prompts.
 
-    *Dynamic*: so it begins with as many prompts as have ``capacity`` completions; the others go one by one to whichever
-    replica has less than that under way. The lead of each replica draws their numbers from a counter in the process
-    group's store, and tells its other ranks there: these are in step, and come to each draw after the same completions.
+    *Dynamic*: each replica starts with the prompts of ``capacity`` completions. A replica with fewer running ones draws
+    the next prompt. The lead rank of each replica draws from a counter in the process group's store and publishes
+    the number there for its other ranks, which reach the same draw after the same completions.
     """
 
     def __init__(self, engine: Engine, num_prompts: int, num_generations: int, capacity: int | None):
@@ -37,7 +37,7 @@ class HandOut:
         self._words = (f"{engine.replica}/{draw}" for draw in itertools.count())
 
     def further(self, under_way: int) -> list[int]:
-        """What the replica begins on now that so many completions of it are under way."""
+        """Return the prompts that this replica starts now, given its number of running completions."""
         taken: list[int] = []
         while self._left and under_way + len(taken) * self._num_generations < self._capacity:
             number = self._draw()
@@ -48,7 +48,7 @@ class HandOut:
         return taken
 
     def _draw(self) -> int:
-        """The next number of the counter, the same on all ranks of the replica."""
+        """Return the next number of the counter, equal on all ranks of the replica."""
         if self._alone:
             return self._store.add("next", 1) - 1
         word = next(self._words)
@@ -60,6 +60,6 @@ class HandOut:
         return number
 
     def close(self) -> None:
-        """Take back what was told, when every rank is done; a counter a rollout stays."""
+        """Delete the published numbers once every rank is done; one counter per rollout stays in the store."""
         for word in self._said:
             self._store.delete_key(word)

@@ -1,10 +1,10 @@
-"""Which groups of a rollout are kept, when more are made than it needs.
+"""Selects the groups of a rollout when more are started than needed.
 
-    --dynamic-sample          a group whose rewards are all alike teaches nothing: a fresh prompt takes its place
-    --over-sampling-ratio R   R times the prompts are begun; the first groups that are complete are kept
+    --dynamic-sample          a new prompt replaces a group whose rewards are all equal
+    --over-sampling-ratio R   start R times the prompts; keep the groups that complete first
 
-Each replica has its share of the rollout and chooses within it, so no replica waits for another. What was begun in vain
-or not at all is given back to the sampler.
+Each replica selects within its own share of the rollout and never waits for another replica. Prompts without a kept
+group return to the sampler.
 """
 
 import itertools
@@ -21,22 +21,22 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.engine import Completion, Engine
 
-# Steps of the engine between a group's end and the decision about it: its rewards are computed meanwhile. A fixed
-# number, so that a replacement joins after the same step in every run, however fast the rewards come.
+# Engine steps between the end of a group and the decision about it, during which its rewards are computed. The number
+# is fixed so that a replacement starts after the same step in every run, however fast the rewards are.
 STEPS_TO_SCORE = 16
 
-_rollouts = itertools.count()  # every rank counts them alike
+_rollouts = itertools.count()  # equal on all ranks
 _RETURNED, _KEPT, _REPLACED = range(3)
 
 
 def has_signal(rewards: np.ndarray) -> bool:
-    """Whether a group's combined rewards ``[n]`` (nan: not scored) differ, so that its advantages are not all 0."""
+    """Return whether the combined rewards ``[n]`` of a group (nan: not scored) differ; if not, its advantages are 0."""
     scored = rewards[~np.isnan(rewards)]
     return len(scored) > 1 and bool(scored.min() < scored.max())
 
 
 def prompts_to_draw(num_groups: int, over_sampling_ratio: float, max_resample_times: int) -> int:
-    """Prompts that a rollout of ``num_groups`` may begin at most: those of the first round, and every replacement."""
+    """Return how many prompts a rollout of ``num_groups`` can start at most: first round plus replacements."""
     return _first_round(num_groups, over_sampling_ratio) + max_resample_times * num_groups
 
 
@@ -45,15 +45,15 @@ def _first_round(num_groups: int, over_sampling_ratio: float) -> int:
 
 
 class Selection:
-    """One rollout's choice of ``num_groups`` groups among those of the prompts drawn for it (`prompts_to_draw`).
+    """Selects ``num_groups`` groups of one rollout among the prompts drawn for it (`prompts_to_draw`).
 
-    The r-th of n replicas begins the prompts r, r + n, ... of the first round. A group is decided when it is complete,
-    with ``max_resample_times`` above 0 `STEPS_TO_SCORE` steps later: without a signal it is replaced by the replica's
-    next fresh prompt, if without that too few would be kept, and unless it has come by so many replacements itself.
-    When the replica has its share, all else is aborted; when nothing is left to be made, groups without a signal fill
-    the share up.
+    Replica r of n starts the prompts r, r + n, ... of the first round. A group is decided when it is complete, or
+    `STEPS_TO_SCORE` steps later if ``max_resample_times`` is above 0. Replace a group without signal by the replica's
+    next new prompt if the quota would be missed and its chain has had fewer than ``max_resample_times`` replacements.
+    When the quota is reached, abort everything else. When nothing is left to generate, fill the quota with groups
+    without signal.
 
-    All ranks of a replica come to the same decisions: of completions they all hear, of rewards the lead tells them.
+    All ranks of a replica decide alike: all see the completions, and the lead rank publishes which groups have signal.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Selection:
         self._num_prompts = prompts_to_draw(num_groups, over_sampling_ratio, max_resample_times)
         self._replica, self._replicas = engine.replica, engine.num_replicas
         self._is_lead = engine.is_lead
-        # A rank that makes no completions has a share of none.
+        # A rank that generates nothing has an empty share.
         share = range(num_groups)[engine.replica :: engine.num_replicas] if engine.replica is not None else range(0)
         self.first: Sequence[int] = range(self._num_first)[engine.replica :: engine.num_replicas] if share else []
         self._quota = len(share)
         self._fresh = deque(self._num_first + k * num_groups + place for k in range(self._rounds) for place in share)
-        self._round = dict.fromkeys(self.first, 0)  # of every group that was begun
+        self._round = dict.fromkeys(self.first, 0)  # replacement round of each started group
         self._complete: dict[int, int] = {}  # completions of each group
         self._undecided: deque[tuple[int, int]] = deque()  # (group, the step at which it is decided)
         self._decided = 0
@@ -90,14 +90,14 @@ class Selection:
         self._said: list[str] = []
 
     def take(self, completion: Completion) -> None:
-        """Note a completion, which the scorer has been given."""
+        """Record a completion that was submitted to the scorer."""
         group = completion.id // self._num_generations
         self._complete[group] = self._complete.get(group, 0) + 1
         if self._complete[group] == self._num_generations:
             self._undecided.append((group, self._step + (STEPS_TO_SCORE if self._rounds else 0)))
 
     def further(self, under_way: int) -> list[int] | None:
-        """The prompts to begin now, after a step of the engine; None when the share is complete."""
+        """Return the prompts to start after this engine step; None when the quota is reached."""
         begun: list[int] = []
         while self._undecided and (self._undecided[0][1] <= self._step or not (under_way or begun)):
             group, _ = self._undecided.popleft()
@@ -116,7 +116,7 @@ class Selection:
         return begun
 
     def _learns_from(self, group: int) -> bool:
-        """Whether the group has a signal: the lead's rewards say so, to all ranks of the replica."""
+        """Return whether the group has signal; the lead rank decides from the rewards and publishes it in the store."""
         word = str(group)
         if not self._is_lead:
             return self._store.get(word) == b"1"  # waits for it
@@ -129,12 +129,12 @@ class Selection:
         return answer
 
     def places(self) -> dict[int, int]:
-        """{group: its place in the rollout} of the groups that this replica keeps, when it has made them."""
+        """Return {group: its place in the rollout} of the groups that this replica keeps, after generation."""
         filled = self._kept + self._alike[: self._quota - len(self._kept)]
         return {group: self._replica + i * self._replicas for i, group in enumerate(sorted(filled))}
 
     def close(self) -> tuple[list[int], dict[str, float]]:
-        """The prompts, by number, that nothing was made of, and the metrics; every rank must call it."""
+        """Return the numbers of the unused prompts, and the metrics. Collective."""
         status = torch.zeros(2, self._num_prompts, dtype=torch.int64)
         if self._is_lead:
             kept = self.places()

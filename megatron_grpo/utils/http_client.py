@@ -9,18 +9,18 @@ PROBE_TIMEOUT = 10.0  # seconds for an answer that costs a server nothing
 
 
 class Fault(Exception):
-    """A server did not do what it was asked; ``passing`` when it may the next time, ``status`` what it answered by."""
+    """A request failed; ``retryable`` if it may succeed later, ``status`` is the HTTP status of the answer."""
 
-    def __init__(self, message: str, passing: bool = False, status: int | None = None):
+    def __init__(self, message: str, retryable: bool = False, status: int | None = None):
         super().__init__(message)
-        self.passing, self.status = passing, status
+        self.retryable, self.status = retryable, status
 
 
 class Silence(Fault):
     """A server has not answered in time: it may hang, or have much to do."""
 
     def __init__(self, message: str):
-        super().__init__(message, passing=True)
+        super().__init__(message, retryable=True)
 
 
 class Client:
@@ -46,17 +46,17 @@ class Client:
         except TimeoutError as error:
             raise Silence(f"no answer to {path} within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Fault(f"{path}: {error or type(error).__name__}", passing=True) from error
+            raise Fault(f"{path}: {error or type(error).__name__}", retryable=True) from error
         if status in (401, 403):
             raise Fault(f"the API key is refused: give the one that the server was started with by {self.key_flag}")
         if status >= 400:
             # A request that is wrong stays wrong; 408 and 429 are a server that has too much to do.
-            passing = status >= 500 or status in (408, 429)
-            raise Fault(f"{path} answered {status}: {' '.join(text.split())[:300]}", passing, status)
+            retryable = status >= 500 or status in (408, 429)
+            raise Fault(f"{path} answered {status}: {' '.join(text.split())[:300]}", retryable, status)
         try:
             return json.loads(text) if kind == "application/json" else text
         except ValueError as error:
-            raise Fault(f"{path}: the answer is no JSON", passing=True) from error
+            raise Fault(f"{path}: the answer is no JSON", retryable=True) from error
 
     async def close(self) -> None:
         """Close the connections."""

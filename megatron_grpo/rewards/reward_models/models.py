@@ -81,7 +81,7 @@ class ServedModel(RewardModel, Client):
             self._model = self._model or names[0]
             await self.check_kind()
         except Fault as fault:
-            cure = ": start it, or correct the address" if fault.passing else ""
+            cure = ": start it, or correct the address" if fault.retryable else ""
             raise GrpoError(f"--reward-model {self.spec.name}={self.url}: {fault}{cure}") from fault
 
     @abstractmethod
@@ -95,7 +95,7 @@ class ServedModel(RewardModel, Client):
                 try:
                     answer = await self.call(method, path, body, self._patience)
                 except Fault as fault:
-                    if not fault.passing:
+                    if not fault.retryable:
                         raise
                     now = time.monotonic()
                     first = first or now
@@ -104,7 +104,7 @@ class ServedModel(RewardModel, Client):
                         self._told = True
                         self._tell(f"{fault}; it is asked again for {self._patience:g} s (--reward-model-timeout)")
                     if now - min(first, self._away_since) >= self._patience:
-                        raise Fault(f"{fault}; it was asked for {self._patience:g} s", passing=True) from fault
+                        raise Fault(f"{fault}; it was asked for {self._patience:g} s", retryable=True) from fault
                     await asyncio.sleep(min(pause, self._patience / 4))
                 else:
                     if self._told and self._away_since:
@@ -138,7 +138,7 @@ class ServedClassifier(ServedModel):
         try:
             _logit(await self.call("POST", "/classify", self._body(chat), self._patience))
         except Fault as fault:
-            if fault.passing:
+            if fault.retryable:
                 raise
             self.without_template(str(fault))
 

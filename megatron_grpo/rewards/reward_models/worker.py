@@ -54,7 +54,7 @@ async def _outcome(model: RewardModel, sample: Sample) -> list[Any]:
     try:
         return value_report(await model.score(sample))
     except Fault as fault:
-        return ["timeout" if fault.passing else "failed", str(fault)[:600], ""]
+        return ["timeout" if fault.retryable else "failed", str(fault)[:600], ""]
     except NoScore as error:
         return ["failed", str(error), ""]
     except Exception as error:

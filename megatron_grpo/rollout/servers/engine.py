@@ -1,4 +1,4 @@
-"""The engine contract over inference servers: rank 0 talks to them all, the other ranks wait."""
+"""Engine over inference servers: rank 0 drives all servers, the other ranks wait."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,24 +17,24 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class WeightTransfer(Protocol):
-    """Brings weights to the servers of a run."""
+    """Sends weights to the servers of a run."""
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        """Give every server that answers all ``weights`` by ``servers.give_weights(version, ...)``.
+        """Send ``weights`` to every serving server by ``servers.give_weights(version, ...)``.
 
-        For rank 0, while the other ranks iterate theirs to the end; after an error the caller does so here.
+        Called on rank 0 while the other ranks iterate theirs to the end; after an error the caller iterates the rest.
         """
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free all resources."""
 
 
 class ServerEngine:
-    """Servers that others started (``--vllm-mode server``, ``--rollout-engine sglang``).
+    """Engine over running servers (``--vllm-mode server``, ``--rollout-engine sglang``).
 
-    Requests carry seeds of their own, so what is sampled depends neither on which server has room nor on what else it
-    does, but for rounding: logits depend on the requests that are computed together, and a server promises no order.
-    Now and then a sample therefore differs from run to run, and everything after it.
+    Every request carries a seed, so samples depend neither on the server nor on its load, except for rounding: logits
+    depend on which requests are computed together, and a server does not fix that. A sample can therefore differ
+    between two runs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ServerEngine:
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
-        """Within, requests are sampled from ``seed``; the ranks that have no server leave when rank 0 does."""
+        """Context of one rollout with ``seed``; the other ranks leave it when rank 0 does."""
         self._seed = seed
         with led_by_rank_0():
             if self._pool:
@@ -85,13 +85,13 @@ class ServerEngine:
             try:
                 if self._pool:
                     self._transfer.send(weights, version, self._pool)
-            finally:  # the ranks gather the weights together, so rank 0 goes on to the end after an error, too
+            finally:  # iterating is collective, so rank 0 must reach the end after an error as well
                 for _ in weights:
                     pass
         self.has_weights, self._version = True, version
 
     def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
-        """Tensors, by the servers' names, that change when the same weights are sent once more."""
+        """Return the tensors, by the servers' names, that change when the same weights are sent again."""
         before: dict[str, dict[str, str] | None] = {}
         after: dict[str, dict[str, str] | None] = {}
         with led_by_rank_0():
@@ -108,7 +108,7 @@ class ServerEngine:
         return [line for url in after for line in _changed(url, before[url] or {}, after[url] or {})]
 
     def wake_weights(self) -> None:
-        """Look at all servers: one that was started anew, or is back, needs the weights, so all ranks send them."""
+        """Probe all servers: a restarted or returned server needs the weights, so all ranks take part in a sync."""
         with led_by_rank_0():
             current = torch.tensor(self._pool.refresh() if self._pool else False)
             if self._pool:
@@ -122,7 +122,7 @@ class ServerEngine:
                 self._pool.each(lambda server: server.wake("kv_cache"), "wake up")
 
     def sleep(self) -> None:
-        """With --sleep-level the servers' memory is free when this returns; without, they keep it."""
+        """Free the servers' device memory as --sleep-level says; without it they keep their memory."""
         if self._sleep_level:
             with led_by_rank_0():
                 if self._pool:

@@ -1,4 +1,4 @@
-"""Inference servers as one pool: requests go to whichever has room, and those of a lost server to the others."""
+"""Pool of inference servers: requests go to a server with room; requests of a lost server go to the others."""
 
 import asyncio
 import time
@@ -11,12 +11,12 @@ import numpy as np
 
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.servers.server import Server, Signs
+from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, Silence
 
-WATCH_INTERVAL = 2.0  # seconds between two looks at a server; none is started anew in so short a time
-RETRIES = 4  # of a request or a server, with 0.5, 1, 2, 4 seconds between
+WATCH_INTERVAL = 2.0  # seconds between two probes of a server; shorter than any restart
+RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
 
 def _pause(retry: int) -> float:
@@ -25,7 +25,7 @@ def _pause(retry: int) -> float:
 
 @dataclass
 class Job:
-    """Requests that differ in their number only, and go to a server as one."""
+    """Requests that differ only in their id and are sent to a server together."""
 
     requests: list[Request]
     seed: int
@@ -34,11 +34,11 @@ class Job:
 
 
 class ServerPool:
-    """The servers of a run, driven by one process; its event loop runs within these calls alone.
+    """The servers of a run, driven by one process; the event loop runs only within these calls.
 
-    A server gets at most ``max_in_flight`` completions at a time. One that fails is looked at again after a while, a
-    few times; one without a sign of life for ``timeout`` seconds while it has work is given up, and so is one that was
-    started anew, which has lost its weights. Both may be back at the next `refresh`. EngineLost when none is left.
+    A server gets at most ``max_in_flight`` completions at a time. A failed server is probed a few times. A server is
+    given up if it shows no progress for ``timeout`` seconds while it has work, or if it has restarted and so lost its
+    weights. Both can return at the next `refresh`. EngineLost if no server is left.
     """
 
     def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int):
@@ -46,25 +46,23 @@ class ServerPool:
         self._loop = asyncio.new_event_loop()
         self._queue: deque[Job] = deque()
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
-        self._looks: dict[asyncio.Task, Server] = {}
+        self._probes: dict[asyncio.Task, Server] = {}
         self._left = time.monotonic()  # when the last poll ended
 
     # ---- at the start and between rollouts
 
     def check(self) -> None:
-        """Wait for every server, ``timeout`` seconds at most, and have it checked; GrpoError for one that will not
-        do.
-        """
+        """Wait at most ``timeout`` seconds for every server and check it; GrpoError for a server that cannot serve."""
 
         async def check_one(server: Server) -> None:
             deadline, pause = time.monotonic() + self.timeout, 0.25
             while True:
                 try:
                     await server.check()
-                    server.process = (await server.look(PROBE_TIMEOUT)).process
+                    server.process = (await server.status(PROBE_TIMEOUT)).process
                     return
                 except Fault as fault:
-                    if not fault.passing or time.monotonic() + pause > deadline:
+                    if not fault.retryable or time.monotonic() + pause > deadline:
                         raise GrpoError(f"{server.url}: {fault}") from fault
                     if pause == 1.0:
                         print_rank_0(f"waiting for server {server.url}: {fault}")
@@ -76,19 +74,19 @@ class ServerPool:
                 raise outcome
 
     def refresh(self) -> bool:
-        """Look at every server; returns whether all that answer hold the same version of our weights."""
+        """Probe every server; return whether all that answer hold the same version of our weights."""
 
-        async def look(server: Server) -> Signs:
+        async def probe(server: Server) -> Status:
             if server.lost is None:
-                signs = await self._look_again(server)
+                status = await self._status_with_retries(server)
             else:
-                signs = await server.look(PROBE_TIMEOUT / 5)
-            if server.lost is not None or signs.process != server.process:  # who knows how it was started this time
+                status = await server.status(PROBE_TIMEOUT / 5)
+            if server.lost is not None or status.process != server.process:  # its flags may have changed
                 await server.check()
-            return signs
+            return status
 
-        outcomes = list(zip(self.servers, self._all(look, self.servers), strict=True))
-        # First those that are there: with none left the run ends.
+        outcomes = list(zip(self.servers, self._all(probe, self.servers), strict=True))
+        # Servers that answer come first: with none left the run ends.
         for server, outcome in sorted(outcomes, key=lambda pair: isinstance(pair[1], Fault)):
             if isinstance(outcome, Fault):
                 self._lose(server, str(outcome))
@@ -101,45 +99,42 @@ class ServerPool:
         return len(versions) == 1 and None not in versions
 
     @staticmethod
-    async def _look_again(server: Server) -> Signs:
-        """Look at a server, a few times if need be."""
+    async def _status_with_retries(server: Server) -> Status:
+        """Probe a server, with retries."""
         for retry in range(RETRIES):
             try:
-                return await server.look(PROBE_TIMEOUT)
+                return await server.status(PROBE_TIMEOUT)
             except Silence:
                 raise
             except Fault as fault:
-                if not fault.passing:
+                if not fault.retryable:
                     raise
                 await asyncio.sleep(_pause(retry))
-        return await server.look(PROBE_TIMEOUT)
+        return await server.status(PROBE_TIMEOUT)
 
     def serving(self) -> list[Server]:
-        """Those that are not given up."""
+        """Return the servers that are not given up."""
         return [server for server in self.servers if server.lost is None]
 
     def members(self) -> list[tuple[str, str]]:
-        """(URL, process) of those that are not given up: who can be in a group for weights."""
+        """Return (URL, process) of the serving servers, which can join the process group for weights."""
         return [(server.url, server.process) for server in self.serving()]
 
     def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]] | None = None) -> None:
-        """Have ``give`` bring weights to every server that answers, all at the same time; they are ``version``.
-
-        Without it they are there already.
-        """
+        """Give every serving server the weights ``version`` by ``give``, concurrently (None: it has them)."""
 
         async def give_one(server: Server) -> None:
-            server.version = None  # whatever becomes of it, the old ones are gone
+            server.version = None  # even if this fails, the old weights are gone
             if give:
                 await give(server)
             await server.weights_are(version)
-            server.process = (await server.look(PROBE_TIMEOUT)).process
+            server.process = (await server.status(PROBE_TIMEOUT)).process
             server.version = version
 
         self.each(give_one)
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Every server that answers leaves its device to the trainer."""
+        """Put every serving server to sleep."""
 
         async def sleep_one(server: Server) -> None:
             await server.sleep()
@@ -149,9 +144,9 @@ class ServerPool:
         self.each(sleep_one, "go to sleep")
 
     def each(self, function: Callable[[Server], Coroutine], purpose: str = "take the weights") -> None:
-        """Await ``function`` for every server that answers, all at the same time; one that fails in it is given up.
+        """Await ``function`` for every serving server, concurrently; a server that fails is given up.
 
-        May be called in another thread, while this one sends what the servers wait for.
+        May run in another thread while this one sends the data that the servers wait for.
         """
         servers = self.serving()
         for server, outcome in zip(servers, self._all(function, servers), strict=True):
@@ -159,14 +154,14 @@ class ServerPool:
                 self._lose(server, f"it did not {purpose}: {outcome}")
 
     def _all(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
-        """What ``function`` returns for each server, or the Fault or GrpoError that it raises."""
+        """Return the result of ``function`` for each server, or the Fault or GrpoError that it raised."""
 
         async def gather() -> list[Any]:
             return await asyncio.gather(*map(function, servers), return_exceptions=True)
 
-        for task in self._looks:  # what they have seen is soon of the past
+        for task in self._probes:  # their results would be outdated
             task.cancel()
-        self._looks.clear()
+        self._probes.clear()
         outcomes = self._loop.run_until_complete(gather())
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, Fault | GrpoError):
@@ -176,9 +171,9 @@ class ServerPool:
     # ---- in a rollout
 
     def submit(self, requests: Iterable[Request], seed: int) -> None:
-        """Queue requests; consecutive ones with one prompt travel together, so that a server computes it once.
+        """Queue requests; consecutive requests of one prompt are sent together, so that its prefill runs once.
 
-        What is sampled for a request depends on ``seed``, its prompt's first ``id`` and its place among them.
+        The samples of a request depend on ``seed``, the first ``id`` of its prompt and its place among them.
         """
         group: list[Request] = []
         for request in [*requests, None]:
@@ -190,8 +185,8 @@ class ServerPool:
                 group.append(request)
 
     def poll(self, patience: float = 0.1) -> list[Completion]:
-        """Hand out what there is room for and return what has come back within ``patience`` seconds."""
-        away = time.monotonic() - self._left  # when nobody listens, it is no silence of theirs
+        """Dispatch queued requests to servers with room; return what finished within ``patience`` seconds."""
+        away = time.monotonic() - self._left  # time in which we did not listen does not count as theirs
         for server in self.servers:
             server.alive += away
         try:
@@ -200,7 +195,7 @@ class ServerPool:
             self._left = time.monotonic()
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Forget requests; a server is told, by the end of the connection, when it works for none of a job's."""
+        """Abort requests; the connection of a job closes when none of its requests is wanted."""
         unwanted = set(ids)
         for job in self._queue:
             job.unwanted |= unwanted
@@ -212,19 +207,19 @@ class ServerPool:
 
     async def _step(self, patience: float) -> list[Completion]:
         self._watch()
-        self._hand_out()
-        if not self._running and not self._looks:
-            if self._queue:  # all wait for a second chance
+        self._dispatch()
+        if not self._running and not self._probes:
+            if self._queue:  # all wait for a retry
                 await asyncio.sleep(patience)
             return []
         done, _ = await asyncio.wait(
-            [*self._running, *self._looks], timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            [*self._running, *self._probes], timeout=patience, return_when=asyncio.FIRST_COMPLETED
         )
         finished: list[Completion] = []
         for task in done:
-            if task in self._looks:
-                self._seen(self._looks.pop(task), task)
-            elif task in self._running:  # not one of a server that was given up in this very step
+            if task in self._probes:
+                self._probed(self._probes.pop(task), task)
+            elif task in self._running:  # not of a server given up in this step
                 job, server = self._running.pop(task)
                 server.in_flight -= len(job.requests)
                 fault = task.exception()
@@ -236,10 +231,10 @@ class ServerPool:
                 else:
                     raise fault
             elif not task.cancelled():
-                task.exception()  # asked for, so that asyncio does not report it
+                task.exception()  # retrieved so that asyncio does not report it
         return finished
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         while self._queue:
             size = len(self._queue[0].requests)
             room = self.max_in_flight - size if size < self.max_in_flight else 0
@@ -249,7 +244,7 @@ class ServerPool:
                 break
             server, job = min(ready, key=lambda server: server.in_flight), self._queue.popleft()
             if not server.in_flight:
-                server.alive = time.monotonic()  # it had nothing to give signs about
+                server.alive = time.monotonic()  # it was idle
             server.in_flight += size
             self._running[self._loop.create_task(server.generate(job.requests, job.seed))] = (job, server)
         if self._queue and not any(server.version is not None for server in self.serving()):
@@ -259,54 +254,54 @@ class ServerPool:
         self._queue.appendleft(job)
         if server.lost is not None:
             return
-        if not fault.passing:
+        if not fault.retryable:
             self._lose(server, str(fault))
             return
         job.failures += 1
         if job.failures > RETRIES * len(self.servers):
             raise EngineLost(f"a request failed {job.failures} times, the last time at {server.url}: {fault}")
-        if not server.failures:  # else it failed together with others
+        if not server.failures:  # otherwise another request has reported the failure
             server.failures = 1
             server.next_look = time.monotonic() + _pause(0)
 
     def _watch(self) -> None:
-        """Start the looks at servers that are due; give up those that do not move."""
+        """Start the probes that are due; give up servers without progress."""
         now = time.monotonic()
         for server in self.serving():
             if (server.in_flight or server.failures) and now - server.alive > self.timeout:
                 self._lose(server, f"no sign of life for {self.timeout:g} s")
-            elif now >= server.next_look and server not in self._looks.values():
+            elif now >= server.next_look and server not in self._probes.values():
                 server.next_look = now + WATCH_INTERVAL
-                self._looks[self._loop.create_task(server.look(PROBE_TIMEOUT))] = server
+                self._probes[self._loop.create_task(server.status(PROBE_TIMEOUT))] = server
 
-    def _seen(self, server: Server, task: asyncio.Task) -> None:
-        """Take in what a look has shown."""
+    def _probed(self, server: Server, task: asyncio.Task) -> None:
+        """Handle the result of a probe."""
         fault = task.exception()
         if server.lost is not None:
             return
         if isinstance(fault, Silence):
-            server.failures = max(server.failures, 1)  # nothing new for it; what it has stays until its time is up
+            server.failures = max(server.failures, 1)  # no new requests; running ones stay until the time-out
             return
         if isinstance(fault, Fault):
             server.failures += 1
-            if server.failures > RETRIES or not fault.passing:
+            if server.failures > RETRIES or not fault.retryable:
                 self._lose(server, str(fault))
             else:
                 server.next_look = time.monotonic() + _pause(server.failures - 1)
             return
         if fault is not None:
             raise fault
-        signs = task.result()
-        if server.version is not None and signs.process != server.process:
+        status = task.result()
+        if server.version is not None and status.process != server.process:
             self._lose(server, "it was started anew, and has lost its weights")
             return
-        if not server.in_flight or signs.progress is None or signs.progress != server.progress:
+        if not server.in_flight or status.progress is None or status.progress != server.progress:
             server.alive = time.monotonic()
-        server.progress = signs.progress
+        server.progress = status.progress
         server.failures = 0
 
     def _lose(self, server: Server, reason: str) -> None:
-        """Give a server up until the next sync; what it was to do goes first to the others."""
+        """Give a server up until the next sync; its requests go to the front of the queue."""
         if server.lost is None:
             print_rank_0(f"server {server.url} is given up until the next weight sync: {reason}")
         server.lost, server.version, server.failures = reason, None, 0
@@ -324,9 +319,9 @@ class ServerPool:
         task.cancel()
 
     def end_rollout(self) -> None:
-        """Forget all requests; their connections are closed."""
+        """Drop all requests and close their connections."""
         self._queue.clear()
-        self._looks.clear()
+        self._probes.clear()
         for task, (_, server) in list(self._running.items()):
             self._drop(task, server)
         if tasks := asyncio.all_tasks(self._loop):

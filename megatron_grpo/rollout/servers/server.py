@@ -1,6 +1,5 @@
-"""One inference server: what is known of it, and how it is asked; what a kind of server says is in its subclass.
-
-vllm/server.py and sglang/server.py have these; pool.py makes a pool of them.
+"""One inference server: its state and its requests. vllm/server.py and sglang/server.py implement them; pool.py drives
+a pool of servers.
 """
 
 import uuid
@@ -15,72 +14,70 @@ from megatron_grpo.utils.http_client import Client, Fault
 _RUN = uuid.uuid4().hex[:12]
 
 
-class Signs(NamedTuple):
-    """What a look at a server shows: ``process`` changes when it is started anew, ``progress`` when it generates (None
-    if it keeps that to itself).
-    """
+class Status(NamedTuple):
+    """Status of a server: ``process`` changes when it restarts, ``progress`` when it generates (None if unknown)."""
 
     process: str
     progress: float | None
 
 
 class Server(Client, ABC):
-    """One server and what is known of it; everything it is asked raises Fault when it does not do it."""
+    """State of one server; every request raises Fault if the server does not fulfil it."""
 
     tensor_parallel_size: int = 1
-    version: int | None = None  # of its weights; None when it has none of ours, and then it must not generate
-    process: str = ""  # the one that was given them
-    lost: str | None = None  # why it was given up, until the next weight sync
+    version: int | None = None  # of its weights; None if it does not hold ours: it must not generate
+    process: str = ""  # the process that holds them
+    lost: str | None = None  # the reason why it is given up until the next weight sync
     in_flight: int = 0  # completions
-    failures: int = 0  # in a row; above 0 it gets no requests until a look at it has gone well
+    failures: int = 0  # in a row; above 0 it gets no requests until a probe succeeds
     next_look: float = 0.0
     alive: float = 0.0  # time of the last sign of life
     progress: float | None = None
 
     @abstractmethod
     async def check(self) -> None:
-        """Raise Fault, with its cure, when this server cannot serve this run."""
+        """Raise Fault, with its cure, if this server cannot serve this run."""
 
     @abstractmethod
-    async def look(self, timeout: float) -> Signs:
-        """Who is there, and how far it has come."""
+    async def status(self, timeout: float) -> Status:
+        """Return the server's process and progress."""
 
     @abstractmethod
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
-        """Completions of requests with one prompt and one ``Sampling``."""
+        """Return completions of requests that share a prompt and a ``Sampling``."""
 
     @abstractmethod
     async def load_weights(self, directory: str, timeout: float) -> None:
-        """Take the weights in the safetensors files of ``directory``; `weights_are` comes next."""
+        """Load the safetensors files of ``directory``; call `weights_are` next."""
 
     @abstractmethod
     async def weights_are(self, version: int) -> None:
-        """Finish an update: nothing that was computed with the old weights is left, and the server has the version."""
+        """Finish a weight update: drop caches of the old weights and set the version."""
 
     async def call_if_able(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
-        """As ``call``; None from a server that does not know this, or cannot do it where it runs."""
+        """As ``call``; None if the server does not support the request."""
         try:
             return await self.call(method, path, body, timeout)
         except Fault as fault:
-            if fault.passing:
+            if fault.retryable:
                 raise
             return None
 
     async def wake(self, part: str) -> None:
-        """Take the device's memory for ``"weights"`` or ``"kv_cache"`` back; nothing where it has it."""
+        """Allocate device memory for ``"weights"`` or ``"kv_cache"``; no-op if allocated."""
 
     async def sleep(self) -> None:
-        """Leave the device's memory to the trainer."""
+        """Free device memory for the trainer."""
 
     async def checksums(self) -> dict[str, str] | None:
-        """A checksum of each tensor as it lies in the server's memory; None where servers of this kind do not tell."""
+        """Return a checksum of each tensor in the server's memory; None if the server cannot compute them."""
         return None
 
     def check_end(self, request: Request, ids: list[int], reason: str, vocab_size: int, eos_id: int) -> None:
-        """Raise Fault for a completion that did not end as its ``Sampling`` says."""
+        """Raise Fault if a completion did not end as its ``Sampling`` says."""
         sampling = request.sampling
         if reason not in ("stop", "length") or not ids:
-            raise Fault(f"it ended a completion after {len(ids)} tokens for {reason!r}", passing=True)
+            raise Fault(f"it ended a completion after {len(ids)} tokens for {reason!r}", retryable=True)
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             raise Fault(f"it sampled token {max(ids)} of a vocabulary of {vocab_size}: start it with the same model")
         if reason == "length" and len(ids) != sampling.max_tokens:
@@ -96,7 +93,7 @@ class Server(Client, ABC):
 
 
 def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
-    """What vLLM's and SGLang's servers are told alike of how to sample; the names of the rest differ."""
+    """Return the sampling parameters that vLLM's and SGLang's servers name alike."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -111,5 +108,5 @@ def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
 
 
 def weight_tag(version: int) -> str:
-    """What a server is told to call the weights of this run; a fresh server, or another run, calls them otherwise."""
+    """Return the name of this run's weights of ``version``; other runs and restarted servers have other names."""
     return f"{_RUN}:{version}"

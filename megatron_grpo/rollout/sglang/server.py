@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer
-from megatron_grpo.rollout.servers.server import Server, Signs, sampling_parameters, weight_tag
+from megatron_grpo.rollout.servers.server import Server, Status, sampling_parameters, weight_tag
 from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
@@ -68,13 +68,13 @@ class SglangServer(Server):
         if "weight_version" not in await self.call("GET", "/get_model_info", timeout=PROBE_TIMEOUT):
             raise Fault("/get_model_info has no weight_version, so a restart would go unnoticed: take a newer SGLang")
 
-    async def look(self, timeout: float) -> Signs:
+    async def status(self, timeout: float) -> Status:
         model = await self.call("GET", "/get_model_info", timeout=timeout)
         if self.in_flight:  # has it generate one token, if it does not generate anyway
             await self.call("GET", "/health_generate", timeout=timeout)
         name, _, asleep = model["weight_version"].partition(_ASLEEP)
         self._asleep = asleep.split()
-        return Signs(name, None)
+        return Status(name, None)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)

@@ -1,6 +1,4 @@
-"""vLLM inside the training processes: one engine core a rank, tensor-parallel over consecutive ranks, no server, no
-Ray.
-"""
+"""vLLM inside the training processes: one engine core per rank, tensor-parallel over consecutive ranks."""
 
 import os
 
@@ -48,11 +46,13 @@ class VllmColocate:
         self._sleep_level = args.sleep_level
         self._eos_id = eos_id
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
-        # Without it vLLM also stops at the one that transformers gives the family (DeepSeek 1, Llama 2).
-        # The padding token of a family's default may lie beyond a smaller vocabulary.
+        # Without this, vLLM also stops at the default end token of the family in transformers (DeepSeek 1, Llama 2).
+        # The default padding token of a family may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "eos_token_id": eos_id, "pad_token_id": eos_id}
         if torch.cuda.is_available():
-            hf_config["head_dtype"] = "float32"  # as models/head.py: logits are soft-capped and cooled in their dtype
+            hf_config["head_dtype"] = (
+                "float32"  # as models/head.py; vLLM applies soft cap and temperature in this dtype
+            )
         with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
@@ -68,7 +68,7 @@ class VllmColocate:
                 sampling.seed = request_seed(self._rollout_seed, request.id)
             try:
                 self._engine.add_request(self._engine_id(request.id), prompt, sampling)
-            except ValueError as error:  # a constraint that Python's own checks let through
+            except ValueError as error:  # a constraint that our checks cannot see
                 constraint = request.sampling.structured_outputs
                 if not constraint:
                     raise
@@ -93,17 +93,17 @@ class VllmColocate:
         return finished
 
     def _engine_id(self, request_id: int) -> str:
-        """The engine's name of a request, unique over the run.
+        """Return vLLM's id of a request, unique over the run.
 
-        With asynchronous scheduling a step that was queued before the last request ended is processed in the next
-        rollout: under a name that returned, its token would go to a request of that rollout.
+        With asynchronous scheduling, vLLM processes the step that it queued before the last request ended in the next
+        rollout. If ids repeated, the token of that step would be appended to a request of the next rollout.
         """
         return f"{self._rollouts}-{request_id}"
 
     def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
-        """The experts of ``Completion``, of vLLM's ``[tokens, layers, topk]``, which has rows for dense layers too."""
+        """Return ``Completion.routed_experts`` from vLLM's ``[tokens, layers, topk]``, which includes dense layers."""
         experts = None if routed is None else routed[:routed_tokens, self._moe_layers].astype(np.int16)
-        # vLLM's buffer holds zeros where a kernel keeps its choice to itself.
+        # vLLM's buffer holds zeros where a kernel does not report its choice.
         if experts is None or (experts.shape[2] > 1 and (experts[..., 0] == experts[..., 1]).any()):
             raise GrpoError(
                 "--router-replay-mode R3: vLLM does not tell which experts it chose, with the kernels that it uses "
@@ -116,12 +116,10 @@ class VllmColocate:
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
-        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it
-        was.
-        """
+        """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
         self._rollouts, self._rollout_seed = self._rollouts + 1, seed
         with _random_state_kept():
-            # For requests without a seed of their own vLLM draws from these, as alike on all ranks of a replica.
+            # vLLM draws from these generators for requests without a seed; all ranks of a replica must draw alike.
             torch.manual_seed(seed + self.replica)
             np.random.seed(seed + self.replica)
             if torch.cuda.is_available():
@@ -136,7 +134,7 @@ class VllmColocate:
         self.has_weights = True
 
     def _drop_prefix_cache(self) -> None:
-        """Drop the keys and values of earlier weights; GrpoError when requests still hold some of them."""
+        """Drop the keys and values of earlier weights; GrpoError if requests still use some of them."""
         if not self._engine.reset_prefix_cache():
             raise GrpoError(
                 "vLLM did not drop its prefix cache, because requests still use it: the next completions would be "
@@ -163,7 +161,7 @@ class VllmColocate:
             self.has_weights &= self._sleep_level < 2
 
     def close(self) -> None:
-        """Let go of vLLM's process groups and their shared memory."""
+        """Destroy vLLM's process groups and their shared memory."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         destroy_model_parallel()
@@ -173,7 +171,7 @@ def _build(args, directory: str):
     from vllm import LLM
 
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
     on_a_cpu = _options_for_a_cpu(args) if not torch.cuda.is_available() else {}
     try:
         options = dict(
@@ -189,7 +187,7 @@ def _build(args, directory: str):
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=args.vllm_max_model_len,
             max_num_seqs=args.vllm_max_num_seqs,
-            # On a CPU there are no CUDA graphs, and to compile takes 40 s of CPU time a rank, at every start.
+            # A CPU has no CUDA graphs, and compilation takes 40 s of CPU time per rank at every start.
             enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
@@ -205,16 +203,16 @@ def _build(args, directory: str):
 
 
 def _seeds_requests(vllm_config) -> bool:
-    """Whether each request is given a seed of its own, which all runners heed.
+    """Return whether each request gets a seed of its own.
 
-    For vLLM's first runner on a GPU, which mixtures of experts have, that is a kernel a request and token (a
-    ``torch.Generator`` each): there the rollout and the replica have a seed instead.
+    vLLM's first GPU runner (most mixtures of experts) would launch one kernel per seeded request and token. There the
+    seed belongs to the rollout and the replica instead.
     """
     return vllm_config.use_v2_model_runner or not torch.cuda.is_available()
 
 
 def _options_for_a_cpu(args) -> dict:
-    """What vLLM needs to be told on a CPU; GrpoError for what it has not, which it finds out in the first rollout."""
+    """Return vLLM's options for a CPU; GrpoError for what its CPU build lacks and would report in the first rollout."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if args.router_replay_mode == "R3":
@@ -240,21 +238,21 @@ def _options_for_a_cpu(args) -> dict:
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
     # caching: expand keys and values before attention, as transformers does.
     os.environ["VLLM_MLA_DISABLE"] = "1"
-    # Its rotary kernel takes [tokens, heads * channels]; of latent attention's [tokens, heads, channels] it turns the
-    # wrong rows. Switched off, torch's operators do it.
+    # Its rotary kernel expects [tokens, heads * channels] and rotates the wrong rows of latent attention's [tokens,
+    # heads, channels]. Without it, torch's operators are used.
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _logprobs_mode(temperature: float) -> str:
-    """vLLM's mode in which log-probabilities are those of ``engine.py`` for this --temperature.
+    """Return the vLLM mode that satisfies the log-probability contract of ``engine.py`` at this --temperature.
 
-    raw_logprobs are the model's own, before temperature, penalties and truncation; processed_logprobs are those of the
-    distribution that is sampled from, after all of them: then rollout/arguments.py allows the temperature alone.
+    raw_logprobs are taken before temperature, penalties and truncation, processed_logprobs after all of them; for the
+    latter rollout/arguments.py allows only the temperature.
     """
     return "raw_logprobs" if temperature == 1 else "processed_logprobs"
 
 
-@functools.lru_cache(1024)  # rows may have one each
+@functools.lru_cache(1024)  # every row may have its own
 def _sampling_params(sampling: Sampling, eos_id: int):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -272,7 +270,7 @@ def _sampling_params(sampling: Sampling, eos_id: int):
         stop_token_ids=None if sampling.ignore_eos else [eos_id],
         ignore_eos=sampling.ignore_eos,
         logprobs=0 if sampling.log_probs else None,
-        flat_logprobs=True,  # one list of numbers, not an object and a dictionary a token
+        flat_logprobs=True,  # one list of numbers instead of an object and a dictionary per token
         detokenize=bool(sampling.stop),
         structured_outputs=(
             StructuredOutputsParams(**json.loads(sampling.structured_outputs)) if sampling.structured_outputs else None
@@ -283,7 +281,7 @@ def _sampling_params(sampling: Sampling, eos_id: int):
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds and draws from the process's global generators: give the trainer its own back."""
+    """Restore the trainer's random state on exit: vLLM seeds the process's global generators and draws from them."""
     python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
@@ -298,11 +296,10 @@ def _random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _private_shared_memory() -> Iterator[None]:
-    """Give vLLM's CPU build shared memory of this run's own, that goes when the run goes, however it ends.
+    """Give vLLM's CPU build shared memory that is private to this run and is freed with it, however the run ends.
 
-    Under torchrun its files in /dev/shm have one fixed name for all runs: two at a time would meet in them, and those
-    that a killed run leaves behind keep every later one from starting. Once all ranks have mapped them no name is
-    needed.
+    Under torchrun, its files in /dev/shm have the same name in all runs: two runs at a time would share them, and the
+    files of a killed run would keep later runs from starting. The files are unlinked once all ranks have mapped them.
     """
     if torch.cuda.is_available():
         yield
@@ -323,7 +320,7 @@ def _private_shared_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_model_directory(hf_config: dict) -> Iterator[str]:
-    """A directory with nothing but ``config.json``, from which vLLM takes the architecture."""
+    """Yield a directory that holds only ``config.json``, from which vLLM reads the architecture."""
     with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
         Path(directory, "config.json").write_text(json.dumps(hf_config))
         yield directory

@@ -15,7 +15,7 @@ from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.arguments import probability_changes
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine
-from megatron_grpo.rollout.servers.server import Server, Signs, sampling_parameters, weight_tag
+from megatron_grpo.rollout.servers.server import Server, Status, sampling_parameters, weight_tag
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
@@ -49,12 +49,12 @@ class VllmServer(Server):
         try:
             info = await self.call("GET", "/server_info?config_format=json", timeout=self._start_timeout)
         except Fault as fault:
-            if fault.passing:
+            if fault.retryable:
                 raise
             raise Fault(f"{fault}: start it with VLLM_SERVER_DEV_MODE=1, without which it takes no weights") from fault
         self._check_config(info["vllm_config"], info.get("vllm_env", {}))
         await self._check_model()
-        if not (await self.look(PROBE_TIMEOUT)).process:
+        if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(
                 "/metrics does not tell when it was started (process_start_time_seconds), and it has no /weight_info: "
                 "a restart would go unnoticed; start it with one API server process"
@@ -123,13 +123,13 @@ class VllmServer(Server):
             if theirs.get(what, mine) != mine:
                 raise Fault(f"its model has {theirs[what]} {what}, the trainer's {mine}: start it with the same model")
 
-    async def look(self, timeout: float) -> Signs:
+    async def status(self, timeout: float) -> Status:
         text = await self.call("GET", "/metrics", timeout=timeout)
         tokens = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", text, re.M)
         started = re.search(r"^process_start_time_seconds (\S+)$", text, re.M)
         weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # vLLM 0.26 has none
         process = f"{started[1] if started else ''} {weights['weight_version'] if weights else ''}".strip()
-        return Signs(process, sum(map(float, tokens)) if tokens else None)
+        return Status(process, sum(map(float, tokens)) if tokens else None)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)

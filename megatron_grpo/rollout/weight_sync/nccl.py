@@ -1,8 +1,7 @@
-"""The trainer's weights to vLLM servers over NCCL, by the engines for weight transfer that stock vLLM brings.
+"""Weight sync to vLLM servers over NCCL, by the weight-transfer engines of stock vLLM.
 
-Rank 0 of the trainer and the workers of all servers form a group of their own; it is formed anew when a server was
-started anew. What is broadcast goes in the order in which the trainer's weights come, so that nothing is gathered in
-one place.
+Rank 0 of the trainer and the workers of all servers form a process group, which is formed again after a server has
+restarted. Weights are broadcast in the order of the stream, so no rank ever holds the whole model.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from megatron_grpo.weights.stream import Described, describe
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 PACKED = {"packed": True, "packed_buffer_size_bytes": 2**28, "packed_num_buffers": 2}
-STUCK = 30.0  # seconds after which a broadcast that a server has left is given up
+STUCK = 30.0  # seconds until a broadcast that a server has left is given up
 
 
 class NcclTransfer:
@@ -57,7 +56,7 @@ class NcclTransfer:
         _update(servers, version, update, lambda: send_packed(weights, self._group))
 
     def _connect(self, servers: ServerPool) -> None:
-        """Form the group, when the servers that answer are not those that form it now."""
+        """Form the process group again if the set of serving processes has changed."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
@@ -94,11 +93,10 @@ class NcclTransfer:
 
 
 class SparseTransfer(NcclTransfer):
-    """Changed elements only (``--weight-sync-method sparse``): an update at a small learning rate leaves most numbers
-    of 16 bits as they are.
+    """Changed elements only (``--weight-sync-method sparse``): at small learning rates most 16-bit numbers stay equal.
 
-    Rank 0 keeps the weights that it sent last in host memory. The first sync, and the one after a server was started
-    anew, sends every element, with its index.
+    Rank 0 keeps the weights that it sent last in host memory. The first sync, and the first after a server has
+    restarted, sends every element with its index.
     """
 
     packs = False
@@ -137,7 +135,7 @@ class SparseTransfer(NcclTransfer):
         _update(servers, version, update if patches else None, broadcast)
 
     def _changed(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(indices int32, values) of the elements that are not as they were sent last."""
+        """Return (indices int32, values) of the elements that changed since they were sent."""
         flat = tensor.contiguous().view(-1)
         last = self._sent.get(name)
         if last is None:
@@ -152,7 +150,7 @@ class SparseTransfer(NcclTransfer):
 
 
 def send_packed(weights: Weights, group) -> None:
-    """Broadcast ``weights`` to the others of a group (vLLM's PyNcclCommunicator) in which this process is rank 0."""
+    """Broadcast ``weights`` from rank 0 of ``group`` (vLLM's PyNcclCommunicator), packed into buckets."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
@@ -166,10 +164,10 @@ def send_packed(weights: Weights, group) -> None:
 
 
 def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:
-    """Where vLLM keeps each Hugging Face tensor: (its parameter, the element of it at which the tensor begins).
+    """Return, for each Hugging Face tensor, vLLM's parameter and the element of it at which the tensor begins.
 
-    vLLM 0.26 patches its own parameters, in which the projections of one input are stacked; without tensor parallelism
-    they stand one after another.
+    vLLM 0.26 patches its own parameters, which stack the projections of one input; without tensor parallelism they
+    follow one another.
     """
     stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     owner = {part: stack for stack, parts in stacks.items() for part in parts}
@@ -188,7 +186,7 @@ def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:
 
 
 def _update(servers: ServerPool, version: int, update: dict | None, broadcast: Callable[[], None]) -> None:
-    """Have every server receive what ``broadcast`` sends; without ``update`` there is nothing to send."""
+    """Broadcast to all servers, which receive as ``update`` describes; None if nothing changed."""
 
     async def receive(server: Server) -> None:
         await server.call("POST", "/start_weight_update", timeout=servers.timeout)
@@ -203,9 +201,10 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
 
 
 def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
-    """Ask every server for ``theirs`` in a thread, and do ``ours`` here: each waits for the other.
+    """Run ``theirs`` for every server in a thread and ``ours`` in this one; each side blocks until the other joins.
 
-    A server that fails is given up; when ``ours`` goes on to wait for it, the program ends: nothing else ends that.
+    A server that fails is given up. If ``ours`` still waits for it after `STUCK` seconds, exit the process: a blocked
+    NCCL call cannot be cancelled.
     """
     done = threading.Event()
 
@@ -248,10 +247,8 @@ def _packing_at_start() -> bool:
 
 
 def _one_stream_after_the_other(weights: Weights) -> Weights:
-    """The same ``weights``, for vLLM's packing, which asks for them on several streams in turn: each is made after all
-    earlier work, on whichever stream, beginning with the caller's.
-    """
-    last = torch.cuda.current_stream()  # here, not in the generator, whose first line runs on a stream of vLLM's
+    """Return ``weights``, each ordered after all earlier work on the caller's stream and on vLLM's packing streams."""
+    last = torch.cuda.current_stream()  # not in the generator: its first line runs on one of vLLM's streams
 
     def in_order() -> Weights:
         nonlocal last
@@ -268,7 +265,7 @@ def _one_stream_after_the_other(weights: Weights) -> Weights:
 
 
 def address_for(urls: list[str]) -> str:
-    """This host's address as the servers see it."""
+    """Return the address under which the servers reach this host."""
     hosts = [urlsplit(url).hostname or "localhost" for url in urls]
     addresses = [socket.gethostbyname(host) for host in hosts]
     there = next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), "127.0.0.1")

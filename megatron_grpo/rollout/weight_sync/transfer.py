@@ -1,4 +1,4 @@
-"""How the trainer's weights come to inference servers: the one over files, and the choice among all."""
+"""Weight sync to inference servers: the method over files, and the choice of the method."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ FILE_BYTES = 2**30
 
 
 def buckets(weights: Weights, size: int) -> Iterator[Bucket]:
-    """The same in lists of ``size`` bytes and at most one tensor more."""
+    """Yield ``weights`` in lists of at most ``size`` bytes plus one tensor."""
     bucket: Bucket = []
     held = 0
     for name, tensor in weights:
@@ -86,7 +86,7 @@ def _remove_those_of_dead_processes(shared: Path) -> None:
 
 
 def build_transfer(args) -> WeightTransfer:
-    """The one of ``--weight-sync-method``."""
+    """Return the weight transfer of ``--weight-sync-method``."""
     match args.weight_sync_method:
         case "checkpoint":
             return CheckpointTransfer(args.weight_sync_dir)

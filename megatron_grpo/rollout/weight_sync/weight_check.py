@@ -1,12 +1,12 @@
-"""``--check-weight-sync``: after every sync the engine is asked what it holds, and what it says to fixed prompts.
+"""``--check-weight-sync``: after every sync, compare the engine's weights and log-probabilities with the trainer's.
 
-*Tensors.* The trainer's weights are streamed once more and compared with those of the engine, each under its Hugging
-Face name. It finds whatever was lost or changed on the way, and a sync that did not happen. Engines that cannot tell
-(quantized weights, kernels that rearrange them) say so, and the second means stands alone.
+*Tensors.* The trainer's weights are streamed a second time and compared with the engine's, by Hugging Face name. This
+finds lost and changed tensors, and a sync that did not happen. Engines that cannot compare (quantized weights, kernels
+that rearrange them) are checked by log-probabilities only.
 
-*Log-probabilities.* Every replica answers a few prompts, and the trainer computes the log-probabilities of the answers.
-They also depend on what is derived from weights, and on the kernels; but a difference does not tell its tensor, and
-less than the rounding of two implementations is not seen.
+*Log-probabilities.* Every replica completes a few prompts, and the trainer computes the log-probabilities of the
+completions. These also depend on tensors derived from the weights, and on the kernels. A difference does not name its
+tensor, and differences below the rounding of two implementations are not found.
 """
 
 import copy
@@ -32,7 +32,7 @@ ENDING = "The last checkpoint is good; report this with the model's config.json 
 
 
 def largest_mismatch(args: Namespace) -> float:
-    """Largest mean |log p(trainer) - log p(engine)| that is taken for rounding, nats.
+    """Return the largest mean |log p(policy) - log p(rollout)| that counts as rounding, nats.
 
     On equal weights it is 4e-7 in float32 on a CPU, and 0.007 in bf16 on an H200; of sharp toy models 0.1 in bf16.
     """
@@ -41,7 +41,7 @@ def largest_mismatch(args: Namespace) -> float:
 
 
 def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-    """GrpoError, on every rank alike, when an engine holds other weights than these; it names them. Collective."""
+    """Raise GrpoError on every rank, naming the tensors, if an engine holds other weights than these. Collective."""
     differences = engine.compare_weights(weights)
     if differences is None:
         return
@@ -59,7 +59,7 @@ def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]],
 
 
 def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, timers) -> RolloutBatch:
-    """Short completions of ``prompts``, as many times over as every replica and data-parallel rank needs."""
+    """Sample short completions of ``prompts``, repeated so that every replica and data-parallel rank has its share."""
     unit = parallel_state.get_data_parallel_world_size() * args.pipeline_model_parallel_size
     count = -(-PROMPTS_PER_REPLICA * engine.num_replicas // unit) * unit
     sampling = Sampling(
@@ -68,7 +68,7 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
         ignore_eos=True,
         log_probs=True,
     )
-    # Whatever their rows set: a constrained completion would have other log-probabilities.
+    # Without the rows' own sampling: a constrained completion has other log-probabilities.
     prompts = [replace(prompts[i % len(prompts)], sampling_fields={}) for i in range(count)]
     batch, _ = collect_rollout(engine, prompts, 1, sampling, None, tokenizer, PROBE_SEED, timers)
     return batch
@@ -77,7 +77,7 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
 def compare_log_probs(
     args: Namespace, batch: RolloutBatch, num_replicas: int, log_probs: Callable[[Namespace, RolloutBatch], np.ndarray]
 ) -> None:
-    """GrpoError when the trainer's ``log_probs`` of a probe are not the engine's. Collective."""
+    """Raise GrpoError if the trainer's ``log_probs`` of a probe differ from the engine's. Collective."""
     one_by_one = copy.copy(args)  # the probe is not a multiple of a run's micro-batches
     one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
     gap = np.abs(log_probs(one_by_one, batch) - batch.rollout_log_probs)

@@ -9,7 +9,7 @@ import torch
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.servers.engine import ServerEngine
-from megatron_grpo.rollout.servers.server import Server, Signs
+from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.utils.errors import GrpoError
 
@@ -27,8 +27,8 @@ class MemoryServer(Server):
     async def check(self):
         pass
 
-    async def look(self, timeout):
-        return Signs("1", None)
+    async def status(self, timeout):
+        return Status("1", None)
 
     async def generate(self, requests, seed):
         raise AssertionError
