@@ -38,8 +38,8 @@ step "mypy (pure modules)"
 step "imports (import-linter)"
 "$VENV/bin/lint-imports" --no-logo --no-cache
 step "documentation (mkdocs --strict)"
-SITE=$(mktemp -d)
-NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict --quiet --site-dir "$SITE" || { rm -rf "$SITE"; exit 1; }
+SITE=$(mktemp -d)  # not with --quiet: it hides warnings from --strict, too
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict --site-dir "$SITE" || { rm -rf "$SITE"; exit 1; }
 rm -rf "$SITE"
 if (($#)); then
     step pytest
