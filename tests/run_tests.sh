@@ -2,8 +2,8 @@
 # Installs what is missing and runs every test that a CPU can run: bash tests/run_tests.sh [pytest arguments]
 # With --gpu it installs nothing, and runs tests/gpu in the environment of $PYTHON (default: python3), made from
 # requirements-gpu.txt and requirements-test.txt: bash tests/run_tests.sh --gpu [pytest arguments]
-# Order: format and lint, types of the pure modules, directions of imports, unit tests, then those that start torchrun or
-# vLLM (tests/conftest.py). The unit tests run one to a core, the others in two lanes, a file in one of them: each has up to
+# Order: format and lint, types of the pure modules, directions of imports, links of the documentation, unit tests, then those
+# that start torchrun or vLLM (tests/conftest.py). The unit tests run one to a core, the others in two lanes, a file in one of them: each has up to
 # four processes, which often wait for each other. With arguments all run in order.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,6 +37,10 @@ step "mypy (pure modules)"
 "$VENV/bin/python" -m mypy
 step "imports (import-linter)"
 "$VENV/bin/lint-imports" --no-logo --no-cache
+step "documentation (mkdocs --strict)"
+SITE=$(mktemp -d)  # not with --quiet: it hides warnings from --strict, too
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict --site-dir "$SITE" || { rm -rf "$SITE"; exit 1; }
+rm -rf "$SITE"
 if (($#)); then
     step pytest
     exec "$VENV/bin/python" -m pytest "$@"

@@ -9,6 +9,7 @@ import pytest
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
 from megatron_grpo.training.arguments import build_parser
+from megatron_grpo.utils.core_flags import EXCLUDED
 from megatron_grpo.weights.families import FAMILIES
 
 REPO = Path(__file__).resolve().parents[3]
@@ -70,6 +71,27 @@ def test_the_readmes_reward_scores(tmp_path):
     (reward,) = get_rewards(["short"])
     assert reward(Sample("1+1=", "2 ", {"answer": "2"}, token_ids=[5, 6])) == pytest.approx(0.8)
     assert reward(Sample("1+1=", "3", {"answer": "2"}, token_ids=[5, 6])) == 0.0
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_dated_figures_are_in_one_place(name):
+    """A figure with a date grows old: docs/performance.md has them all. The changelog has dates of its own."""
+    if name not in ("docs/performance.md", "CHANGELOG.md"):
+        assert not re.findall(r"\b20\d\d-\d\d-\d\d\b", (REPO / name).read_text())
+
+
+def test_the_tutorial_has_the_readmes_reward():
+    blocks = [
+        re.search(r"```python\n(.*?)```", (REPO / name).read_text(), re.S).group(1)
+        for name in ("README.md", "docs/quickstart.md")
+    ]
+    assert blocks[0] == blocks[1]
+
+
+def test_settings_without_a_flag_are_listed():
+    """docs/not_there_yet.md is complete: it names every setting of megatron-core that is refused."""
+    named = set(re.findall(r"`(\w+)`", (REPO / "docs/not_there_yet.md").read_text()))
+    assert set(EXCLUDED) <= named
 
 
 def test_the_rewards_of_the_document(tmp_path):
