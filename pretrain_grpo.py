@@ -30,6 +30,7 @@ from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.arguments import needs_old_log_probs
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
 from megatron_grpo.algorithm.kl import kl_k3, kl_term
+from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.weighting import token_weights
@@ -115,9 +116,8 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
     """One optimizer step on a global batch: some of the rollout's completions, in packs over data-parallel ranks."""
     weights = np.zeros(batch.num_completions, np.float32)
-    weights[completions] = token_weights(
-        args.loss_type, batch.loss_lengths[completions], args.micro_batch_size, args.max_completion_length
-    )
+    lengths, aggregation = batch.loss_lengths[completions], LOSSES.get(args.loss_type).aggregation
+    weights[completions] = token_weights(aggregation, lengths, args.micro_batch_size, args.max_completion_length)
     batch = replace(batch, weights=weights)
     batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
     packs = forward.micro_batches(args, batch, completions)

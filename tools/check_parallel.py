@@ -8,6 +8,7 @@ MODEL_FLAGS are those of pretrain_grpo.py: a Hugging Face directory (--load-hf) 
 --num-layers 28 ...), for which weights are made up from the tensors' names. A layout is written as its sizes (TP, PP,
 VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and after a colon any further flags. With
 the word LOSSES more updates follow, one for each loss type, mask and KL, compared among the layouts that have the word.
+With --external-plugins FILE among MODEL_FLAGS these include the losses and advantage estimators of that file.
 
 Without torchrun the tool starts one itself for each world size and tries all its layouts inside, since starting ranks
 takes longer than the updates. Every layout is compared with the first: a single process, where the model fits into one.
@@ -38,6 +39,8 @@ from safetensors.torch import save_file
 
 import pretrain_grpo
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.advantages import ADVANTAGES
+from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
@@ -141,19 +144,10 @@ def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: i
 
 # ---- the comparison
 
-# What LOSSES goes over. The thresholds lie amid the values of the made-up rollout.
+# What LOSSES goes over besides the registered losses and estimators. The thresholds lie amid the values of the made-up
+# rollout.
 OBJECTIVES = (
-    "--loss-type bnpo --micro-batch-size 4",
-    "--loss-type dapo --epsilon-high 0.28 --delta 1.5",
-    "--loss-type dr_grpo --dual-clip 1.3",
-    "--loss-type gspo --epsilon 0.01 --epsilon-high 0.02",
     "--importance-sampling-level sequence_token --epsilon 0.01",
-    "--loss-type cispo --epsilon-high 1.1",
-    "--loss-type sapo",
-    "--loss-type gmpo --epsilon 0.1",
-    "--loss-type fipo",
-    "--loss-type real",
-    "--loss-type reinforce --entropy-coef 0.1",
     "--top-entropy-quantile 0.3",
     "--clip-cov-ratio 0.1 --clip-cov-lb 0.1",
     "--kl-cov-ratio 0.1",
@@ -162,23 +156,29 @@ OBJECTIVES = (
     "--overlong-filter",
     "--kl-estimator k2",
     "--kl-estimator unbiased",
-    "--advantage-estimator reinforce_plus_plus --kl-in-reward --gamma 0.9",
 )
 
 
-def objective_updates(flags: list[str], trainer, batch) -> list[dict]:
-    """One update for each of OBJECTIVES, from where the model is; a wrong gradient shows in the loss of the next."""
+def objectives() -> list[str]:
+    """Flags of the updates of LOSSES: every registered loss and estimator with its example, and OBJECTIVES."""
+    entries = [(registry.option, entry) for registry in (LOSSES, ADVANTAGES) for entry in registry.entries.values()]
+    examples = [f"{option} {e.name} {e.example}".strip() for option, e in entries if e.example is not None]
+    return [*examples, *OBJECTIVES]
+
+
+def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
+    """One update for each of `objectives`, from where the model is; a wrong gradient shows in the loss of the next."""
     completions = np.arange(batch.num_completions // 2)
     world_size = dist.get_world_size()
-    runs = [parse([*flags, *objective.split()], world_size) for objective in OBJECTIVES]
-    rows = []
-    for args in runs:
+    runs = {objective: parse([*flags, *objective.split()], world_size) for objective in objectives()}
+    rows = {}
+    for objective, args in runs.items():
         changed = replace(batch)
-        if args.kl_in_reward:  # from the rewards on
+        if "advantage_estimator" in args.explicit:  # from the rewards on
             estimate_advantages(args, changed, changed.rewards[:, 0])
         if args.overlong_filter:
             drop_overlong(changed)
-        rows.append(pretrain_grpo.update(args, trainer, changed, completions))
+        rows[objective] = pretrain_grpo.update(args, trainer, changed, completions)
     return rows
 
 
@@ -259,12 +259,14 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
         for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys())]:
             if not (gap := relative_gap(key, row, want)) <= tolerance:
                 return f"DIFFERS: {key} of update {number} by {gap:.1e}"
-    pairs = zip(result.get("objectives", []), first.get("objectives", []), strict=False)
-    for objective, (row, want) in zip(OBJECTIVES, pairs, strict=False):
+    wanted = first.get("objectives", {})
+    for objective, row in result.get("objectives", {}).items():
+        if objective not in wanted:
+            return f"DIFFERS: {objective} is not in {first['layout']}"
         for key in COMPARED:
             # In REAL's loss terms of order 1 cancel, and their rounding stays.
             least = 0.1 if (key, objective) == ("loss", "--loss-type real") else 1e-2
-            if not (gap := relative_gap(key, row, want, least)) <= tolerance:
+            if not (gap := relative_gap(key, row, wanted[objective], least)) <= tolerance:
                 return f"DIFFERS: {key} of {objective} by {gap:.1e}"
     if not result.get("gap", 0.0) <= tolerance:
         return f"DIFFERS: {result['worst_tensor']} by {result['gap']:.1e}"

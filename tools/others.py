@@ -22,6 +22,7 @@ from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_loss
 from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
+from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
@@ -133,7 +134,8 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     if mode:
         batch = replace(batch, corrections=_corrections(args, batch))
     everyone = np.arange(batch.num_completions)
-    weights = token_weights(args.loss_type, batch.loss_lengths, args.micro_batch_size, args.max_completion_length)
+    aggregation = LOSSES.get(args.loss_type).aggregation
+    weights = token_weights(aggregation, batch.loss_lengths, args.micro_batch_size, args.max_completion_length)
     flat = np.zeros((2, len(batch.tokens)))
     flat[:, np.concatenate([np.arange(a + 1, b) for a, b in _bounds(batch)])] = torch.stack(
         [data.log_probs[data.tokens == 1], data.entropies[data.tokens == 1]]

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from megatron_grpo.algorithm import advantages as adv
+from megatron_grpo.algorithm.advantages import ADVANTAGES, gdpo_advantages
 from megatron_grpo.algorithm.distillation import on_policy_distillation
 from megatron_grpo.algorithm.kl import kl_penalties
+from megatron_grpo.algorithm.registry import call
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.utils.errors import GrpoError
 
 
 def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
@@ -16,29 +18,36 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
     ``metric_guide.METRICS``.
     """
     metrics, penalties = {}, None
+    estimator = ADVANTAGES.get(args.advantage_estimator)
     if args.kl_in_reward:
         penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.loss_mask, args.beta)
         penalty = np.bincount(batch.completion_of_tokens, penalties, minlength=batch.num_completions)
         metrics["reward/kl_penalty"] = float(penalty.mean())
-        if args.advantage_estimator != "reinforce_plus_plus":
+        if "penalties" not in estimator.parameters:
             rewards = (rewards - penalty).astype(np.float32)
 
     batch.token_advantages = None
-    match args.advantage_estimator:
-        case "grpo" if args.scale_rewards == "gdpo":
-            batch.advantages = adv.gdpo_advantages(batch.rewards, args.reward_weights, batch.group_ids)
-        case "grpo":
-            batch.advantages = adv.group_advantages(rewards, batch.group_ids, args.scale_rewards)
-        case "rloo":
-            batch.advantages = adv.rloo_advantages(rewards, batch.group_ids, args.scale_rewards)
-        case "reinforce_plus_plus_baseline":
-            batch.advantages = adv.reinforce_plus_plus_baseline_advantages(rewards, batch.group_ids)
-        case "pass_at_k":
-            batch.advantages = adv.pass_at_k_advantages(rewards, batch.group_ids, args.pass_at_k, args.scale_rewards)
-        case "reinforce_plus_plus":
-            batch.token_advantages = adv.reinforce_plus_plus_advantages(
-                rewards, penalties, batch.loss_mask, batch.cu_seqlens, args.gamma
+    if args.scale_rewards == "gdpo":
+        batch.advantages = gdpo_advantages(batch.rewards, args.reward_weights, batch.group_ids)
+    else:
+        inputs = {
+            "rewards": rewards,
+            "group_ids": batch.group_ids,
+            "loss_mask": batch.loss_mask,
+            "cu_seqlens": batch.cu_seqlens,
+            "penalties": penalties,
+        }
+        advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
+        size = len(batch.tokens) if estimator.per_token else batch.num_completions
+        if advantages.shape != (size,):
+            raise GrpoError(
+                f"--advantage-estimator {estimator.name} returned advantages of shape {advantages.shape}: return one "
+                f"of each {'token' if estimator.per_token else 'completion'} ({size})"
             )
+        if estimator.per_token:
+            batch.token_advantages = advantages
+        else:
+            batch.advantages = advantages
     if batch.teacher_log_probs is not None:
         gaps = (batch.old_log_probs - batch.teacher_log_probs)[batch.loss_mask == 1]
         metrics["teacher/kl"] = float(gaps.mean())

@@ -11,18 +11,24 @@ unbiased (divided by size - 1, as torch.std).
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_grpo.algorithm.registry import ADVANTAGES, Flag, register_advantage
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
-ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 Scale = Literal["group", "batch", "none"]
+
+# An estimator reads the flags that are parameters of its function.
+ADVANTAGES.declare(
+    Flag("--pass-at-k", int, None, "pass_at_k: learn to solve a prompt with the best of so many completions"),
+    Flag("--gamma", float, 1.0, "reinforce_plus_plus: discount of what is still to come, per token"),
+)
 
 STD_EPSILON = 1e-4  # keeps a group whose rewards hardly differ from being blown up
 
@@ -64,34 +70,36 @@ def group_statistics(rewards: Float32, group_ids: Int64) -> GroupStatistics:
     return GroupStatistics(num_groups, num_groups - len(stds), math.fsum(stds) / max(num_groups, 1))
 
 
-def group_advantages(rewards: Float32, group_ids: Int64, scale: Scale) -> Float32:
+@register_advantage("grpo", scale="group", example=None)
+def group_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) -> Float32:
     """GRPO's advantage, A_i = (R_i - mean of its group) / (std + 1e-4).
 
-    The std is that of the rewards of the group (`scale` "group": every prompt weighs the same, however easy), of the
-    whole batch ("batch"), or the division is left out ("none", as Dr. GRPO argues: dividing by the group's std gives
-    the too easy and the too hard prompts the largest weights).
+    The std is that of the rewards of the group (`scale_rewards` "group": every prompt weighs the same, however easy),
+    of the whole batch ("batch"), or the division is left out ("none", as Dr. GRPO argues: dividing by the group's std
+    gives the too easy and the too hard prompts the largest weights).
 
     A group of one, and a group whose rewards are all equal, has A = 0.
 
     Args:
         rewards: [n], finite or NaN.
         group_ids: [n], equal for completions of the same prompt draw.
-        scale: "group", "batch" or "none".
+        scale_rewards: "group", "batch" or "none".
 
     Returns:
         [n], in the order of `rewards`.
 
     Raises:
-        ValueError: unknown `scale`.
+        ValueError: unknown `scale_rewards`.
 
     Source: GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); no scaling: Dr. GRPO (Liu et al. 2025,
     arXiv:2503.20783); scaling over the batch: Liu et al. 2025 ("Lite PPO"), arXiv:2508.08221.
     """
     values = rewards.astype(np.float64)
-    return _scaled(_centred(values, group_ids), values, group_ids, scale)
+    return _scaled(_centred(values, group_ids), values, group_ids, scale_rewards)
 
 
-def rloo_advantages(rewards: Float32, group_ids: Int64, scale: Scale) -> Float32:
+@register_advantage("rloo", example=None)
+def rloo_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) -> Float32:
     """RLOO: the baseline of a completion is the mean reward of the *others* of its group.
 
         A_i = R_i - mean of R_j over j != i  =  G / (G - 1) (R_i - mean of the group),   G = scored completions in it
@@ -106,110 +114,10 @@ def rloo_advantages(rewards: Float32, group_ids: Int64, scale: Scale) -> Float32
     advantages = _centred(values, group_ids)
     for members in _groups(values, group_ids):
         advantages[members] *= len(members) / (len(members) - 1)
-    return _scaled(advantages, values, group_ids, scale)
+    return _scaled(advantages, values, group_ids, scale_rewards)
 
 
-def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) -> Float32:
-    """REINFORCE++ with baseline: centred in the group, divided by the batch's std of what is then left.
-
-        c_i = R_i - mean of its group,   A_i = c_i / (std of c over the batch + 1e-4)
-
-    Not `group_advantages` with "batch", whose std is of R: there prompts of different difficulty make it larger.
-
-    Args:
-        rewards: [n], finite or NaN.
-        group_ids: [n].
-
-    Returns:
-        [n].
-
-    Source: Hu et al. 2025, "REINFORCE++", arXiv:2501.03262.
-    """
-    values = rewards.astype(np.float64)
-    centred = _centred(values, group_ids)
-    return (centred / (_std(centred[~np.isnan(values)]) + STD_EPSILON)).astype(np.float32)
-
-
-def pass_at_k_advantages(rewards: Float32, group_ids: Int64, k: int, scale: Scale) -> Float32:
-    """The gradient of E[max reward of k completions], which is pass@k where rewards are 0 or 1: unbiased from G >= k.
-
-        s_i = sum over subsets I of the group with k members, i among them, of (max of I - max of I without i) / C(G, k)
-        A_i = G s_i
-
-    What i adds to the best of the others is its contribution; the maximum without i is a baseline that does not depend
-    on i. In ascending order of rewards, R_1 <= ... <= R_G, a subset counts where i is its best and some j < i its
-    second best, which leaves C(j - 1, k - 2) choices for the rest:
-
-        A_i = G / C(G, k) * sum over j < i of C(j - 1, k - 2) (R_i - R_j)
-
-    A is never negative; it is large for a completion that solved what few did. k = 2 and up (k = 1 is `rloo`). A group
-    with fewer than k scored completions, and one whose rewards are all equal, has A = 0.
-
-    Args:
-        rewards: [n], finite or NaN; any numbers.
-        group_ids: [n].
-        k: at least 2.
-        scale: as in `group_advantages`, the std being that of the rewards.
-
-    Returns:
-        [n].
-
-    Raises:
-        ValueError: k below 2, or unknown `scale`.
-
-    Source: Walder & Karkhanis 2025, "Pass@K policy optimization", arXiv:2505.15201: the continuous estimator with its
-    leave-one-out baseline of k - 1 samples.
-    """
-    if k < 2:
-        raise ValueError(f"k must be at least 2, not {k}")
-    values = rewards.astype(np.float64)
-    advantages = np.zeros(len(values))
-    for members in _groups(values, group_ids):
-        size = len(members)
-        if size < k:
-            continue
-        ascending = members[np.argsort(values[members], kind="stable")]
-        ordered = values[ascending]
-        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: the counts themselves leave float64.
-        j = np.arange(size - 2, 0, -1)
-        factors = np.concatenate([[k * (k - 1) / (size * (size - 1))], np.maximum(j - k + 2, 0) / j])
-        shares = np.cumprod(factors)[::-1]
-        for place, i in enumerate(ascending):
-            advantages[i] = size * (shares[:place] * (ordered[place] - ordered[:place])).sum()
-    return _scaled(advantages, values, group_ids, scale)
-
-
-def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64) -> Float32:
-    """GDPO: every reward function is normalised by itself before they are added, so that none drowns another.
-
-        z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of weights[f] z_if
-        A_i  = (a_i - mean of a over the batch) / (std of a over the batch + 1e-4)
-
-    A function that did not score a completion (NaN) leaves it out of the function's mean and std, and of the sum.
-
-    Args:
-        rewards: [n, f].
-        weights: f numbers.
-        group_ids: [n].
-
-    Returns:
-        [n].
-
-    Raises:
-        ValueError: the number of weights is not that of the columns.
-
-    Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization for multi-reward RL
-    optimization", arXiv:2601.05242.
-    """
-    if rewards.ndim != 2 or rewards.shape[1] != len(weights):
-        raise ValueError(f"{len(weights)} reward weights for rewards of shape {rewards.shape}")
-    total = np.zeros(len(rewards))
-    for column, weight in zip(rewards.T, weights, strict=True):
-        total += weight * group_advantages(column, group_ids, "group").astype(np.float64)
-    total[np.isnan(rewards).all(axis=1)] = np.nan
-    return _whitened(total).astype(np.float32)
-
-
+@register_advantage("reinforce_plus_plus", scale="batch", per_token=True, example="--kl-in-reward --gamma 0.9")
 def reinforce_plus_plus_advantages(
     rewards: Float32, penalties: Float64 | None, loss_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
 ) -> Float32:
@@ -252,6 +160,110 @@ def reinforce_plus_plus_advantages(
         variance = math.fsum(np.bincount(owner, (returns - mean) ** 2)) / (len(returns) - 1)
         advantages[tokens] = (returns - mean) / (math.sqrt(variance) + STD_EPSILON)
     return advantages
+
+
+@register_advantage("reinforce_plus_plus_baseline", scale="batch", example=None)
+def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) -> Float32:
+    """REINFORCE++ with baseline: centred in the group, divided by the batch's std of what is then left.
+
+        c_i = R_i - mean of its group,   A_i = c_i / (std of c over the batch + 1e-4)
+
+    Not `group_advantages` with "batch", whose std is of R: there prompts of different difficulty make it larger.
+
+    Args:
+        rewards: [n], finite or NaN.
+        group_ids: [n].
+
+    Returns:
+        [n].
+
+    Source: Hu et al. 2025, "REINFORCE++", arXiv:2501.03262.
+    """
+    values = rewards.astype(np.float64)
+    centred = _centred(values, group_ids)
+    return (centred / (_std(centred[~np.isnan(values)]) + STD_EPSILON)).astype(np.float32)
+
+
+@register_advantage("pass_at_k", example=None)
+def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, scale_rewards: Scale) -> Float32:
+    """The gradient of E[max reward of k completions], which is pass@k where rewards are 0 or 1: unbiased from G >= k.
+
+        s_i = sum over subsets I of the group with k members, i among them, of (max of I - max of I without i) / C(G, k)
+        A_i = G s_i
+
+    What i adds to the best of the others is its contribution; the maximum without i is a baseline that does not depend
+    on i. In ascending order of rewards, R_1 <= ... <= R_G, a subset counts where i is its best and some j < i its
+    second best, which leaves C(j - 1, k - 2) choices for the rest:
+
+        A_i = G / C(G, k) * sum over j < i of C(j - 1, k - 2) (R_i - R_j)
+
+    A is never negative; it is large for a completion that solved what few did. k = 2 and up (k = 1 is `rloo`). A group
+    with fewer than k scored completions, and one whose rewards are all equal, has A = 0.
+
+    Args:
+        rewards: [n], finite or NaN; any numbers.
+        group_ids: [n].
+        pass_at_k: k, at least 2.
+        scale_rewards: as in `group_advantages`, the std being that of the rewards.
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: k below 2, or unknown `scale_rewards`.
+
+    Source: Walder & Karkhanis 2025, "Pass@K policy optimization", arXiv:2505.15201: the continuous estimator with its
+    leave-one-out baseline of k - 1 samples.
+    """
+    k = pass_at_k
+    if k < 2:
+        raise ValueError(f"k must be at least 2, not {k}")
+    values = rewards.astype(np.float64)
+    advantages = np.zeros(len(values))
+    for members in _groups(values, group_ids):
+        size = len(members)
+        if size < k:
+            continue
+        ascending = members[np.argsort(values[members], kind="stable")]
+        ordered = values[ascending]
+        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: the counts themselves leave float64.
+        j = np.arange(size - 2, 0, -1)
+        factors = np.concatenate([[k * (k - 1) / (size * (size - 1))], np.maximum(j - k + 2, 0) / j])
+        shares = np.cumprod(factors)[::-1]
+        for place, i in enumerate(ascending):
+            advantages[i] = size * (shares[:place] * (ordered[place] - ordered[:place])).sum()
+    return _scaled(advantages, values, group_ids, scale_rewards)
+
+
+def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64) -> Float32:
+    """GDPO: every reward function is normalised by itself before they are added, so that none drowns another.
+
+        z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of weights[f] z_if
+        A_i  = (a_i - mean of a over the batch) / (std of a over the batch + 1e-4)
+
+    A function that did not score a completion (NaN) leaves it out of the function's mean and std, and of the sum.
+
+    Args:
+        rewards: [n, f].
+        weights: f numbers.
+        group_ids: [n].
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: the number of weights is not that of the columns.
+
+    Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization for multi-reward RL
+    optimization", arXiv:2601.05242.
+    """
+    if rewards.ndim != 2 or rewards.shape[1] != len(weights):
+        raise ValueError(f"{len(weights)} reward weights for rewards of shape {rewards.shape}")
+    total = np.zeros(len(rewards))
+    for column, weight in zip(rewards.T, weights, strict=True):
+        total += weight * group_advantages(column, group_ids, "group").astype(np.float64)
+    total[np.isnan(rewards).all(axis=1)] = np.nan
+    return _whitened(total).astype(np.float32)
 
 
 def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:

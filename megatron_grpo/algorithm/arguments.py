@@ -1,12 +1,12 @@
 """Flags of losses, masks, rollout importance weights, advantages and KL, and the rules about them."""
 
 from argparse import Namespace
-from typing import get_args
+from typing import Any, get_args
 
-from megatron_grpo.algorithm.advantages import ESTIMATORS
+from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
-from megatron_grpo.algorithm.losses import Level
-from megatron_grpo.algorithm.weighting import LOSS_TYPES
+from megatron_grpo.algorithm.losses import LOSSES
+from megatron_grpo.algorithm.registry import Entry, Level, Loss, Registry, call
 from megatron_grpo.utils.arguments import Row
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, positive, within
@@ -16,18 +16,9 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 REPLAY = ("disabled", "R2", "R3")
 
 LOSS: tuple[Row, ...] = (
-    ("--loss-type", LOSS_TYPES, "grpo", "the policy's loss, and how tokens are weighted in it"),
+    ("--loss-type", LOSSES.entries, "grpo", "the policy's loss, and how tokens are weighted in it"),
     ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
-    ("--epsilon", float, None, "clip range of the probability ratio, downwards [0.2; gmpo 0.4]"),
-    ("--epsilon-high", float, None, "clip range upwards; cispo: the bound of the ratio itself [--epsilon]"),
-    ("--delta", float, None, "bound of the ratio where the clip leaves it open (advantage < 0)"),
-    ("--dual-clip", float, None, "the same under PPO's name: the loss is at most -it x advantage"),
-    ("--tau-pos", float, 1.0, "sapo: sharpness of the gate where the advantage is positive"),
-    ("--tau-neg", float, 1.05, "sapo: sharpness of the gate elsewhere"),
-    ("--fipo-decay-rate", float, 32.0, "fipo: tokens after which a later token counts half"),
-    ("--fipo-clip-range", float, 0.2, "fipo: how far a token's weight may leave 1"),
-    ("--fipo-safety-threshold", float, 4.0, "fipo: ratio above which a token to be lowered is not strengthened"),
-    ("--real-tau", float, 0.5, "real: temperature of the scores"),
+    *(flag[:4] for flag in LOSSES.flags.values()),
     ("--entropy-coef", float, 0.0, "weight of the entropy, which is subtracted from the loss"),
     ("--top-entropy-quantile", float, 1.0, "learn from this share of an update's tokens, of the highest entropy"),
     ("--clip-cov-ratio", float, None, "leave out so large a share of tokens, drawn by their covariance"),
@@ -66,37 +57,19 @@ LOSS: tuple[Row, ...] = (
 
 SCALES = ("group", "batch", "none", "gdpo")
 
-ADVANTAGES: tuple[Row, ...] = (
-    ("--advantage-estimator", ESTIMATORS, "grpo", "how rewards become advantages: docs/algorithms.md"),
+ADVANTAGE: tuple[Row, ...] = (
+    ("--advantage-estimator", ADVANTAGES.entries, "grpo", "how rewards become advantages: docs/algorithms.md"),
     (
         "--scale-rewards",
         SCALES,
         None,
         "divide advantages by whose standard deviation [grpo: group; rloo, pass_at_k: none; others: batch]",
     ),
-    ("--pass-at-k", int, None, "pass_at_k: learn to solve a prompt with the best of so many completions"),
-    ("--gamma", float, 1.0, "reinforce_plus_plus: discount of what is still to come, per token"),
+    *(flag[:4] for flag in ADVANTAGES.flags.values()),
     ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
     ("--kl-estimator", KL_ESTIMATORS, "k3", "form of the KL term in the loss; --kl-in-reward: k1"),
     ("--kl-in-reward", bool, False, "subtract the KL divergence from the reward, instead of adding it to the loss"),
 )
-
-# Which flags a loss type reads; given with another one they would do nothing.
-CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "fipo")
-READ_BY = {
-    "epsilon": (*CLIPPED, "gmpo"),
-    "epsilon_high": (*CLIPPED, "gmpo", "cispo"),
-    "delta": CLIPPED,
-    "dual_clip": CLIPPED,
-    "tau_pos": ("sapo",),
-    "tau_neg": ("sapo",),
-    "fipo_decay_rate": ("fipo",),
-    "fipo_clip_range": ("fipo",),
-    "fipo_safety_threshold": ("fipo",),
-    "real_tau": ("real",),
-}
-# Loss types of which the ratio's level is a part.
-OWN_LEVEL = ("gmpo", "fipo", "real", "reinforce")
 
 
 def needs_old_log_probs(args: Namespace) -> bool:
@@ -110,46 +83,64 @@ def needs_old_log_probs(args: Namespace) -> bool:
 
 def check_loss(args: Namespace) -> None:
     """Refuse what does not go together, and fill in defaults."""
-    positive(
-        args, "epsilon epsilon_high delta dual_clip tau_pos tau_neg fipo_decay_rate fipo_safety_threshold real_tau"
-    )
+    _check_ranges(args, LOSSES)
     positive(args, "clip_cov_ratio kl_cov_ratio kl_cov_coef m2po_threshold top_entropy_quantile")
     positive(args, "off_policy_sequence_mask_delta")
-    for dest in ("epsilon", "fipo_clip_range", "clip_cov_ratio", "kl_cov_ratio", "top_entropy_quantile"):
+    for dest in ("clip_cov_ratio", "kl_cov_ratio", "top_entropy_quantile"):
         within(args, dest, 0, 1)
     if args.entropy_coef < 0:
         raise GrpoError(f"--entropy-coef ({args.entropy_coef}) must not be negative")
-    for dest, readers in READ_BY.items():
-        if dest in args.explicit and args.loss_type not in readers:
-            raise GrpoError(f"{flag(dest)} has no effect with --loss-type {args.loss_type}: leave it out")
-    _check_ratio(args)
+    loss = LOSSES.get(args.loss_type)
+    _check_read(args, LOSSES, loss)
+    _check_ratio(args, loss)
     _check_covariance(args)
 
 
-def _check_ratio(args: Namespace) -> None:
-    """Levels and ranges of the importance ratio."""
-    if args.loss_type in OWN_LEVEL and args.importance_sampling_level != "token":
-        raise GrpoError(
-            f"--importance-sampling-level {args.importance_sampling_level} has no effect with --loss-type "
-            f"{args.loss_type}, which has a form of its own: leave it out"
-        )
-    if args.loss_type == "gspo":
-        if "importance_sampling_level" in args.explicit and args.importance_sampling_level != "sequence":
+def _check_ranges(args: Namespace, registry: Registry[Any]) -> None:
+    for dest, (_, _, _, _, above_zero, bounds) in registry.flags.items():
+        if above_zero:
+            positive(args, dest)
+        if bounds:
+            within(args, dest, *bounds)
+
+
+def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
+    """Refuse flags that this loss or estimator does not read, and parameters that are no flag."""
+    for dest in registry.flags:
+        if dest in args.explicit and dest not in entry.parameters:
+            raise GrpoError(f"{flag(dest)} has no effect with {registry.option} {entry.name}: leave it out")
+    for name, parameter in entry.parameters.items():
+        if name not in registry.inputs and not hasattr(args, name) and parameter.default is parameter.empty:
             raise GrpoError(
-                f"--loss-type gspo is grpo with --importance-sampling-level sequence, not "
-                f"{args.importance_sampling_level}: leave one of them out"
+                f"{registry.option} {entry.name}: its parameter {name} is neither an input "
+                f"({', '.join(registry.inputs)}) nor a flag: rename it, or declare {flag(name)}"
             )
-        args.importance_sampling_level = "sequence"
-    if args.loss_type == "cispo" and (args.epsilon_high is None or args.epsilon_high < 1):
+
+
+def _check_ratio(args: Namespace, loss: Loss) -> None:
+    """Levels and ranges of the importance ratio."""
+    level = args.importance_sampling_level
+    if loss.level == "token" != level:
         raise GrpoError(
-            "--loss-type cispo bounds the ratio itself by --epsilon-high, which must be at least 1: give "
-            "--epsilon-high 5"
+            f"--importance-sampling-level {level} has no effect with --loss-type {loss.name}, which has a form of its "
+            "own: leave it out"
         )
-    if args.epsilon is None:
-        args.epsilon = 0.4 if args.loss_type == "gmpo" else 0.2
+    if loss.level is not None:
+        if "importance_sampling_level" in args.explicit and level != loss.level:
+            like = next(other.name for other in LOSSES.entries.values() if other.function is loss.function)
+            raise GrpoError(
+                f"--loss-type {loss.name} is {like} with --importance-sampling-level {loss.level}, not {level}: leave "
+                "one of them out"
+            )
+        args.importance_sampling_level = loss.level
+    if loss.check is not None:
+        call(loss.check, {}, args)
+    for dest, value in {"epsilon": 0.2, **loss.defaults}.items():
+        if getattr(args, dest) is None:
+            setattr(args, dest, value)
     if args.epsilon_high is None:
         args.epsilon_high = args.epsilon
-    sequences = args.importance_sampling_level != "token" and args.loss_type in CLIPPED
+    sequences = args.importance_sampling_level != "token" and "epsilon" in loss.parameters
     if sequences and args.epsilon == 0.2:
         raise GrpoError(
             "--epsilon 0.2 never clips the ratio of a sequence, a geometric mean that hardly leaves 1: give --epsilon "
@@ -199,26 +190,17 @@ def check_corrections(args: Namespace) -> None:
     within(args, "rollout_importance_sampling_lower_bound", 0, args.rollout_importance_sampling_threshold)
 
 
-# --scale-rewards where it is not given, and what else an estimator takes.
-DEFAULT_SCALE = {
-    "grpo": "group",
-    "rloo": "none",
-    "reinforce_plus_plus": "batch",
-    "reinforce_plus_plus_baseline": "batch",
-    "pass_at_k": "none",
-}
-OWN_SCALE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-
-
 def check_advantages(args: Namespace) -> None:
     """Refuse what does not go together, and fill in defaults."""
-    estimator = args.advantage_estimator
+    entry = ADVANTAGES.get(args.advantage_estimator)
+    estimator = entry.name
     if args.scale_rewards is None:
-        args.scale_rewards = DEFAULT_SCALE[estimator]
-    if estimator in OWN_SCALE and args.scale_rewards != "batch":
+        args.scale_rewards = entry.scale
+    if "scale_rewards" not in entry.parameters and args.scale_rewards != entry.scale:
+        divides = "divides by the standard deviation over the batch" if entry.scale == "batch" else "has its own scale"
         raise GrpoError(
-            f"--advantage-estimator {estimator} divides by the standard deviation over the batch, so --scale-rewards "
-            f"{args.scale_rewards} has no effect: leave it out, or take --advantage-estimator grpo"
+            f"--advantage-estimator {estimator} {divides}, so --scale-rewards {args.scale_rewards} has no effect: "
+            "leave it out, or take --advantage-estimator grpo"
         )
     if args.scale_rewards == "gdpo":
         _check_gdpo(args)
@@ -240,6 +222,10 @@ def check_advantages(args: Namespace) -> None:
             f"--gamma has no effect with --advantage-estimator {estimator}, which gives a completion's tokens one "
             "advantage: leave it out, or take reinforce_plus_plus"
         )
+    _check_ranges(args, ADVANTAGES)
+    _check_read(args, ADVANTAGES, entry)
+    if entry.check is not None:
+        call(entry.check, {}, args)
     _check_kl(args)
     _check_token_advantages(args)
 
@@ -290,20 +276,16 @@ def differ_within_completion(args: Namespace) -> str | None:
     if args.teacher_kl_coef:
         return "--teacher-kl-coef"
     if args.advantage_estimator != "reinforce_plus_plus":
-        return None
+        per_token = ADVANTAGES.get(args.advantage_estimator).per_token
+        return f"--advantage-estimator {args.advantage_estimator}" if per_token else None
     return "--kl-in-reward" if args.kl_in_reward else "--gamma" if args.gamma < 1 else None
 
 
 def _check_token_advantages(args: Namespace) -> None:
-    if args.num_generations == 1 and args.loss_type == "real":
-        raise GrpoError(
-            "--loss-type real tells a prompt's good completions from its bad ones: --num-generations (1) must be at "
-            "least 2"
-        )
     cause = differ_within_completion(args)
     if cause is None:
         return
-    whole = f"--loss-type {args.loss_type}" if args.loss_type in ("gmpo", "real") else None
+    whole = f"--loss-type {args.loss_type}" if LOSSES.get(args.loss_type).one_advantage else None
     if args.off_policy_sequence_mask_delta is not None:
         whole = flag("off_policy_sequence_mask_delta")
     if whole:

@@ -12,12 +12,15 @@ Everywhere d = log_probs - old_log_probs is the log of the ratio rho = exp(d) be
 the weights before the first update on the rollout; with a single update per rollout rho is 1.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron_grpo.algorithm.registry import LOSSES, Flag, Level, register_loss
+from megatron_grpo.utils.errors import GrpoError
 
 # exp(20) is about 5e8: no policy is meant to get there, and beyond it a float32 exp() soon is inf, whose product with
 # the zero gradient of the clipped branch is nan. Inside the bound nothing changes.
@@ -26,7 +29,38 @@ MAX_LOG_RATIO = 20.0
 # The discount of a future token below which fipo's sum leaves it out: far below float32's resolution of the sum.
 NEGLIGIBLE = 1e-12
 
-Level = Literal["token", "sequence", "sequence_token"]
+# A loss reads the flags that are parameters of its function.
+LOSSES.declare(
+    Flag(
+        "--epsilon",
+        float,
+        None,
+        "clip range of the probability ratio, downwards [0.2; gmpo 0.4]",
+        positive=True,
+        within=(0, 1),
+    ),
+    Flag(
+        "--epsilon-high",
+        float,
+        None,
+        "clip range upwards; cispo: the bound of the ratio itself [--epsilon]",
+        positive=True,
+    ),
+    Flag("--delta", float, None, "bound of the ratio where the clip leaves it open (advantage < 0)", positive=True),
+    Flag("--dual-clip", float, None, "the same under PPO's name: the loss is at most -it x advantage", positive=True),
+    Flag("--tau-pos", float, 1.0, "sapo: sharpness of the gate where the advantage is positive", positive=True),
+    Flag("--tau-neg", float, 1.05, "sapo: sharpness of the gate elsewhere", positive=True),
+    Flag("--fipo-decay-rate", float, 32.0, "fipo: tokens after which a later token counts half", positive=True),
+    Flag("--fipo-clip-range", float, 0.2, "fipo: how far a token's weight may leave 1", within=(0, 1)),
+    Flag(
+        "--fipo-safety-threshold",
+        float,
+        4.0,
+        "fipo: ratio above which a token to be lowered is not strengthened",
+        positive=True,
+    ),
+    Flag("--real-tau", float, 0.5, "real: temperature of the scores", positive=True),
+)
 
 
 class PolicyLoss(NamedTuple):
@@ -67,8 +101,18 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor, completion: Tensor, leve
     return mean if level == "sequence" else mean.detach() + log_probs - log_probs.detach()
 
 
+@register_loss("gspo", aggregation="grpo", level="sequence", example="--epsilon 0.01 --epsilon-high 0.02")
+@register_loss("dr_grpo", aggregation="dr_grpo", example="--dual-clip 1.3")
+@register_loss("dapo", aggregation="dapo", example="--epsilon-high 0.28 --delta 1.5")
+@register_loss("bnpo", aggregation="bnpo", example="--micro-batch-size 4")
+@register_loss("grpo", aggregation="grpo", example=None)
 def clipped_loss(
-    log_ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None = None,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """PPO's clipped loss: of grpo, bnpo, dapo, dr_grpo, gspo and, before its weights, fipo.
 
@@ -84,7 +128,7 @@ def clipped_loss(
         advantages: [t], A of the completion that each token belongs to.
         epsilon: how far below 1 the ratio may fall.
         epsilon_high: how far above 1 it may rise; equal to epsilon in PPO and GRPO, larger in DAPO ("clip-higher").
-        delta: bound of the unclipped branch, or None.
+        delta, dual_clip: bound of the unclipped branch, under either name, or None.
 
     Returns:
         PolicyLoss; clipped is where the clipped branch is the one chosen (not where delta bounds the other).
@@ -95,28 +139,15 @@ def clipped_loss(
     """
     ratio = _exp(log_ratio)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    unclipped = ratio if delta is None else ratio.clamp(max=delta)
+    bound = delta or dual_clip
+    unclipped = ratio if bound is None else ratio.clamp(max=bound)
     loss = -torch.minimum(unclipped * advantages, clipped * advantages)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
     return PolicyLoss(loss, low.to(loss), high.to(loss))
 
 
-def cispo_loss(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> PolicyLoss:
-    """CISPO: the ratio is a bounded weight without gradient, so that no token is ever left out.
-
-        L = -sg(min(rho, epsilon_high)) A log_probs
-
-    ``epsilon_high`` is the bound itself, not its distance from 1. All arguments but it are [t]; clip_high marks the
-    tokens whose ratio is bounded, whatever the sign of A.
-
-    Source: MiniMax-M1 (2025, arXiv:2506.13585, section 3.1).
-    """
-    ratio = _exp(log_ratio.detach())
-    loss = -ratio.clamp(max=epsilon_high) * advantages * log_probs
-    return PolicyLoss(loss, torch.zeros_like(ratio), (ratio > epsilon_high).to(loss))
-
-
+@register_loss("sapo", aggregation="grpo")
 def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> PolicyLoss:
     """SAPO: a soft gate in place of the clip.
 
@@ -132,6 +163,9 @@ def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: fl
     return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
 
 
+@register_loss(
+    "gmpo", aggregation="grpo", level="token", defaults={"epsilon": 0.4}, one_advantage=True, example="--epsilon 0.1"
+)
 def gmpo_loss(
     log_ratio: Tensor, advantages: Tensor, completion: Tensor, epsilon: float, epsilon_high: float
 ) -> PolicyLoss:
@@ -158,13 +192,90 @@ def gmpo_loss(
     return PolicyLoss(loss, low.to(loss), high.to(loss))
 
 
-def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """REINFORCE: L = -A log_probs, [t] each; no ratio, nothing clipped.
+def real_advantages(
+    scores: npt.NDArray[np.float64],
+    advantages: npt.NDArray[np.floating],
+    group_ids: npt.NDArray[np.int64],
+    real_tau: float,
+) -> npt.NDArray[np.float32]:
+    """REAL: completions of a group are classified, right against wrong; what that loss asks of each, as an advantage.
 
-    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
+        loss = mean over groups of  log(1 + sum over positives e^(-s / tau)) + log(1 + sum over negatives e^(s / tau))
+
+    with s_i the mean of d over completion i. The result is A_i = -(n / groups) d loss' / d s_i, loss' the sum of a
+    group, so that -A_i d_t, averaged over tokens and then over the n completions, has the gradient of the loss. Its
+    value is not that of the loss.
+
+    Args:
+        scores: [n], s at the weights that the gradient is taken at.
+        advantages: [n], whose sign tells positives (above 0) from negatives; NaN where nothing scored the completion,
+            which is then neither.
+        group_ids: [n].
+        real_tau: temperature, tau.
+
+    Returns:
+        [n]; 0 in a group without both, and where nothing scored.
+
+    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026), arXiv:2602.05630; groups
+    without both, and the sign, as in ms-swift.
     """
-    loss = -advantages * log_probs
-    return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
+    result = np.zeros(len(scores))
+    groups = np.unique(group_ids)
+    for group in groups:
+        members = (group_ids == group) & ~np.isnan(advantages)
+        for sign, side in ((1, members & (advantages > 0)), (-1, members & (advantages <= 0))):
+            if side.sum() in (0, members.sum()):
+                continue
+            logits = -sign * scores[side] / real_tau
+            peak = max(logits.max(), 0.0)
+            mass = np.exp(logits - peak)
+            result[side] = sign / real_tau * mass / (np.exp(-peak) + mass.sum())
+    return (result * (len(scores) / max(len(groups), 1))).astype(np.float32)
+
+
+def _check_real(num_generations: int) -> None:
+    if num_generations == 1:
+        raise GrpoError(
+            "--loss-type real tells a prompt's good completions from its bad ones: --num-generations (1) must be at "
+            "least 2"
+        )
+
+
+@register_loss(
+    "real",
+    aggregation="grpo",
+    level="token",
+    check=_check_real,
+    update_advantages=real_advantages,
+    one_advantage=True,
+)
+def real_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
+    """REAL: `reinforce_loss` with the advantages of `real_advantages`, [t] each; the source is there."""
+    return reinforce_loss(log_probs, advantages)
+
+
+def _check_cispo(epsilon_high: float | None) -> None:
+    if epsilon_high is None or epsilon_high < 1:
+        raise GrpoError(
+            "--loss-type cispo bounds the ratio itself by --epsilon-high, which must be at least 1: give "
+            "--epsilon-high 5"
+        )
+
+
+@register_loss("cispo", aggregation="dapo", check=_check_cispo, example="--epsilon-high 1.1")
+def cispo_loss(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> PolicyLoss:
+    """CISPO: the ratio is a bounded weight without gradient, so that no token is ever left out.
+
+        L = -sg(min(rho, epsilon_high)) A log_probs
+
+    ``epsilon_high`` is the bound itself, not its distance from 1. All arguments but it are [t]; clip_high marks the
+    tokens whose ratio is bounded, whatever the sign of A.
+
+    Source: MiniMax-M1 (2025, arXiv:2506.13585, section 3.1).
+    """
+    ratio = _exp(log_ratio.detach())
+    loss = -ratio.clamp(max=epsilon_high) * advantages * log_probs
+    return PolicyLoss(loss, torch.zeros_like(ratio), (ratio > epsilon_high).to(loss))
 
 
 def fipo_weights(
@@ -212,42 +323,34 @@ def fipo_weights(
     return torch.where(unsafe, weight.clamp(1 - clip_range, 1.0), weight.clamp(1.0, 1 + clip_range))
 
 
-def real_advantages(
-    scores: npt.NDArray[np.float64], advantages: npt.NDArray[np.floating], group_ids: npt.NDArray[np.int64], tau: float
-) -> npt.NDArray[np.float32]:
-    """REAL: completions of a group are classified, right against wrong; what that loss asks of each, as an advantage.
+@register_loss("fipo", aggregation="dapo", level="token")
+def fipo_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    completion: Tensor,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None,
+    dual_clip: float | None,
+    fipo_decay_rate: float,
+    fipo_clip_range: float,
+    fipo_safety_threshold: float,
+) -> PolicyLoss:
+    """FIPO: `clipped_loss` times `fipo_weights`; arguments and source are theirs."""
+    clipped = clipped_loss(log_ratio, advantages, epsilon, epsilon_high, delta, dual_clip)
+    limits = fipo_decay_rate, fipo_clip_range, fipo_safety_threshold
+    weights = fipo_weights(log_ratio, advantages, completion, *limits, delta or dual_clip)
+    return clipped._replace(loss=weights * clipped.loss)
 
-        loss = mean over groups of  log(1 + sum over positives e^(-s / tau)) + log(1 + sum over negatives e^(s / tau))
 
-    with s_i the mean of d over completion i. The result is A_i = -(n / groups) d loss' / d s_i, loss' the sum of a
-    group, so that -A_i d_t, averaged over tokens and then over the n completions, has the gradient of the loss. Its
-    value is not that of the loss.
+@register_loss("reinforce", aggregation="dapo", level="token", example="--entropy-coef 0.1")
+def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
+    """REINFORCE: L = -A log_probs, [t] each; no ratio, nothing clipped.
 
-    Args:
-        scores: [n], s at the weights that the gradient is taken at.
-        advantages: [n], whose sign tells positives (above 0) from negatives; NaN where nothing scored the completion,
-            which is then neither.
-        group_ids: [n].
-        tau: temperature.
-
-    Returns:
-        [n]; 0 in a group without both, and where nothing scored.
-
-    Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026), arXiv:2602.05630; groups
-    without both, and the sign, as in ms-swift.
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """
-    result = np.zeros(len(scores))
-    groups = np.unique(group_ids)
-    for group in groups:
-        members = (group_ids == group) & ~np.isnan(advantages)
-        for sign, side in ((1, members & (advantages > 0)), (-1, members & (advantages <= 0))):
-            if side.sum() in (0, members.sum()):
-                continue
-            logits = -sign * scores[side] / tau
-            peak = max(logits.max(), 0.0)
-            mass = np.exp(logits - peak)
-            result[side] = sign / tau * mass / (np.exp(-peak) + mass.sum())
-    return (result * (len(scores) / max(len(groups), 1))).astype(np.float32)
+    loss = -advantages * log_probs
+    return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

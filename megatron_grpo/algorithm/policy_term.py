@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
+from megatron_grpo.algorithm.registry import LOSSES, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.utils.errors import GrpoError
@@ -38,23 +39,22 @@ def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) 
 
 
 def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, completion: Tensor) -> losses.PolicyLoss:
-    log_ratio = losses.log_ratio(log_probs, old, completion, args.importance_sampling_level)
-    match args.loss_type:
-        case "cispo":
-            return losses.cispo_loss(log_probs, log_ratio, advantages, args.epsilon_high)
-        case "sapo":
-            return losses.sapo_loss(log_ratio, advantages, args.tau_pos, args.tau_neg)
-        case "gmpo":
-            return losses.gmpo_loss(log_ratio, advantages, completion, args.epsilon, args.epsilon_high)
-        case "reinforce" | "real":  # real is in the advantages: update_statistics
-            return losses.reinforce_loss(log_probs, advantages)
-    delta = args.delta or args.dual_clip
-    clipped = losses.clipped_loss(log_ratio, advantages, args.epsilon, args.epsilon_high, delta)
-    if args.loss_type != "fipo":
-        return clipped
-    limits = args.fipo_decay_rate, args.fipo_clip_range, args.fipo_safety_threshold
-    weights = losses.fipo_weights(log_ratio, advantages, completion, *limits, delta)
-    return clipped._replace(loss=weights * clipped.loss)
+    inputs = {
+        "log_probs": log_probs,
+        "old_log_probs": old,
+        "log_ratio": losses.log_ratio(log_probs, old, completion, args.importance_sampling_level),
+        "advantages": advantages,
+        "completion": completion,
+    }
+    value = call(LOSSES.get(args.loss_type).function, inputs, args)
+    if not isinstance(value, losses.PolicyLoss):  # L alone: nothing is clipped
+        value = losses.PolicyLoss(value, torch.zeros_like(old), torch.zeros_like(old))
+    if value.loss.shape != log_probs.shape:
+        raise GrpoError(
+            f"--loss-type {args.loss_type} returned a loss of shape {tuple(value.loss.shape)} for "
+            f"{len(log_probs)} tokens: return the loss of each token"
+        )
+    return value
 
 
 def drop_overlong(batch: RolloutBatch) -> None:
@@ -70,7 +70,8 @@ def update_statistics(
     iteration: int,
     scores: Callable[[RolloutBatch, np.ndarray], np.ndarray],
 ) -> RolloutBatch:
-    """The batch with what an update must know of all its completions: masks, kl-cov's tokens, real's advantages.
+    """The batch with what an update must know of all its completions: masks, kl-cov's tokens, advantages that the loss
+    itself makes.
 
     ``scores(batch, completions)`` is a forward-only pass at the present weights, [2, total]: log-probabilities and
     entropies. It runs where one of these flags is given.
@@ -92,7 +93,8 @@ def update_statistics(
             batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64), args.m2po_threshold
         )
     by_covariance = args.clip_cov_ratio is not None or args.kl_cov_ratio is not None
-    moved = args.loss_type == "real" and batch.old_log_probs is not None
+    update_advantages = LOSSES.get(args.loss_type).update_advantages
+    moved = update_advantages is not None and batch.old_log_probs is not None
     if by_covariance or moved or args.top_entropy_quantile < 1:
         log_probs, entropies = scores(batch, completions)
     if args.top_entropy_quantile < 1:
@@ -111,22 +113,28 @@ def update_statistics(
         policy_mask = np.ones(len(batch.tokens), np.float32)
         policy_mask[tokens] = kept
         batch = replace(batch, policy_mask=policy_mask)
-    if args.loss_type == "real":
+    if update_advantages is not None:
         moved_by = (log_probs - batch.old_log_probs)[tokens] if moved else np.zeros(len(tokens))
-        batch = _with_real_advantages(args, batch, completions, tokens, moved_by)
+        batch = _with_update_advantages(args, update_advantages, batch, completions, tokens, moved_by)
     return batch
 
 
-def _with_real_advantages(
-    args, batch: RolloutBatch, completions: np.ndarray, tokens: np.ndarray, moved_by: np.ndarray
+def _with_update_advantages(
+    args,
+    update_advantages: Callable[..., np.ndarray],
+    batch: RolloutBatch,
+    completions: np.ndarray,
+    tokens: np.ndarray,
+    moved_by: np.ndarray,
 ) -> RolloutBatch:
-    """The batch with REAL's advantages, from d of each of the ``tokens`` of these completions."""
+    """The batch with the advantages that the loss makes of an update, from d of each of its ``tokens``."""
     sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
     scores = (sums / np.maximum(batch.loss_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
     signs = np.where(unscored, np.nan, batch.advantages[completions])
     advantages = batch.advantages.copy()
-    advantages[completions] = losses.real_advantages(scores, signs, batch.group_ids[completions], args.real_tau)
+    inputs = {"scores": scores, "advantages": signs, "group_ids": batch.group_ids[completions]}
+    advantages[completions] = call(update_advantages, inputs, args)
     return replace(batch, advantages=advantages, token_advantages=None)
 
 

@@ -11,20 +11,14 @@ exactly, whatever the micro-batches, the packing or the parallel layout. The wei
 so only one number for each is kept.
 """
 
-from typing import Literal, get_args
-
 import numpy as np
 import numpy.typing as npt
 
-LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "sapo", "gmpo", "real", "cispo", "fipo", "reinforce"]
-LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
-
-# Loss types that average as one of the first four does.
-_AS = dict.fromkeys(("gspo", "sapo", "gmpo", "real"), "grpo") | dict.fromkeys(("cispo", "fipo", "reinforce"), "dapo")
+from megatron_grpo.algorithm.registry import AGGREGATIONS, Aggregation
 
 
 def token_weights(
-    loss_type: LossType,
+    aggregation: Aggregation,
     lengths: npt.NDArray[np.int64],
     micro_batch_size: int,
     max_completion_length: int,
@@ -38,14 +32,14 @@ def token_weights(
         dr_grpo  1 / (n max_completion_length)  a constant: no length is favoured
         bnpo     1 / (B sum of T in its block)  mean over all tokens of a block, then over the B blocks
 
-    gspo, sapo, gmpo and real average as grpo does; cispo, fipo and reinforce as dapo.
+    Every loss type has one of these as its ``aggregation``.
 
     A block is `micro_batch_size` consecutive completions in the order given, however they are packed and wherever
     they are computed (the last may be shorter). n and B count every completion and block, also those without a token
     that counts; such completions have weight 0.
 
     Args:
-        loss_type: one of LOSS_TYPES.
+        aggregation: one of AGGREGATIONS.
         lengths: [n], T_i: the number of tokens in the loss of each completion of the *whole* update, in global order.
         micro_batch_size: completions in a block; read by bnpo only.
         max_completion_length: tokens; read by dr_grpo only.
@@ -54,26 +48,25 @@ def token_weights(
         [n].
 
     Raises:
-        ValueError: unknown `loss_type`.
+        ValueError: unknown `aggregation`.
 
     Source: grpo: Shao et al. 2024, arXiv:2402.03300, eq. 3. dapo: Yu et al. 2025, arXiv:2503.14476, section 3.3.
     dr_grpo: Liu et al. 2025, arXiv:2503.20783. bnpo: TRL's loss_type of that name, which averages over the tokens of
     one micro-batch.
     """
     n = len(lengths)
-    average = _AS.get(loss_type, loss_type)
-    if average == "grpo":
+    if aggregation == "grpo":
         denominators = n * lengths
-    elif average == "dapo":
+    elif aggregation == "dapo":
         denominators = np.full(n, lengths.sum())
-    elif average == "dr_grpo":
+    elif aggregation == "dr_grpo":
         denominators = np.full(n, n * max_completion_length)
-    elif average == "bnpo":
+    elif aggregation == "bnpo":
         block = np.arange(n) // micro_batch_size
         tokens_in_block = np.bincount(block, weights=lengths)
         denominators = len(tokens_in_block) * tokens_in_block[block]
     else:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, not {loss_type!r}")
+        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation!r}")
     weights = np.zeros(n)
     np.divide(1.0, denominators, out=weights, where=lengths > 0)
     return weights

@@ -75,7 +75,7 @@ def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
-    """Runs the files of --external-plugins, each once, to register their rewards; GrpoError if that fails."""
+    """Runs the files of --external-plugins, each once, to register what they define; GrpoError if that fails."""
     for path in map(Path, paths):
         if not path.is_file():
             raise GrpoError(f"--external-plugins {path}: no such file")

@@ -9,13 +9,14 @@ import difflib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_grpo.algorithm.arguments import ADVANTAGES, LOSS
+from megatron_grpo.algorithm.arguments import ADVANTAGE, LOSS
+from megatron_grpo.algorithm.registry import ADVANTAGES, LOSSES, Flag
 from megatron_grpo.checkpointing.arguments import CHECKPOINTS
 from megatron_grpo.data.arguments import CURRICULUM, DATA
 from megatron_grpo.estimate.arguments import DRY_RUN
@@ -25,10 +26,11 @@ from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS
 from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
 from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
+from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
 from megatron_grpo.utils.arguments import Row, args_to_json, hyphens
 from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
-from megatron_grpo.utils.errors import speaks_for_host
+from megatron_grpo.utils.errors import GrpoError, speaks_for_host
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
 BATCH_AND_DURATION: tuple[Row, ...] = (
@@ -81,7 +83,7 @@ FLAGS: dict[str, tuple[Row, ...]] = {
     "reuse and sampling": (*DYNAMIC_SAMPLING, *CURRICULUM, STRUCTURED_OUTPUTS),
     "rewards": REWARDS,
     "algorithm": LOSS,
-    "advantages and KL": ADVANTAGES,
+    "advantages and KL": ADVANTAGE,
     "reference and teacher": REFERENCE_AND_TEACHER,
     "learning rate": LEARNING_RATE,
     "checkpoints": CHECKPOINTS,
@@ -105,6 +107,9 @@ ACCEPTED: dict[str, tuple[bool, str]] = {
     "--log-entropy": (False, "the entropy over the vocabulary is always reported"),
     "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
 }
+
+# Attributes of the parsed arguments that are no flag.
+DERIVED = ("explicit", "padded_vocab_size", "engine_decodes", "world_size", "data_parallel_size", "updates_per_rollout")
 
 NOT_GIVEN = object()
 
@@ -137,10 +142,11 @@ def build_parser() -> Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
         allow_abbrev=False,
     )
+    groups = {}
     for title, rows in FLAGS.items():
-        group = parser.add_argument_group(title)
+        groups[title] = parser.add_argument_group(title)
         for name, kind, default, text in rows:
-            group.add_argument(name, default=default, help=help_text(text, default), **_reading(kind))
+            groups[title].add_argument(name, default=default, help=help_text(text, default), **_reading(kind))
     add_core_flags(parser)
     synonyms = parser.add_argument_group("from Megatron-LM scripts")
     synonyms.add_argument(
@@ -165,15 +171,31 @@ def build_parser() -> Parser:
             metavar="S",
             help=f"no effect: {reason}",
         )
+    for registry, title in ((LOSSES, "algorithm"), (ADVANTAGES, "advantages and KL")):
+        for dest, owner in registry.owners.items():
+            _add_plugin_flag(parser, groups[title], registry.flags[dest], owner)
     return parser
+
+
+def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, owner: str) -> None:
+    """Add the flag that a plug-in's loss or estimator brings; GrpoError if its name is taken."""
+    for action in parser._actions:
+        if flag.name in action.option_strings or flag.dest == action.dest:
+            taken = action.option_strings[0]
+            raise GrpoError(f"{owner}: the flag {flag.name} is taken by {taken} of this program; choose another")
+    if flag.dest in DERIVED:
+        raise GrpoError(f"{owner}: {flag.name} cannot be a flag: args.{flag.dest} is derived; choose another")
+    if not isinstance(flag.kind, tuple) and flag.kind not in (int, float, str, bool, dict, [int], [float], [str]):
+        raise GrpoError(f"{owner}: {flag.name} cannot be read as {flag.kind!r}: give int, float, str, bool or choices")
+    group.add_argument(flag.name, default=flag.default, help=help_text(flag.help, flag.default), **_reading(flag.kind))
 
 
 def _reading(kind: Any) -> dict[str, Any]:
     """What ``add_argument`` needs to read this kind of value."""
     if kind is bool:
         return {"action": "store_true"}
-    if isinstance(kind, tuple):
-        return {"choices": kind}
+    if isinstance(kind, tuple | Mapping):  # a Mapping: a registry, to which plug-ins add names
+        return {"choices": tuple(kind)}
     if isinstance(kind, list):
         return {"type": kind[0], "nargs": "+", "metavar": METAVARS[kind[0]]}
     if kind is dict:
@@ -193,10 +215,14 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """Parse flags (those of the command line by default); ``args.explicit`` holds the attributes that were given.
 
     Underscores are taken for hyphens in names. An error, such as an unknown flag, ends the program with exit code 2.
+    The files of --external-plugins are run first, since their losses and advantages add flags: GrpoError if one fails.
     """
+    words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
+    plugins = Parser(prog="pretrain_grpo.py", add_help=False, allow_abbrev=False)
+    plugins.add_argument("--external-plugins", nargs="+", default=[], metavar=METAVARS[str])
+    load_plugins(plugins.parse_known_args(words)[0].external_plugins)
     parser = build_parser()
     defaults = vars(parser.parse_args([]))
-    words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
     if unknown:
         parser.error(_explain(unknown, parser))

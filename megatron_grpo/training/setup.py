@@ -23,7 +23,7 @@ from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
 from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import get_rewards, load_plugins
+from megatron_grpo.rewards.registry import get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
@@ -57,7 +57,6 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
-    load_plugins(args.external_plugins or [])
     models = reward_models(args)
     get_rewards([name for name in args.reward_funcs if name not in models], vars(args))
     check_models(models, args.reward_model_max_tokens)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -149,6 +150,21 @@ def test_layouts_of_experts_agree(model, tmp_path):
     flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}[model]
     status, printed = check(flags, "--out", tmp_path, "--layouts", *LAYOUTS[model])
     assert status == 0, printed
+
+
+@pytest.mark.distributed
+def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
+    """The loss and the advantage estimator of docs/algorithms.md, with the numbers of one process at TP2, PP2, DP2."""
+    text = (REPO / "docs/algorithms.md").read_text()
+    (tmp_path / "foo.py").write_text(re.search(r"```python\n(.*?)```", text, re.S).group(1))
+    flags = f"--load-hf {tiny_models['qwen3']} --external-plugins {tmp_path}/foo.py"
+    layouts = ["TP1 LOSSES", f"TP2 LOSSES: {BUDGET}", "PP2 LOSSES: --micro-batch-size 2", f"DP2 LOSSES: {BUDGET}"]
+    status, printed = check(flags, "--out", tmp_path / "out", "--layouts", *layouts)
+    assert status == 0, printed
+    rows = [json.loads(line)["objectives"] for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["--loss-type foo --foo-alpha 0.5"]["grad_norm"] > 1e-3
+        assert row["--advantage-estimator median"]["grad_norm"] > 1e-3
 
 
 @pytest.mark.distributed

@@ -8,14 +8,15 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron_grpo.algorithm.advantages import ESTIMATORS
-from megatron_grpo.algorithm.arguments import check_advantages, needs_old_log_probs
+from megatron_grpo.algorithm.advantages import ADVANTAGES as ESTIMATORS
+from megatron_grpo.algorithm.arguments import check_advantages, check_loss, needs_old_log_probs
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
 
 def checked(flags: str):
     args = parse_args(flags.split())
+    check_loss(args)
     check_advantages(args)
     return args
 
@@ -37,7 +38,7 @@ def test_scale_is_the_estimators(estimator, scale):
 
 
 def test_every_estimator_has_a_scale():
-    for estimator in ESTIMATORS:
+    for estimator in ESTIMATORS.entries:
         checked(f"--advantage-estimator {estimator}" + " --pass-at-k 8" * (estimator == "pass_at_k"))
 
 

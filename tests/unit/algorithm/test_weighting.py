@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.weighting import token_weights
 
 
 def weights(loss_type, lengths, micro_batch_size=2, max_completion_length=8):
-    return token_weights(loss_type, np.array(lengths, np.int64), micro_batch_size, max_completion_length)
+    aggregation = LOSSES.get(loss_type).aggregation
+    return token_weights(aggregation, np.array(lengths, np.int64), micro_batch_size, max_completion_length)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +56,9 @@ def test_nothing_to_learn_from(loss_type, lengths):
     assert weights(loss_type, lengths).tolist() == [0.0] * len(lengths)
 
 
-def test_unknown_loss_type():
+def test_unknown_aggregation():
     with pytest.raises(ValueError, match="ppo"):
-        weights("ppo", [1])
+        token_weights("ppo", np.array([1]), 1, 1)
 
 
 def loss_by_definition(loss_type, losses, block_size, max_length):

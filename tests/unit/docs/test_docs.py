@@ -4,11 +4,18 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from plugins import plugins  # noqa: F401
 
+from megatron_grpo.algorithm.advantages import ADVANTAGES
+from megatron_grpo.algorithm.arguments import check_advantages, check_loss
+from megatron_grpo.algorithm.policy_term import policy_term
+from megatron_grpo.algorithm.registry import call
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
-from megatron_grpo.training.arguments import build_parser
+from megatron_grpo.training.arguments import build_parser, parse_args
 from megatron_grpo.utils.core_flags import EXCLUDED
 from megatron_grpo.weights.families import FAMILIES
 
@@ -26,6 +33,7 @@ OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
 OTHERS += ["--gpu"]  # of tests/run_tests.sh
+OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
 OTHERS += ["--generate"]  # of tools/data/countdown.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
@@ -114,6 +122,28 @@ def test_the_rewards_of_the_document(tmp_path):
     )
     pool.close()
     assert values.ravel().tolist() == [0.5, 0.0, 0.0]
+
+
+def test_the_loss_of_the_document(tmp_path, plugins):
+    """The plug-in of docs/algorithms.md: at most 15 lines of code, its flags parse, and numbers worked by hand."""
+    block = re.search(r"```python\n(.*?)```", (REPO / "docs/algorithms.md").read_text(), re.S).group(1)
+    assert len([line for line in block.splitlines() if line]) <= 15
+    (tmp_path / "foo.py").write_text(block)
+    words = f"--external-plugins {tmp_path}/foo.py --loss-type foo --foo-alpha 2 --advantage-estimator median"
+    args = parse_args(words.split())
+    check_loss(args)
+    check_advantages(args)
+    old, advantages = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1.0, 1.0, -2.0])
+    log_probs = (old + torch.tensor([2.0, 1.0, 0.5]).log()).requires_grad_()  # ratios 2, 1 and 1/2
+    batch = {"advantages": advantages, "completion": torch.tensor([0, 0, 1])}
+    loss = policy_term(args, log_probs, old, batch).loss
+    assert loss.tolist() == pytest.approx([-2.0, -0.5, 0.25])  # -ratio^2 A / 2
+    loss.sum().backward()
+    assert log_probs.grad.tolist() == pytest.approx([-4.0, -1.0, 0.5])  # -ratio^2 A
+    rewards = np.array([1, 0, 0, np.nan, 5, 2, 3], np.float32)
+    ids = np.array([0, 0, 0, 0, 1, 1, 1])
+    values = call(ADVANTAGES.get("median").function, {"rewards": rewards, "group_ids": ids}, args)
+    assert values.tolist() == [1, 0, 0, 0, 2, -1, 0]
 
 
 @pytest.mark.parametrize("script", sorted(REPO.glob("examples/grpo/*.sh")), ids=lambda path: path.name)

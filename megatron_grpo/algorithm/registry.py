@@ -1,0 +1,191 @@
+"""Registry of losses and advantage estimators: each is one object, found by its name.
+
+A registered function names its inputs: a parameter is one of the tensors or arrays below, or the value of the flag of
+that name (``foo_alpha``: ``--foo-alpha``). A flag that no parameter of the chosen function names is refused.
+
+    @register_loss("foo", aggregation="dapo", flags=[Flag("--foo-alpha", float, 1.0, "foo: strength", positive=True)])
+    def foo_loss(log_ratio, advantages, foo_alpha):
+        return -foo_alpha * log_ratio.exp() * advantages
+
+Save that in a file: ``--external-plugins foo.py --loss-type foo --foo-alpha 2``. This module imports no torch, because
+worker processes of reward functions load the same files.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+
+from megatron_grpo.utils.errors import GrpoError
+
+Function = Callable[..., Any]
+Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+Level = Literal["token", "sequence", "sequence_token"]
+
+# Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level.
+LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion")
+# Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
+UPDATE_INPUTS = ("scores", "advantages", "group_ids")
+# Inputs of an estimator: rewards and group_ids [n], loss_mask and penalties (None without --kl-in-reward) [total],
+# cu_seqlens [n + 1]: all completions of the rollout.
+ADVANTAGE_INPUTS = ("rewards", "group_ids", "loss_mask", "cu_seqlens", "penalties")
+
+
+class Flag(NamedTuple):
+    """A flag of a loss or an estimator: a row of the parser, and the range of its values."""
+
+    name: str  # with hyphens: --foo-alpha
+    kind: Any  # as in utils.arguments.Row
+    default: Any
+    help: str
+    positive: bool = False
+    within: tuple[float, float] | None = None
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed arguments, and the parameter of functions that read the flag."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered function under its name."""
+
+    name: str
+    function: Function
+    check: Function | None = None  # raises GrpoError for values that do not go together; parameters as the function's
+    example: str | None = ""  # flags with which tools/check_parallel.py compares it over layouts; None: it does not
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters by name: inputs and flags."""
+        return dict(inspect.signature(self.function).parameters)
+
+
+@dataclass(frozen=True)
+class Loss(Entry):
+    """A policy loss: ``function`` returns a ``losses.PolicyLoss``, or L of each token alone, [t]."""
+
+    aggregation: Aggregation = "grpo"  # how weighting.token_weights averages over tokens
+    level: Level | None = None  # ratio level that is part of the loss; None: --importance-sampling-level chooses
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags whose general default is None
+    # Replaces the advantages of an update, from statistics of all its completions: [n].
+    update_advantages: Function | None = None
+    one_advantage: bool = False  # needs the same advantage at all tokens of a completion
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters by name, with those of ``update_advantages``."""
+        more = inspect.signature(self.update_advantages).parameters if self.update_advantages else {}
+        return {**more, **inspect.signature(self.function).parameters}
+
+
+@dataclass(frozen=True)
+class Estimator(Entry):
+    """An advantage estimator: ``function`` returns one advantage of each completion, [n], or of each token, [total]."""
+
+    scale: str = "none"  # --scale-rewards where it is not given
+    per_token: bool = False
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(Generic[E]):
+    """The entries that one flag chooses from, and the flags that they read."""
+
+    def __init__(self, what: str, option: str, inputs: Sequence[str]) -> None:
+        self.what, self.option, self.inputs = what, option, tuple(inputs)
+        self.entries: dict[str, E] = {}
+        self.flags: dict[str, Flag] = {}  # by attribute of the parsed arguments
+        self.owners: dict[str, str] = {}  # of flags that came with an entry: "loss foo (plugin:foo.py)"
+
+    def declare(self, *flags: Flag) -> None:
+        """Add flags of the package itself, in the order of --help."""
+        self.flags.update((flag.dest, flag) for flag in flags)
+
+    def get(self, name: str) -> E:
+        """The entry of this name; GrpoError for an unknown name, with the names there are."""
+        if name not in self.entries:
+            raise GrpoError(f"{self.option}: no {self.what} {name!r}; there are {', '.join(self.entries)}")
+        return self.entries[name]
+
+    def add(self, entry: E, flags: Sequence[Flag]) -> None:
+        """Register an entry with its own flags; GrpoError if a name is taken or the function does not read them."""
+        owner = _owner(self, entry)
+        if entry.name in self.entries:
+            raise GrpoError(f"{owner}: the name is taken by {_owner(self, self.entries[entry.name])}; choose another")
+        if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in entry.parameters.values()):
+            raise GrpoError(f"{owner}: its parameters must have names: write out *args, **kwargs and those before /")
+        for flag in flags:
+            taken = next((r for r in (LOSSES, ADVANTAGES) if flag.dest in r.flags), None)
+            if taken:
+                by = taken.owners.get(flag.dest, f"{taken.option} {' or '.join(taken.readers(flag.dest))}")
+                raise GrpoError(f"{owner}: the flag {flag.name} is taken by {by}; choose another")
+            if not flag.name.startswith("--") or flag.dest in self.inputs:
+                raise GrpoError(f"{owner}: {flag.name!r} cannot be a flag: write --{entry.name}-NAME")
+            if flag.dest not in entry.parameters:
+                raise GrpoError(f"{owner}: its function has no parameter {flag.dest} for the flag {flag.name}")
+        self.entries[entry.name] = entry
+        for flag in flags:
+            self.flags[flag.dest], self.owners[flag.dest] = flag, owner
+
+    def readers(self, dest: str) -> list[str]:
+        """The names of the entries that read a flag."""
+        return [entry.name for entry in self.entries.values() if dest in entry.parameters]
+
+
+LOSSES: Registry[Loss] = Registry("loss", "--loss-type", (*LOSS_INPUTS, *UPDATE_INPUTS))
+ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "--advantage-estimator", ADVANTAGE_INPUTS)
+
+
+def register_loss(
+    name: str, *, aggregation: Aggregation, flags: Sequence[Flag] = (), **properties: Any
+) -> Callable[[Function], Function]:
+    """Decorator that makes a function available as ``--loss-type name``; ``properties`` are the fields of `Loss`."""
+
+    def register(function: Function) -> Function:
+        if aggregation not in AGGREGATIONS:
+            raise GrpoError(f"loss {name}: aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation!r}")
+        LOSSES.add(Loss(name, function, aggregation=aggregation, **properties), flags)
+        return function
+
+    return register
+
+
+def register_advantage(name: str, *, flags: Sequence[Flag] = (), **properties: Any) -> Callable[[Function], Function]:
+    """Decorator that makes a function available as ``--advantage-estimator name``; ``properties`` are the fields of
+    `Estimator`.
+    """
+
+    def register(function: Function) -> Function:
+        ADVANTAGES.add(Estimator(name, function, **properties), flags)
+        return function
+
+    return register
+
+
+def call(function: Function, inputs: Mapping[str, Any], args: Any) -> Any:
+    """Call a function with what its parameters name: ``inputs``, or attributes of the parsed arguments.
+
+    Raises:
+        GrpoError: a parameter without a default is neither.
+    """
+    values = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in inputs:
+            values[parameter.name] = inputs[parameter.name]
+        elif hasattr(args, parameter.name):
+            values[parameter.name] = getattr(args, parameter.name)
+        elif parameter.default is parameter.empty:
+            raise GrpoError(
+                f"{function.__module__}.{function.__name__} has a parameter {parameter.name}, which is neither an "
+                f"input ({', '.join(inputs)}) nor a flag: rename it, or declare --{parameter.name.replace('_', '-')}"
+            )
+    return function(**values)
+
+
+def _owner(registry: Registry[Any], entry: Entry) -> str:
+    return f"{registry.what} {entry.name} ({getattr(entry.function, '__module__', '?')})"
