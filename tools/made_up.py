@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
+from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
@@ -119,6 +120,8 @@ def trainer(args) -> SimpleNamespace:
 def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float]:
     """(metrics of each update, tokens per second of the second one)."""
     off_policy(args, trainer, batch)
+    if "advantage_estimator" in args.explicit:  # made-up advantages otherwise
+        estimate_advantages(args, batch, batch.rewards[:, 0])
     if args.rollout_importance_sampling_mode:
         pretrain_grpo.correct(args, batch)
     rows = []

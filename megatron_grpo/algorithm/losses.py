@@ -343,7 +343,7 @@ def fipo_loss(
     return clipped._replace(loss=weights * clipped.loss)
 
 
-@register_loss("reinforce", aggregation="dapo", level="token", example="--entropy-coef 0.1")
+@register_loss("reinforce", aggregation="dapo", level="token", example="--entropy-coef 0.2")
 def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
     """REINFORCE: L = -A log_probs, [t] each; no ratio, nothing clipped.
 

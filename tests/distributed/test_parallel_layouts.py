@@ -158,13 +158,10 @@ def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
     text = (REPO / "docs/algorithms.md").read_text()
     (tmp_path / "foo.py").write_text(re.search(r"```python\n(.*?)```", text, re.S).group(1))
     flags = f"--load-hf {tiny_models['qwen3']} --external-plugins {tmp_path}/foo.py"
-    layouts = ["TP1 LOSSES", f"TP2 LOSSES: {BUDGET}", "PP2 LOSSES: --micro-batch-size 2", f"DP2 LOSSES: {BUDGET}"]
+    flags += " --loss-type foo --foo-alpha 0.5 --advantage-estimator median"
+    layouts = ["TP1", f"TP2: {BUDGET}", "PP2: --micro-batch-size 2", f"DP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path / "out", "--layouts", *layouts)
-    assert status == 0, printed
-    rows = [json.loads(line)["objectives"] for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert row["--loss-type foo --foo-alpha 0.5"]["grad_norm"] > 1e-3
-        assert row["--advantage-estimator median"]["grad_norm"] > 1e-3
+    assert status == 0 and "4 of 4 layouts agree" in printed, printed
 
 
 @pytest.mark.distributed
