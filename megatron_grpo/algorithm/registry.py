@@ -14,7 +14,7 @@ worker processes of reward functions load the same files.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_grpo.utils.errors import GrpoError
@@ -49,6 +49,12 @@ class Flag(NamedTuple):
         return self.name.removeprefix("--").replace("-", "_")
 
 
+@cache
+def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name: inputs and flags."""
+    return inspect.signature(function).parameters
+
+
 @dataclass(frozen=True)
 class Entry:
     """A registered function under its name."""
@@ -58,10 +64,10 @@ class Entry:
     check: Function | None = None  # raises GrpoError for values that do not go together; parameters as the function's
     example: str | None = ""  # flags with which tools/check_parallel.py compares it over layouts; None: it does not
 
-    @cached_property
-    def parameters(self) -> dict[str, inspect.Parameter]:
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters by name: inputs and flags."""
-        return dict(inspect.signature(self.function).parameters)
+        return parameters(self.function)
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,11 @@ class Loss(Entry):
     update_advantages: Function | None = None
     one_advantage: bool = False  # needs the same advantage at all tokens of a completion
 
-    @cached_property
-    def parameters(self) -> dict[str, inspect.Parameter]:
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters by name, with those of ``update_advantages``."""
-        more = inspect.signature(self.update_advantages).parameters if self.update_advantages else {}
-        return {**more, **inspect.signature(self.function).parameters}
+        more = parameters(self.update_advantages) if self.update_advantages else {}
+        return {**more, **parameters(self.function)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ def call(function: Function, inputs: Mapping[str, Any], args: Any) -> Any:
         GrpoError: a parameter without a default is neither.
     """
     values = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters(function).values():
         if parameter.name in inputs:
             values[parameter.name] = inputs[parameter.name]
         elif hasattr(args, parameter.name):

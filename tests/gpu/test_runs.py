@@ -1,4 +1,4 @@
-"""pretrain_grpo.py as a user starts it on GPUs: sleeping engine, everything offloaded, killed, resumed, exported."""
+"""pretrain_grpo.py as a user starts it on GPUs: sleeping engine, everything offloaded, resumed, exported."""
 
 import json
 import subprocess

@@ -24,7 +24,7 @@ def run_torchrun(nproc, script, *args, timeout=600.0, check=True, env=None) -> s
     environment = _environment() | (env or {})
     folder = (REPO / script).parent
     warm = folder.is_relative_to(REPO / "tests") or folder == REPO / "tools"
-    status, output = (_warm_ranks if warm else _real_torchrun)(nproc, command, environment, timeout)
+    status, output = (_warm_ranks if warm else real_torchrun)(nproc, command, environment, timeout)
     if status is None:
         pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{output}")
     if check and status:
@@ -37,7 +37,8 @@ def _environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
 
 
-def _real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str]:
+def real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str]:
+    """(exit status, output of all ranks) of torchrun; after ``timeout`` seconds it is killed and the status is None."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command],
         cwd=REPO,

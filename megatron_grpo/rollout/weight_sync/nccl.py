@@ -154,7 +154,7 @@ def send_packed(weights: Weights, group) -> None:
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
-        _one_stream_after_the_other(weights),
+        _one_stream_after_the_other(weights, torch.cuda.current_stream()),
         group=group,
         src=0,
         post_iter_func=lambda pair: pair[1],
@@ -246,22 +246,20 @@ def _packing_at_start() -> bool:
     return "packed" in {field.name for field in fields(NCCLWeightTransferInitInfo)}
 
 
-def _one_stream_after_the_other(weights: Weights) -> Weights:
-    """Return ``weights``, each ordered after all earlier work on the caller's stream and on vLLM's packing streams."""
-    last = torch.cuda.current_stream()  # not in the generator: its first line runs on one of vLLM's streams
+def _one_stream_after_the_other(weights: Weights, last: torch.cuda.Stream) -> Weights:
+    """Yield ``weights``, each ordered after all earlier work on the caller's stream ``last`` and on vLLM's packing
+    streams.
 
-    def in_order() -> Weights:
-        nonlocal last
-        while True:
-            if (now := torch.cuda.current_stream()) != last:
-                now.wait_stream(last)
-                last = now
-            pair = next(weights, None)
-            if pair is None:
-                return
-            yield pair
-
-    return in_order()
+    The caller passes its stream, because the first line of a generator already runs on one of vLLM's.
+    """
+    while True:
+        if (now := torch.cuda.current_stream()) != last:
+            now.wait_stream(last)
+            last = now
+        pair = next(weights, None)
+        if pair is None:
+            return
+        yield pair
 
 
 def address_for(urls: list[str]) -> str:
