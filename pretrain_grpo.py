@@ -28,7 +28,7 @@ from megatron.core import parallel_state
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.arguments import needs_old_log_probs
-from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
+from megatron_grpo.algorithm.importance_sampling import MISMATCH, importance_weights, mismatch
 from megatron_grpo.algorithm.kl import kl_k3, kl_term
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
@@ -116,7 +116,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
     """One optimizer step on a global batch: some of the rollout's completions, in packs over data-parallel ranks."""
     weights = np.zeros(batch.num_completions, np.float32)
-    lengths, aggregation = batch.loss_lengths[completions], LOSSES.get(args.loss_type).aggregation
+    lengths, aggregation = batch.response_lengths[completions], LOSSES.get(args.loss_type).aggregation
     weights[completions] = token_weights(aggregation, lengths, args.micro_batch_size, args.max_completion_length)
     batch = replace(batch, weights=weights)
     batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
@@ -140,7 +140,7 @@ def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
     return scores(args, trainer, batch, np.arange(batch.num_completions))[0]
 
 
-def frozen_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
+def reference_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
     """Log-probabilities of a rollout's tokens under the reference or a teacher, ``[total]``."""
     if isinstance(frozen, TeacherServer):
         return frozen.log_probs(batch)
@@ -150,11 +150,11 @@ def frozen_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.ndarra
 
 def correct(args, batch: RolloutBatch) -> dict[str, float]:
     """Weigh the rollout's policy terms by how the trainer that learns differs from the engine that sampled."""
-    batch.corrections, clipped = importance_weights(
+    batch.rollout_importance_weights, clipped = importance_weights(
         args.rollout_importance_sampling_mode,
         batch.old_log_probs,
         batch.rollout_log_probs,
-        batch.loss_mask,
+        batch.response_mask,
         batch.cu_seqlens,
         args.rollout_importance_sampling_threshold,
         args.rollout_importance_sampling_lower_bound,
@@ -204,9 +204,9 @@ def train(args, trainer: Trainer) -> None:
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
                     batch.old_log_probs = log_probs(args, trainer, batch)
             if trainer.reference is not None:
-                batch.ref_log_probs = frozen_log_probs(trainer.reference, trainer, batch)
+                batch.ref_log_probs = reference_log_probs(trainer.reference, trainer, batch)
             if trainer.teacher is not None:
-                batch.teacher_log_probs = frozen_log_probs(trainer.teacher, trainer, batch)
+                batch.teacher_log_probs = reference_log_probs(trainer.teacher, trainer, batch)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
@@ -219,11 +219,11 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
-            row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
+            row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.response_lengths[completions])
             trainer.check_engine(batch, row)
             trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
-                trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
+                trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
                 try:
                     row |= evaluate(args, trainer)

@@ -30,7 +30,7 @@ def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) 
     if "kl_cov" in batch:
         loss = loss + batch["kl_cov"] * (log_probs - old).abs()
     if args.rollout_importance_sampling_mode:
-        loss = batch["corrections"] * loss
+        loss = batch["rollout_importance_weights"] * loss
     mask = batch.get("policy_mask", torch.ones_like(old))
     if args.off_policy_sequence_mask_delta is not None:
         engine, delta = batch["rollout_log_probs"], args.off_policy_sequence_mask_delta
@@ -60,7 +60,7 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, compl
 def drop_overlong(batch: RolloutBatch) -> None:
     """--overlong-filter: completions cut at the length limit leave the loss; advantages were made with them."""
     cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
-    batch.loss_mask = np.where(cut, 0, batch.loss_mask).astype(np.uint8)
+    batch.response_mask = np.where(cut, 0, batch.response_mask).astype(np.uint8)
 
 
 def update_statistics(
@@ -76,7 +76,7 @@ def update_statistics(
     ``scores(batch, completions)`` is a forward-only pass at the present weights, [2, total]: log-probabilities and
     entropies. It runs where one of these flags is given.
     """
-    tokens = batch.loss_positions(completions)
+    tokens = batch.response_positions(completions)
     user = uses_engine_log_probs(args)
     if user is not None and not np.isfinite(batch.rollout_log_probs[tokens]).all():
         missing = int((~np.isfinite(batch.rollout_log_probs[tokens])).sum())
@@ -129,7 +129,7 @@ def _with_update_advantages(
 ) -> RolloutBatch:
     """The batch with the advantages that the loss makes of an update, from d of each of its ``tokens``."""
     sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
-    scores = (sums / np.maximum(batch.loss_lengths, 1))[completions]
+    scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
     signs = np.where(unscored, np.nan, batch.advantages[completions])
     advantages = batch.advantages.copy()
@@ -140,6 +140,6 @@ def _with_update_advantages(
 
 def _draws(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
     """A random number for each token in the loss, a function of the seed, the update, the completion and the place."""
-    lengths = batch.loss_lengths
+    lengths = batch.response_lengths
     seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in completions)
     return np.concatenate([np.random.default_rng(s).random(lengths[i]) for s, i in zip(seeds, completions)])

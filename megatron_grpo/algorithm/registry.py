@@ -28,16 +28,16 @@ Level = Literal["token", "sequence", "sequence_token"]
 LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion")
 # Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
 UPDATE_INPUTS = ("scores", "advantages", "group_ids")
-# Inputs of an estimator: rewards and group_ids [n], loss_mask and penalties (None without --kl-in-reward) [total],
+# Inputs of an estimator: rewards and group_ids [n], response_mask and penalties (None without --kl-in-reward) [total],
 # cu_seqlens [n + 1]: all completions of the rollout.
-ADVANTAGE_INPUTS = ("rewards", "group_ids", "loss_mask", "cu_seqlens", "penalties")
+ADVANTAGE_INPUTS = ("rewards", "group_ids", "response_mask", "cu_seqlens", "penalties")
 
 
 class Flag(NamedTuple):
     """A flag of a loss or an estimator: a row of the parser, and the range of its values."""
 
     name: str  # with hyphens: --foo-alpha
-    kind: Any  # as in utils.arguments.Row
+    kind: Any  # as in utils.arguments.FlagRow
     default: Any
     help: str
     positive: bool = False

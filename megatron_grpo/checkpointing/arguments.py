@@ -2,11 +2,11 @@
 
 from argparse import Namespace
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, needs, positive
 
-CHECKPOINTS: tuple[Row, ...] = (
+CHECKPOINTS: tuple[FlagRow, ...] = (
     ("--save", str, None, "directory for checkpoints, metrics and completions"),
     ("--load", str, None, "directory to resume from, when it holds a checkpoint"),
     ("--save-interval", int, None, "save when the number of updates is a multiple of this; always at the end"),

@@ -44,7 +44,7 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 
-__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "moved_reference", "read_checkpoint_args"]
+__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights"]
 
 # How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
@@ -160,7 +160,7 @@ def save_weights(directory: Path, model_chunks) -> None:
     _write({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
 
 
-def moved_reference(root: str | Path) -> Path | None:
+def updated_reference(root: str | Path) -> Path | None:
     """Where the newest checkpoint under ``root`` holds a reference that had moved, if it does; collective."""
     directory = _on_rank_0(_find_whole, root)[1] / REFERENCE
     return directory if _on_rank_0(directory.is_dir) else None

@@ -6,13 +6,13 @@ import numpy as np
 
 from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.parallel.zigzag import padded_lengths
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, positive, required, within
 
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
-DATA: tuple[Row, ...] = (
+DATA: tuple[FlagRow, ...] = (
     (
         "--train-data-path",
         [str],
@@ -38,7 +38,7 @@ DATA: tuple[Row, ...] = (
     ("--tiktoken-special-tokens", [str], None, "names of the first of them [Megatron-LM's seven]"),
 )
 
-CURRICULUM: tuple[Row, ...] = (
+CURRICULUM: tuple[FlagRow, ...] = (
     ("--curriculum", bool, False, "visit prompts from easy to hard in each epoch, by the rows' pass_rate"),
     ("--min-pass-rate", float, None, "leave out training prompts with a lower pass_rate [keep all]"),
     ("--max-pass-rate", float, None, "leave out training prompts with a higher pass_rate [keep all]"),

@@ -30,7 +30,7 @@ UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 
 # Which arrays a batch has, in the order in which they travel. The optional ones are None until they have been computed.
-PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_version": np.int32}
+PER_TOKEN = {"tokens": np.int32, "response_mask": np.uint8, "rollout_log_probs": np.float32, "weight_version": np.int32}
 PER_COMPLETION = {
     "prompt_lengths": np.int32,
     "group_ids": np.int64,
@@ -41,7 +41,7 @@ PER_COMPLETION = {
     "turns": np.int32,
 }
 SCORES = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
-FACTORS = {"corrections": np.float32, "policy_mask": np.float32, "kl_cov": np.float32}
+FACTORS = {"rollout_importance_weights": np.float32, "policy_mask": np.float32, "kl_cov": np.float32}
 CREDIT = {"teacher_log_probs": np.float32, "token_advantages": np.float32}
 PER_TOKEN_OPTIONAL = SCORES | FACTORS | CREDIT | {"routed_experts": np.int16}
 PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
@@ -65,7 +65,7 @@ class RolloutBatch:
 
     cu_seqlens: Int64  # [n + 1], where each sequence (prompt + completion) begins; the last is the total
     tokens: Int32  # [total]
-    loss_mask: UInt8  # [total], 1 on the tokens in the loss: those that the policy sampled
+    response_mask: UInt8  # [total], 1 on the tokens in the loss: those that the policy sampled
     rollout_log_probs: Float32  # [total], as the engine sampled; NaN where unknown or not asked for
     weight_version: Int32  # [total], which weights the engine held when it made the token
     prompt_lengths: Int32  # [n], at least 1
@@ -77,7 +77,9 @@ class RolloutBatch:
     turns: Int32  # [n], how many times the policy spoke
     old_log_probs: Float32 | None = None  # [total], under the weights before the first update; NaN elsewhere
     ref_log_probs: Float32 | None = None  # [total], under the reference; NaN elsewhere
-    corrections: Float32 | None = None  # [total], factors of the policy term: algorithm/corrections.py
+    rollout_importance_weights: Float32 | None = (
+        None  # [total], factors of the policy term: algorithm/importance_sampling.py
+    )
     policy_mask: Float32 | None = None  # [total], 0 where an update leaves the policy term out: algorithm/masks.py
     kl_cov: Float32 | None = None  # [total], factor of |lp - lp_old| in the policy term, of one update
     teacher_log_probs: Float32 | None = None  # [total], under the teacher; NaN elsewhere
@@ -113,7 +115,7 @@ class RolloutBatch:
         batch = cls(
             cu_seqlens=cu_seqlens,
             tokens=np.zeros(total, np.int32),
-            loss_mask=np.zeros(total, np.uint8),
+            response_mask=np.zeros(total, np.uint8),
             rollout_log_probs=np.full(total, np.nan, np.float32),
             weight_version=np.repeat(np.broadcast_to(np.array(weight_version, np.int32), lengths.shape), lengths),
             prompt_lengths=prompt_lengths,
@@ -128,7 +130,7 @@ class RolloutBatch:
             begin, middle, end = cu_seqlens[i], cu_seqlens[i] + len(prompt), cu_seqlens[i + 1]
             batch.tokens[begin:middle] = prompt
             batch.tokens[middle:end] = completion
-            batch.loss_mask[middle:end] = 1
+            batch.response_mask[middle:end] = 1
             if values is not None:
                 batch.rollout_log_probs[middle:end] = values
         if routed_experts:
@@ -156,9 +158,9 @@ class RolloutBatch:
         return self.lengths - self.prompt_lengths
 
     @property
-    def loss_lengths(self) -> Int64:
+    def response_lengths(self) -> Int64:
         """[n], tokens in the loss: T_i of the formulas."""
-        return np.diff(offsets(self.loss_mask)[self.cu_seqlens])
+        return np.diff(offsets(self.response_mask)[self.cu_seqlens])
 
     @property
     def completion_of_tokens(self) -> Int64:
@@ -171,10 +173,10 @@ class RolloutBatch:
         starts = offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
 
-    def loss_positions(self, indices: Int64) -> Int64:
+    def response_positions(self, indices: Int64) -> Int64:
         """Where the tokens in the loss of these completions lie in the flat arrays, one completion after the other."""
         flat = self.token_positions(indices)
-        return flat[self.loss_mask[flat] == 1]
+        return flat[self.response_mask[flat] == 1]
 
     def advantages_of(self, tokens: Int64, completion: Int64) -> Float32:
         """Advantage of tokens at these places in the flat arrays, each of which belongs to such a completion."""
@@ -272,8 +274,8 @@ class RolloutBatch:
             "a prompt has at least one token": self.prompt_lengths >= 1,
             "a prompt is no longer than its sequence": self.completion_lengths >= 0,
             "token ids are not negative": self.tokens >= 0,
-            "loss_mask is 0 or 1": self.loss_mask <= 1,
-            "loss_mask is 0 on prompts": (self.loss_mask == 0) | ~in_prompt,
+            "response_mask is 0 or 1": self.response_mask <= 1,
+            "response_mask is 0 on prompts": (self.response_mask == 0) | ~in_prompt,
             "log-probabilities are not above 0": ~(self.rollout_log_probs > 1e-3),  # engines round; NaN passes
             "sample_ids are unique": np.array([len(np.unique(self.sample_ids)) == n]),
             "rewards are not infinite": ~np.isinf(self.rewards),

@@ -46,7 +46,7 @@ class Pack:
     rollout_log_probs: Float32  # [L], NaN where the engine gave none
     old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
     ref_log_probs: Float32 | None  # [L]
-    corrections: Float32 | None  # [L]
+    rollout_importance_weights: Float32 | None  # [L]
     policy_mask: Float32 | None  # [L]
     kl_cov: Float32 | None  # [L]
     advantages: Float32 | None  # [L], of each token or of its completion
@@ -102,7 +102,7 @@ def pack_completions(
     source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
     source[at] = flat
     label_source = np.full(total, -1)
-    in_loss = batch.loss_mask[flat] == 1  # never a sequence's first token: prompts are not empty
+    in_loss = batch.response_mask[flat] == 1  # never a sequence's first token: prompts are not empty
     label_source[at[in_loss] - 1] = flat[in_loss]
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
@@ -137,7 +137,9 @@ def pack_completions(
         rollout_log_probs=batch.rollout_log_probs[token_index],
         old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[token_index],
         ref_log_probs=None if batch.ref_log_probs is None else batch.ref_log_probs[token_index],
-        corrections=None if batch.corrections is None else batch.corrections[token_index],
+        rollout_importance_weights=None
+        if batch.rollout_importance_weights is None
+        else batch.rollout_importance_weights[token_index],
         policy_mask=None if batch.policy_mask is None else batch.policy_mask[token_index],
         kl_cov=None if batch.kl_cov is None else batch.kl_cov[token_index],
         advantages=None if batch.advantages is None else batch.advantages_of(token_index, completion),

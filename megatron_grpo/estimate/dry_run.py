@@ -143,7 +143,7 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
     return lines
 
 
-def _frozen_lines(args: Namespace) -> list[str]:
+def _reference_lines(args: Namespace) -> list[str]:
     """What reference and teacher take beside the policy."""
     frozen = {}
     if args.beta > 0:
@@ -185,7 +185,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         "generating: what the trainer keeps on the GPU while the engine generates; host: what it has in host memory",
     ]
     lines += _engine_lines(plan, memories)
-    lines += _frozen_lines(args)
+    lines += _reference_lines(args)
     if args.num_experts:
         lines.append("experts: as if the router chose all equally often")
     lines.append("not counted: communication buffers, libraries, fragmentation, the gradient's norm")

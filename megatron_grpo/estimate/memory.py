@@ -19,7 +19,7 @@ from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.core_flags import DTYPES
 from megatron_grpo.weights import mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 
 MTP = "mtp"  # the place of the multi-token-prediction layers, beside layers' numbers and parameters' names
 EMBEDDING, OUTPUT, FINAL_NORM = "embedding.word_embeddings", "output_layer", "decoder.final_layernorm"

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.weights import mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 
 # Dense TFLOP/s in 16 bits by a part of the device's name, as the makers' data sheets have it; the first that fits.
 PEAK_TFLOPS = {

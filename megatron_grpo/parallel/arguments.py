@@ -6,17 +6,17 @@ from argparse import Namespace
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive
 
-PARALLELISM: tuple[Row, ...] = (
+PARALLELISM: tuple[FlagRow, ...] = (
     ("--num-layers-per-virtual-pipeline-stage", int, None, "layers of a virtual stage, instead of their number"),
     ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
 )
 
-TIMEOUT: Row = ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run")
+TIMEOUT: FlagRow = ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run")
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # Of the flags about experts, those that a launch script may keep for dense models.

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from urllib.parse import urlsplit
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, positive
 
@@ -15,7 +15,7 @@ _SIZES = (
 )
 
 
-def _layout(prefix: str, model: str) -> tuple[Row, ...]:
+def _layout(prefix: str, model: str) -> tuple[FlagRow, ...]:
     sizes = tuple((f"--{prefix}-{size}", int, None, f"{text.format(model)} [the policy's]") for size, text in _SIZES)
     experts = (
         f"--{prefix}-expert-tensor-parallel-size",
@@ -26,7 +26,7 @@ def _layout(prefix: str, model: str) -> tuple[Row, ...]:
     return (*sizes, experts)
 
 
-REFERENCE_AND_TEACHER: tuple[Row, ...] = (
+REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
     ("--ref-load", str, None, "Megatron checkpoint of the reference policy [the first weights]"),
     ("--ref-load-hf", str, None, "Hugging Face model directory of the reference policy [the first weights]"),
     *_layout("ref", "reference"),
@@ -61,7 +61,7 @@ def has_own_layout(args: Namespace, prefix: str) -> bool:
     return any(getattr(args, f"{prefix}_{size}") not in (None, getattr(args, size) or 1) for size in SIZES)
 
 
-def check_frozen(args: Namespace) -> None:
+def check_reference_models(args: Namespace) -> None:
     """Refuse flags of reference and teacher that do not go together, or would do nothing; GrpoError."""
     sizes = {prefix: [f"{prefix}_{size}" for size in SIZES] for prefix in ("ref", "teacher")}
     positive(args, " ".join(sizes["ref"] + sizes["teacher"]))

@@ -77,7 +77,7 @@ class TeacherServer(Client):
 
         spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
         values = np.concatenate(await asyncio.gather(*(one(*span) for span in spans)), dtype=np.float32)
-        return np.where(batch.loss_mask == 1, values, np.float32(np.nan))
+        return np.where(batch.response_mask == 1, values, np.float32(np.nan))
 
     async def _sequence(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of the tokens of one sequence, the first NaN."""

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
-from megatron_grpo.algorithm.corrections import mismatch_metrics
+from megatron_grpo.algorithm.importance_sampling import mismatch_metrics
 from megatron_grpo.data.pack import Pack
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule

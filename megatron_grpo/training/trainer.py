@@ -25,7 +25,7 @@ from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.parallel.initialize import print_rank_0
-from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
+from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
@@ -47,7 +47,7 @@ class Trainer:
     model: forward.Model
     optimizer: object
     scheduler: object
-    reference: FrozenModel | SwappedReference | None
+    reference: ReferenceModel | SwappedReference | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -61,7 +61,7 @@ class Trainer:
     profiler: Profiler
     early_exit: EarlyExit
     left_early: str | None = None  # why, when the run ends before its last update
-    teacher: FrozenModel | TeacherServer | None = None
+    teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # whose weights the engine holds
     first_iteration: int = 0  # where this process began: above 0 after a resume
@@ -346,7 +346,7 @@ class Trainer:
             if dist.get_rank() == 0:
                 hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
             # One that has not moved can be loaded again from where it came.
-            moved = self.reference is not None and self.reference.moved
+            updated = self.reference is not None and self.reference.updated
             checkpoint.save_checkpoint(
                 self.args,
                 self.iteration,
@@ -354,7 +354,7 @@ class Trainer:
                 self.optimizer,
                 self.scheduler,
                 extra_state=position,
-                save_reference=(lambda directory: self.reference.save(directory, self.model)) if moved else None,
+                save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
             )
 
     def finish(self) -> None:

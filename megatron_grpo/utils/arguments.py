@@ -7,7 +7,7 @@ from typing import Any
 # One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
 # or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
 # is not given.
-Row = tuple[str, Any, Any, str]
+FlagRow = tuple[str, Any, Any, str]
 
 # Never printed, saved or logged.
 SECRET = ("vllm_server_api_key", "sglang_server_api_key")

@@ -5,14 +5,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.models.arguments import MODEL, Only, check_only
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
-MODEL_FAMILY: Row = ("--model-family", tuple(families.FAMILIES), None, "names and layout of the weights [--load-hf's]")
+MODEL_FAMILY: FlagRow = (
+    "--model-family",
+    tuple(families.FAMILIES),
+    None,
+    "names and layout of the weights [--load-hf's]",
+)
 
 # What describes a model; a checkpoint's stored arguments and a translated config.json both have these.
 ARCHITECTURE = (

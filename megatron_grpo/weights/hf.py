@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (
     PlannedFile,
     Safetensors,

@@ -17,7 +17,7 @@ from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
-from megatron_grpo.weights.layout import Dimensions, Row, Weight
+from megatron_grpo.weights.parameter_mapping import Dimensions, ParameterMapping, Weight
 
 # Transformer Engine's layer spec fuses a norm into the linear layer behind it; the local spec's names are canonical.
 FUSED_NORMS = {
@@ -81,7 +81,7 @@ def table(args: Namespace) -> list[Weight]:
         raise GrpoError(f"model family {family.name} has no multi-token prediction: leave --mtp-num-layers out")
     before, layered, after = _around_layers(family.rows)
 
-    def weights(rows: Sequence[Row], kind: int | None, **numbers: int) -> Iterator[Weight]:
+    def weights(rows: Sequence[ParameterMapping], kind: int | None, **numbers: int) -> Iterator[Weight]:
         for row in rows:
             if not row.when(args, kind):
                 continue
@@ -209,7 +209,9 @@ def owning_stages(weights: Sequence[Weight], held: Container[str]) -> dict[str, 
     return {weight.name: owner for weight, owner in zip(weights, owners.tolist(), strict=True)}
 
 
-def _around_layers(rows: Sequence[Row]) -> tuple[list[Row], list[Row], list[Row]]:
+def _around_layers(
+    rows: Sequence[ParameterMapping],
+) -> tuple[list[ParameterMapping], list[ParameterMapping], list[ParameterMapping]]:
     layered = [row for row in rows if "{layer}" in row.mcore]
     first, last = rows.index(layered[0]), rows.index(layered[-1])
     return list(rows[:first]), layered, list(rows[last + 1 :])

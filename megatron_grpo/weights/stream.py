@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 
 # Weights that are gathered at once: one, or of experts one from each expert-parallel rank, in the order of the ranks.
 Unit = Sequence[Weight]

@@ -18,7 +18,7 @@ from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
 import pretrain_grpo
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.reference import frozen_model
+from megatron_grpo.reference import reference_model
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
@@ -38,7 +38,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     args, model = enter(flags, layout)
     args.save = str(save)
     fill(model, args, "weight")
-    reference = frozen_model.ReferencePolicy(model)
+    reference = reference_model.HostWeights(model)
     logger = SimpleNamespace(flush=lambda: None)
     trainer = SimpleNamespace(
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),

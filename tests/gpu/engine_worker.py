@@ -79,7 +79,7 @@ class Worker:
             chunk.temperature = temperature
         batch = self.rollout(11, temperature)
         ours = pretrain_grpo.log_probs(self.args, self.trainer, batch)
-        return float(np.abs(ours - batch.rollout_log_probs)[batch.loss_mask == 1].mean())
+        return float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
 
     # ---- cases
 

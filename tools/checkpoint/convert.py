@@ -51,7 +51,7 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, mapping
 from megatron_grpo.weights.arguments import merge_architecture
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, check_checksums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

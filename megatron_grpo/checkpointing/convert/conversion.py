@@ -30,7 +30,7 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, mapping
 from megatron_grpo.weights.hf import on_all_ranks
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 
 _TOKENS = 16

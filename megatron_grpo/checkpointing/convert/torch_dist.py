@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Weight
 from megatron_grpo.weights.mapping import FUSED_NORMS
+from megatron_grpo.weights.parameter_mapping import Weight
 
 _LAYER = re.compile(r"((decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")

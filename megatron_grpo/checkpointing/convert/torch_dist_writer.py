@@ -29,7 +29,7 @@ from torch.futures import Future
 from megatron_grpo.checkpointing.checkpoint import CONTENT_METADATA
 from megatron_grpo.checkpointing.convert.torch_dist import Place, written_places
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Read, Weight
+from megatron_grpo.weights.parameter_mapping import Read, Weight
 
 
 def tensor_parallel_size(args: Namespace, weight: Weight) -> int:

@@ -82,7 +82,7 @@ def compare_log_probs(
     one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
     gap = np.abs(log_probs(one_by_one, batch) - batch.rollout_log_probs)
     replica = np.repeat(batch.sample_ids % num_replicas, batch.lengths)
-    means = [float(gap[(replica == r) & (batch.loss_mask == 1)].mean()) for r in range(num_replicas)]
+    means = [float(gap[(replica == r) & (batch.response_mask == 1)].mean()) for r in range(num_replicas)]
     worst, limit = int(np.argmax(means)), largest_mismatch(args)  # nan is the largest
     if not means[worst] <= limit:
         raise GrpoError(

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.models.rope import check_scaling
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked, untied, vocabulary
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, fused, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
 
@@ -42,9 +42,11 @@ DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 MCORE = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
 
-EMBEDDING = Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0)
-OUTPUT = Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied)
-QKV_BIAS = Row(
+EMBEDDING = ParameterMapping(
+    "embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0
+)
+OUTPUT = ParameterMapping("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied)
+QKV_BIAS = ParameterMapping(
     MCORE + "self_attention.linear_qkv.bias",
     {HF + "self_attn.q_proj.bias": "q", HF + "self_attn.k_proj.bias": "kv", HF + "self_attn.v_proj.bias": "kv"},
     grouped_qkv,
@@ -52,16 +54,16 @@ QKV_BIAS = Row(
     when=lambda args, layer: args.add_qkv_bias,
 )
 DENSE_MLP = (
-    Row(
+    ParameterMapping(
         MCORE + "mlp.linear_fc1.weight",
         {HF + "mlp.gate_proj.weight": "ffn hidden", HF + "mlp.up_proj.weight": "ffn hidden"},
         stacked,
         axis=0,
     ),
-    Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+    ParameterMapping(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
 )
 FUSED_MLP = (
-    Row(
+    ParameterMapping(
         MCORE + "mlp.linear_fc1.weight",
         {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
         fused(stacked, "ffn", "ffn"),
@@ -71,9 +73,9 @@ FUSED_MLP = (
 )
 
 
-def grouped_attention(*more: Row) -> tuple[Row, ...]:
+def grouped_attention(*more: ParameterMapping) -> tuple[ParameterMapping, ...]:
     """Grouped-query attention; `more` are the rows that a family adds after the QKV weight."""
-    qkv = Row(
+    qkv = ParameterMapping(
         MCORE + "self_attention.linear_qkv.weight",
         {
             HF + "self_attn.q_proj.weight": "q hidden",
@@ -83,35 +85,41 @@ def grouped_attention(*more: Row) -> tuple[Row, ...]:
         grouped_qkv,
         axis=0,
     )
-    projection = Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1)
+    projection = ParameterMapping(
+        MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1
+    )
     return (qkv, *more, projection)
 
 
-def dense_rows(*attention: Row) -> tuple[Row, ...]:
+def dense_rows(*attention: ParameterMapping) -> tuple[ParameterMapping, ...]:
     """The table of a dense Llama-like model; `attention` are the rows that a family adds after the QKV weight."""
     return decoder_rows(grouped_attention(*attention), DENSE_MLP)
 
 
 def decoder_rows(
-    attention: Sequence[Row], mlp: Sequence[Row], pre_mlp_norm: str = "post_attention_layernorm"
-) -> tuple[Row, ...]:
+    attention: Sequence[ParameterMapping],
+    mlp: Sequence[ParameterMapping],
+    pre_mlp_norm: str = "post_attention_layernorm",
+) -> tuple[ParameterMapping, ...]:
     """The table of a Llama-like model with these rows for attention and MLP; `pre_mlp_norm`: the norm between them."""
     return (
         EMBEDDING,
-        Row(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
+        ParameterMapping(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
         *attention,
-        Row(MCORE + "pre_mlp_layernorm.weight", {HF + f"{pre_mlp_norm}.weight": "hidden"}),
+        ParameterMapping(MCORE + "pre_mlp_layernorm.weight", {HF + f"{pre_mlp_norm}.weight": "hidden"}),
         *mlp,
-        Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
+        ParameterMapping("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
         OUTPUT,
     )
 
 
-def sandwich_norms(attention: str, mlp: str) -> tuple[Row, Row]:
+def sandwich_norms(attention: str, mlp: str) -> tuple[ParameterMapping, ParameterMapping]:
     """The norms behind attention and MLP (--sandwich-norm), by their Hugging Face names."""
     return (
-        Row(MCORE + "self_attention.linear_proj.post_layernorm.weight", {HF + f"{attention}.weight": "hidden"}),
-        Row(MCORE + "mlp.linear_fc2.post_layernorm.weight", {HF + f"{mlp}.weight": "hidden"}),
+        ParameterMapping(
+            MCORE + "self_attention.linear_proj.post_layernorm.weight", {HF + f"{attention}.weight": "hidden"}
+        ),
+        ParameterMapping(MCORE + "mlp.linear_fc2.post_layernorm.weight", {HF + f"{mlp}.weight": "hidden"}),
     )
 
 
@@ -189,13 +197,13 @@ class Family:
 
     name: str
     architecture: str
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterMapping, ...]
     fixed: Mapping[str, Any]
     read: Callable[[Config], dict[str, Any]]
     write: Callable[[Namespace], Config]
     read_rope: Callable[[Config], dict[str, Any]] = read_rope
     write_rope: Callable[[Namespace], Config] = write_rope
-    mtp_rows: tuple[Row, ...] = ()
+    mtp_rows: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:

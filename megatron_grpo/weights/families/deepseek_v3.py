@@ -11,18 +11,18 @@ from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, de
 from megatron_grpo.weights.families.deepseek_v2 import read_deepseek_moe, write_deepseek_moe
 from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla, read_mla_rope, write_mla, write_mla_rope
 from megatron_grpo.weights.families.moe import MLP
-from megatron_grpo.weights.layout import Row, untied, vocabulary
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, untied, vocabulary
 
 _MTP = "mtp.layers.{mtp}."
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 MTP_ROWS = (
-    Row(_MTP + "enorm.weight", {HF + "enorm.weight": "hidden"}),
-    Row(_MTP + "hnorm.weight", {HF + "hnorm.weight": "hidden"}),
-    Row(_MTP + "eh_proj.weight", {HF + "eh_proj.weight": "hidden two_hidden"}, axis=0),
-    Row(_MTP + "final_layernorm.weight", {HF + "shared_head.norm.weight": "hidden"}),
+    ParameterMapping(_MTP + "enorm.weight", {HF + "enorm.weight": "hidden"}),
+    ParameterMapping(_MTP + "hnorm.weight", {HF + "hnorm.weight": "hidden"}),
+    ParameterMapping(_MTP + "eh_proj.weight", {HF + "eh_proj.weight": "hidden two_hidden"}, axis=0),
+    ParameterMapping(_MTP + "final_layernorm.weight", {HF + "shared_head.norm.weight": "hidden"}),
     # The files hold the embedding and the output layer again.
-    Row(_EMBEDDING, {HF + "embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0),
-    Row(_HEAD, {HF + "shared_head.head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied),
+    ParameterMapping(_EMBEDDING, {HF + "embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0),
+    ParameterMapping(_HEAD, {HF + "shared_head.head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied),
 )
 # Keys of DeepSeek's own code, and transformers' rope_interleave; vLLM has the bias only where topk_method says so.
 _ONLY = {

@@ -12,10 +12,10 @@ from megatron_grpo.weights.families.common import (
     sandwich_norms,
 )
 from megatron_grpo.weights.families.windows import read_windows, write_windows
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
-def gemma_rows(*attention: Row) -> tuple[Row, ...]:
+def gemma_rows(*attention: ParameterMapping) -> tuple[ParameterMapping, ...]:
     """The table of Gemma 2 and 3; `attention` are the rows that come after the QKV weight."""
     post_attention, post_mlp = sandwich_norms("post_attention_layernorm", "post_feedforward_layernorm")
     return decoder_rows(

@@ -14,20 +14,22 @@ from megatron_grpo.weights.families.common import (
 )
 from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER
 from megatron_grpo.weights.families.windows import read_windows, write_windows
-from megatron_grpo.weights.layout import Row, interleaved
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, interleaved
 
 _EXPERT, _EXPERTS = MCORE + "mlp.experts.local_experts.{expert}.", HF + "mlp.experts."
 ATTENTION = (
     *grouped_attention(
         QKV_BIAS,
-        Row(MCORE + "self_attention.core_attention.softmax_offset", {HF + "self_attn.sinks": "heads"}, axis=0),
+        ParameterMapping(
+            MCORE + "self_attention.core_attention.softmax_offset", {HF + "self_attn.sinks": "heads"}, axis=0
+        ),
     ),
-    Row(MCORE + "self_attention.linear_proj.bias", {HF + "self_attn.o_proj.bias": "hidden"}),
+    ParameterMapping(MCORE + "self_attention.linear_proj.bias", {HF + "self_attn.o_proj.bias": "hidden"}),
 )
 MLP = (
-    Row(MCORE + "mlp.router.weight", {HF + "mlp.router.weight": "experts hidden"}),
-    Row(MCORE + "mlp.router.bias", {HF + "mlp.router.bias": "experts"}),
-    Row(
+    ParameterMapping(MCORE + "mlp.router.weight", {HF + "mlp.router.weight": "experts hidden"}),
+    ParameterMapping(MCORE + "mlp.router.bias", {HF + "mlp.router.bias": "experts"}),
+    ParameterMapping(
         _EXPERT + "linear_fc1.weight",
         {_EXPERTS + "gate_up_proj": "experts hidden two_expert_ffn"},
         interleaved,
@@ -35,21 +37,21 @@ MLP = (
         all_experts=True,
         transposed=True,
     ),
-    Row(
+    ParameterMapping(
         _EXPERT + "linear_fc1.bias",
         {_EXPERTS + "gate_up_proj_bias": "experts two_expert_ffn"},
         interleaved,
         axis=0,
         all_experts=True,
     ),
-    Row(
+    ParameterMapping(
         _EXPERT + "linear_fc2.weight",
         {_EXPERTS + "down_proj": "experts expert_ffn hidden"},
         axis=1,
         all_experts=True,
         transposed=True,
     ),
-    Row(_EXPERT + "linear_fc2.bias", {_EXPERTS + "down_proj_bias": "experts hidden"}, all_experts=True),
+    ParameterMapping(_EXPERT + "linear_fc2.bias", {_EXPERTS + "down_proj_bias": "experts hidden"}, all_experts=True),
 )
 # What vLLM's model has, whatever config.json says.
 _ONLY = {

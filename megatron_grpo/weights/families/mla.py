@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias, rope_keys, rope_of
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
 def _latent_queries(args, layer):
@@ -21,23 +21,31 @@ _ATTENTION, _HF = MCORE + "self_attention.", HF + "self_attn."
 # embedding turns are interleaved on both sides (megatron-core's code for multi_latent_attention, transformers'
 # rope_interleave), so nothing is permuted.
 ATTENTION = (
-    Row(_ATTENTION + "linear_q_proj.weight", {_HF + "q_proj.weight": "latent_q hidden"}, axis=0, when=_full_queries),
-    Row(
+    ParameterMapping(
+        _ATTENTION + "linear_q_proj.weight", {_HF + "q_proj.weight": "latent_q hidden"}, axis=0, when=_full_queries
+    ),
+    ParameterMapping(
         _ATTENTION + "linear_q_down_proj.weight",
         {_HF + "q_a_proj.weight": "q_latent hidden"},
         when=_latent_queries,
     ),
-    Row(_ATTENTION + "q_layernorm.weight", {_HF + "q_a_layernorm.weight": "q_latent"}, when=_latent_queries),
-    Row(
+    ParameterMapping(
+        _ATTENTION + "q_layernorm.weight", {_HF + "q_a_layernorm.weight": "q_latent"}, when=_latent_queries
+    ),
+    ParameterMapping(
         _ATTENTION + "linear_q_up_proj.weight",
         {_HF + "q_b_proj.weight": "latent_q q_latent"},
         axis=0,
         when=_latent_queries,
     ),
-    Row(_ATTENTION + "linear_kv_down_proj.weight", {_HF + "kv_a_proj_with_mqa.weight": "kv_latent_and_rope hidden"}),
-    Row(_ATTENTION + "kv_layernorm.weight", {_HF + "kv_a_layernorm.weight": "kv_latent"}),
-    Row(_ATTENTION + "linear_kv_up_proj.weight", {_HF + "kv_b_proj.weight": "latent_kv kv_latent"}, axis=0),
-    Row(_ATTENTION + "linear_proj.weight", {_HF + "o_proj.weight": "hidden latent_out"}, axis=1),
+    ParameterMapping(
+        _ATTENTION + "linear_kv_down_proj.weight", {_HF + "kv_a_proj_with_mqa.weight": "kv_latent_and_rope hidden"}
+    ),
+    ParameterMapping(_ATTENTION + "kv_layernorm.weight", {_HF + "kv_a_layernorm.weight": "kv_latent"}),
+    ParameterMapping(
+        _ATTENTION + "linear_kv_up_proj.weight", {_HF + "kv_b_proj.weight": "latent_kv kv_latent"}, axis=0
+    ),
+    ParameterMapping(_ATTENTION + "linear_proj.weight", {_HF + "o_proj.weight": "hidden latent_out"}, axis=1),
 )
 
 FIXED = {"multi_latent_attention": True, "qk_layernorm": True, "add_qkv_bias": False, "group_query_attention": False}

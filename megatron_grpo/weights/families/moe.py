@@ -10,7 +10,7 @@ import torch
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import DENSE_MLP, HF, MCORE, Config, need
-from megatron_grpo.weights.layout import Row, stacked
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, stacked
 
 _EXPERT = MCORE + "mlp.experts.local_experts.{expert}."
 
@@ -31,32 +31,34 @@ def _shared(args, layer):
     return _sparse(args, layer) and bool(args.moe_shared_expert_intermediate_size)
 
 
-def routed_experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def routed_experts(block: str, gate: str, up: str, down: str) -> tuple[ParameterMapping, ...]:
     """Router and experts, by the names that a family has for the block and for an expert's three projections."""
     expert = f"{HF}{block}.experts.{{expert}}."
     return (
-        Row(MCORE + "mlp.router.weight", {f"{HF}{block}.gate.weight": "experts hidden"}, when=_sparse),
-        Row(
+        ParameterMapping(MCORE + "mlp.router.weight", {f"{HF}{block}.gate.weight": "experts hidden"}, when=_sparse),
+        ParameterMapping(
             _EXPERT + "linear_fc1.weight",
             {f"{expert}{gate}.weight": "expert_ffn hidden", f"{expert}{up}.weight": "expert_ffn hidden"},
             stacked,
             axis=0,
             when=_sparse,
         ),
-        Row(_EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": "hidden expert_ffn"}, axis=1, when=_sparse),
+        ParameterMapping(
+            _EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": "hidden expert_ffn"}, axis=1, when=_sparse
+        ),
     )
 
 
 MLP = (
     *(replace(row, when=_dense) for row in DENSE_MLP),
     *routed_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    Row(
+    ParameterMapping(
         MCORE + "mlp.router.expert_bias",
         {HF + "mlp.gate.e_score_correction_bias": "experts"},
         when=_biased,
         dtype=torch.float32,
     ),
-    Row(
+    ParameterMapping(
         MCORE + "mlp.shared_experts.linear_fc1.weight",
         {
             HF + "mlp.shared_experts.gate_proj.weight": "shared_ffn hidden",
@@ -66,7 +68,7 @@ MLP = (
         axis=0,
         when=_shared,
     ),
-    Row(
+    ParameterMapping(
         MCORE + "mlp.shared_experts.linear_fc2.weight",
         {HF + "mlp.shared_experts.down_proj.weight": "hidden shared_ffn"},
         axis=1,

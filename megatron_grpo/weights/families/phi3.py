@@ -17,16 +17,16 @@ from megatron_grpo.weights.families.common import (
     write_partial_rope,
 )
 from megatron_grpo.weights.families.windows import read_window, write_window
-from megatron_grpo.weights.layout import Row, fused, grouped_qkv
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, fused, grouped_qkv
 
 _ATTENTION = (
-    Row(
+    ParameterMapping(
         MCORE + "self_attention.linear_qkv.weight",
         {HF + "self_attn.qkv_proj.weight": "qkv hidden"},
         fused(grouped_qkv, "q", "kv", "kv"),
         axis=0,
     ),
-    Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
+    ParameterMapping(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
 )
 
 

@@ -2,11 +2,11 @@
 
 from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, refuse_bias
 from megatron_grpo.weights.families.qwen2 import read_qwen_window, write_qwen_window
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 HEAD_NORMS = (
-    Row(MCORE + "self_attention.q_layernorm.weight", {HF + "self_attn.q_norm.weight": "head"}),
-    Row(MCORE + "self_attention.k_layernorm.weight", {HF + "self_attn.k_norm.weight": "head"}),
+    ParameterMapping(MCORE + "self_attention.q_layernorm.weight", {HF + "self_attn.q_norm.weight": "head"}),
+    ParameterMapping(MCORE + "self_attention.k_layernorm.weight", {HF + "self_attn.k_norm.weight": "head"}),
 )
 
 

@@ -37,7 +37,7 @@ def filled(batch):
     batch.rewards = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
     batch.old_log_probs = -np.arange(total, dtype=np.float32)
     batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
-    batch.corrections = np.arange(total, dtype=np.float32) + 0.25
+    batch.rollout_importance_weights = np.arange(total, dtype=np.float32) + 0.25
     batch.teacher_log_probs = -np.arange(total, dtype=np.float32) - 2000
     batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
     batch.advantages = np.arange(n, dtype=np.float32) - 1
@@ -73,7 +73,7 @@ def batches(draw, min_size=0, max_size=8):
         finish_reasons=[FinishReason.STOP] * n,
     )
     holes = draw(st.lists(st.booleans(), min_size=len(batch.tokens), max_size=len(batch.tokens)))
-    batch.loss_mask[np.array(holes, dtype=bool)] = 0
+    batch.response_mask[np.array(holes, dtype=bool)] = 0
     batch.validate()
     return filled(batch) if draw(st.booleans()) else batch
 
@@ -86,10 +86,10 @@ def test_flat_arrays_by_hand():
     assert batch.num_completions == 3
     assert batch.cu_seqlens.tolist() == [0, 4, 5, 9]
     assert batch.tokens.tolist() == [10, 11, 12, 13, 20, 30, 31, 32, 33]
-    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
+    assert batch.response_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
     np.testing.assert_array_equal(batch.rollout_log_probs, np.float32([NAN, NAN, -0.5, -0.25, *[NAN] * 5]))
     assert batch.lengths.tolist() == [4, 1, 4]
-    assert batch.completion_lengths.tolist() == batch.loss_lengths.tolist() == [2, 0, 1]
+    assert batch.completion_lengths.tolist() == batch.response_lengths.tolist() == [2, 0, 1]
     assert set(batch.weight_version.tolist()) == {4}
     assert batch.rewards.shape == (3, 0)
 
@@ -221,7 +221,9 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
     whole = []  # sequences of (token, its place in the flat arrays, the place of its label), None where there is none
     for i in chosen:
         a, b = batch.cu_seqlens[i : i + 2].tolist()
-        rows = [(int(batch.tokens[k]), k, k + 1 if k + 1 < b and batch.loss_mask[k + 1] else None) for k in range(a, b)]
+        rows = [
+            (int(batch.tokens[k]), k, k + 1 if k + 1 < b and batch.response_mask[k + 1] else None) for k in range(a, b)
+        ]
         whole.append(rows + [(0, None, None)] * (-len(rows) % unit))
     used = sum(map(len, whole))
     total = used + -used % (unit * pad_multiple) + (more or 0) * unit * pad_multiple
@@ -250,14 +252,21 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
         own = pack.token_index[pack.own_labels]
         assert own.tolist() == [label for label in labels if label is not None]
         assert [chosen[i] for i in pack.completion] == owner[pack.token_index].tolist()
-        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "corrections", "advantages", "weights"):
+        for name in (
+            "old_log_probs",
+            "ref_log_probs",
+            "rollout_log_probs",
+            "rollout_importance_weights",
+            "advantages",
+            "weights",
+        ):
             source, values = getattr(batch, name), getattr(pack, name)
             assert (values is None) == (source is None)
             if values is not None:
                 at = owner[pack.token_index] if name in ("advantages", "weights") else pack.token_index
                 np.testing.assert_array_equal(values, source[at])
         seen += own.tolist()
-    in_loss = [k for i in chosen for k in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) if batch.loss_mask[k]]
+    in_loss = [k for i in chosen for k in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) if batch.response_mask[k]]
     assert sorted(seen) == sorted(in_loss)
 
 
@@ -291,7 +300,7 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
     batch = filled(batch.select(np.arange(batch.num_completions // dp_size * dp_size)))
     if not batch.num_completions:
         return
-    batch.weights = token_weights("grpo", batch.loss_lengths, 1, 10).astype(np.float32)
+    batch.weights = token_weights("grpo", batch.response_lengths, 1, 10).astype(np.float32)
     lengths = padded_lengths(batch.lengths, cp_size)
     budget = int(lengths.max()) + data.draw(st.integers(0, 20))
     multiple = pad_multiple * (2 * cp_size if cp_size > 1 else 1)
@@ -313,9 +322,9 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
             np.testing.assert_array_equal(pack.rollout_log_probs, batch.rollout_log_probs[pack.token_index])
             seen += own.tolist()
             total += float((pack.weights * pack.old_log_probs)[pack.own_labels].sum(dtype=np.float64))
-    assert sorted(seen) == np.flatnonzero(batch.loss_mask).tolist()
+    assert sorted(seen) == np.flatnonzero(batch.response_mask).tolist()
     expected = [
-        batch.old_log_probs[a:b][batch.loss_mask[a:b] == 1].mean() if batch.loss_mask[a:b].any() else 0.0
+        batch.old_log_probs[a:b][batch.response_mask[a:b] == 1].mean() if batch.response_mask[a:b].any() else 0.0
         for a, b in pairwise(batch.cu_seqlens)
     ]
     assert total == pytest.approx(float(np.mean(expected)), rel=1e-5, abs=1e-6)
@@ -401,16 +410,16 @@ def test_load_refuses_what_is_not_a_rollout(tmp_path):
         ("cu_seqlens", np.array([0, 4, 5, 8]), "cu_seqlens must rise from 0 to the 9 tokens"),
         ("cu_seqlens", np.array([0, 5, 4, 9]), "cu_seqlens must rise"),
         ("cu_seqlens", np.array([], np.int64), "cu_seqlens must rise"),
-        ("loss_mask", np.zeros(8, np.uint8), r"loss_mask has shape \(8,\), expected \(9,\)"),
+        ("response_mask", np.zeros(8, np.uint8), r"response_mask has shape \(8,\), expected \(9,\)"),
         ("group_ids", np.zeros(2, np.int64), r"group_ids has shape \(2,\), expected \(3,\)"),
         ("rewards", np.zeros(3, np.float32), r"rewards has shape \(3,\), expected \(3, 0\)"),
         ("rewards", np.zeros((2, 4), np.float32), r"rewards has shape \(2, 4\), expected \(3, 4\)"),
         ("rewards", np.float32([[1], [np.inf], [NAN]]), "rewards are not infinite, but not at index 1 of 3"),
         ("prompt_lengths", np.array([2, 0, 3], np.int32), "a prompt has at least one token, but not at index 1"),
         ("prompt_lengths", np.array([2, 2, 3], np.int32), "a prompt is no longer than its sequence"),
-        ("prompt_lengths", np.array([3, 1, 3], np.int32), "loss_mask is 0 on prompts, but not at index 2"),
+        ("prompt_lengths", np.array([3, 1, 3], np.int32), "response_mask is 0 on prompts, but not at index 2"),
         ("tokens", np.full(9, -1, np.int32), "token ids are not negative"),
-        ("loss_mask", np.full(9, 2, np.uint8), "loss_mask is 0 or 1"),
+        ("response_mask", np.full(9, 2, np.uint8), "response_mask is 0 or 1"),
         ("rollout_log_probs", np.full(9, 0.5, np.float32), "log-probabilities are not above 0"),
         ("sample_ids", np.array([1, 0, 1]), "sample_ids are unique"),
         ("finish_reasons", np.array([0, 1, 3], np.uint8), "finish_reasons are known, but not at index 2"),

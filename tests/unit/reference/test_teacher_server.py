@@ -52,7 +52,7 @@ def rollout() -> RolloutBatch:
 def test_log_probabilities_are_the_models_of_the_completions_tokens(double, ask):
     batch, model = rollout(), tiny_model(99)
     found = ask(batch)
-    assert found.dtype == np.float32 and (np.isfinite(found) == (batch.loss_mask == 1)).all()
+    assert found.dtype == np.float32 and (np.isfinite(found) == (batch.response_mask == 1)).all()
     for start, end, prompt in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.prompt_lengths, strict=True):
         ids = batch.tokens[start:end].tolist()
         for position in range(prompt, len(ids)):  # token by token, as it would be sampled
@@ -84,7 +84,7 @@ def test_a_fault_that_passes_is_waited_out(double, ask, monkeypatch):
     double.fault = "500 generating"
     threading.Timer(0.5, setattr, (double, "fault", "")).start()
     batch = rollout()
-    assert np.isfinite(ask(batch)[batch.loss_mask == 1]).all()
+    assert np.isfinite(ask(batch)[batch.response_mask == 1]).all()
     assert called(double, "/v1/completions") > 8
 
 

@@ -119,7 +119,7 @@ def test_the_replica_that_says_other_things_is_told(bf16, off, passes):
     def log_probs(args, batch):
         assert args.micro_batch_size == 1 and args.max_tokens_per_microbatch is None
         values = np.full(12, np.nan, np.float32)
-        values[batch.loss_mask == 1] = -1
+        values[batch.response_mask == 1] = -1
         values[[4, 5, 10, 11]] -= off
         return values
 

@@ -29,7 +29,7 @@ class Dimensions(dict[str, int]):
         return hash(tuple(self.values()))
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """Lines range(start, stop, step) of Hugging Face tensor number `source`; `source` None: lines of padding."""
 
     source: int | None
@@ -43,41 +43,41 @@ class Piece(NamedTuple):
 
 
 # (lines of each Hugging Face tensor, tensor-parallel size, the model's dimensions) -> lines of the full Megatron tensor
-Layout = Callable[[Sequence[int], int, Mapping[str, int]], list[Piece]]
+Layout = Callable[[Sequence[int], int, Mapping[str, int]], list[Slice]]
 
 
-def same(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+def same(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
     """One Hugging Face tensor, line for line."""
-    return [Piece(0, 0, lines[0])]
+    return [Slice(0, 0, lines[0])]
 
 
-def stacked(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+def stacked(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
     """Tensors stacked within every tensor-parallel rank: [gate_0; up_0; gate_1; up_1; ...] for `linear_fc1`."""
     chunks = [_divide(n, tp_size) for n in lines]
-    return [Piece(i, rank * n, (rank + 1) * n) for rank in range(tp_size) for i, n in enumerate(chunks)]
+    return [Slice(i, rank * n, (rank + 1) * n) for rank in range(tp_size) for i, n in enumerate(chunks)]
 
 
-def grouped_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+def grouped_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
     """q, k, v interleaved by query group for `linear_qkv`: the group's query heads, its key head, its value head."""
     groups = dims["groups"]
     chunks = [_divide(n, groups) for n in lines]
-    return [Piece(i, group * n, (group + 1) * n) for group in range(groups) for i, n in enumerate(chunks)]
+    return [Slice(i, group * n, (group + 1) * n) for group in range(groups) for i, n in enumerate(chunks)]
 
 
-def interleaved(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+def interleaved(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
     """`stacked` of one tensor whose even lines are the gate and whose odd lines are the up projection."""
     share = 2 * _divide(lines[0], 2 * tp_size)
-    return [Piece(0, rank * share + odd, (rank + 1) * share, 2) for rank in range(tp_size) for odd in (0, 1)]
+    return [Slice(0, rank * share + odd, (rank + 1) * share, 2) for rank in range(tp_size) for odd in (0, 1)]
 
 
 def fused(layout: Layout, *parts: str) -> Layout:
     """`layout` of one tensor in which several follow one another, of as many lines as these dimensions say."""
 
-    def in_one(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+    def in_one(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
         sizes = [dims[part] for part in parts]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [
-            Piece(0, starts[source] + start, starts[source] + stop, step)
+            Slice(0, starts[source] + start, starts[source] + stop, step)
             for source, start, stop, step in layout(sizes, tp_size, dims)
             if source is not None
         ]
@@ -86,12 +86,12 @@ def fused(layout: Layout, *parts: str) -> Layout:
     return in_one
 
 
-def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Piece]:
+def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
     """One line per token, padded at the end to dims["padded_vocab"] lines."""
     padding = dims["padded_vocab"] - lines[0]
     if padding < 0:
         raise GrpoError(f"padded_vocab_size ({dims['padded_vocab']}) is smaller than vocab_size ({lines[0]})")
-    return [Piece(0, 0, lines[0])] + ([Piece(None, 0, padding)] if padding else [])
+    return [Slice(0, 0, lines[0])] + ([Slice(None, 0, padding)] if padding else [])
 
 
 # Reads tensor[index] of a Hugging Face tensor by its name, where `index` has an integer or a slice for each axis.
@@ -112,7 +112,7 @@ def untied(args: Namespace, layer: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterMapping:
     """One line of a family's table: a Megatron name pattern and the Hugging Face tensors that it is made of.
 
     `mcore` is the name in GPTModel with the local spec; "{layer}" stands for the layer's number, from 0, counted over
@@ -180,28 +180,28 @@ class Weight:
         shapes = [shape[len(self._in_front) :] for shape in self.hf.values()]
         return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes] if self.transposed else shapes
 
-    def pieces(self, tp_rank: int, tp_size: int) -> Sequence[Piece]:
+    def slices(self, tp_rank: int, tp_size: int) -> Sequence[Slice]:
         """The lines that the shard of rank `tp_rank` of `tp_size` consists of, in order."""
         if self.axis is None:
             tp_rank, tp_size = 0, 1
         lines = tuple(shape[self.lines_axis] for shape in self.part_shapes())
         try:
-            return _pieces(self.layout, lines, tp_rank, tp_size, self.dims)
+            return _slices(self.layout, lines, tp_rank, tp_size, self.dims)
         except GrpoError as error:
             raise GrpoError(f"{self.name} cannot be laid out for tensor-parallel size {tp_size}: {error}") from None
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of the parameter on each of `tp_size` ranks; `shard_shape(1)` is that of the full Megatron tensor."""
         shape = list(self.part_shapes()[0])
-        shape[self.lines_axis] = sum(piece.lines for piece in self.pieces(0, tp_size))
+        shape[self.lines_axis] = sum(span.lines for span in self.slices(0, tp_size))
         return tuple(shape)
 
     def fill(self, shard: Tensor, tp_rank: int, tp_size: int, read: Read) -> None:
         """Write rank `tp_rank`'s shard in place (dtype converted, padding zero), reading each run of lines once."""
-        axis, pieces = self.lines_axis, self.pieces(tp_rank, tp_size)
-        placed = list(zip(_offsets(pieces), pieces, strict=True))
+        axis, slices = self.lines_axis, self.slices(tp_rank, tp_size)
+        placed = list(zip(_offsets(slices), slices, strict=True))
         for source, name in enumerate(self.hf):
-            mine = sorted((piece, offset) for offset, piece in placed if piece.source == source)
+            mine = sorted((span, offset) for offset, span in placed if span.source == source)
             for first, last, run in _runs(mine):
                 block = read(name, self._index(len(shard.shape), first, last))
                 block = block.mT if self.transposed else block
@@ -209,9 +209,9 @@ class Weight:
                     lines = _along(axis, slice(start - first, stop - first, step))
                     part = block[lines]
                     shard.narrow(axis, offset, part.shape[axis]).copy_(part)
-        for offset, piece in placed:
-            if piece.source is None:
-                shard.narrow(axis, offset, piece.lines).zero_()
+        for offset, span in placed:
+            if span.source is None:
+                shard.narrow(axis, offset, span.lines).zero_()
 
     def _index(self, axes: int, first: int, last: int) -> tuple[int | slice, ...]:
         """Where lines [first, last) of a part lie in its Hugging Face tensor."""
@@ -228,12 +228,12 @@ class Weight:
         Of tensors that hold all experts, the part of this one.
         """
         axis, shards = self.lines_axis, shards if self.axis is not None else shards[:1]
-        found: list[list[tuple[Piece, Tensor]]] = [[] for _ in self.hf]
+        found: list[list[tuple[Slice, Tensor]]] = [[] for _ in self.hf]
         for rank, shard in enumerate(shards):
-            pieces = self.pieces(rank, len(shards))
-            for offset, piece in zip(_offsets(pieces), pieces, strict=True):
-                if piece.source is not None:
-                    found[piece.source].append((piece, shard.narrow(axis, offset, piece.lines)))
+            slices = self.slices(rank, len(shards))
+            for offset, span in zip(_offsets(slices), slices, strict=True):
+                if span.source is not None:
+                    found[span.source].append((span, shard.narrow(axis, offset, span.lines)))
         whole = []
         for parts, shape in zip(found, self.part_shapes(), strict=True):
             tensor = parts[0][1]
@@ -256,9 +256,9 @@ class Weight:
 
         `positions` are flat positions in the shard of rank `tp_rank` of `tp_size`, int64 `[n]`, as both results are.
         """
-        pieces = self.pieces(tp_rank, tp_size)
-        sources = torch.cat([torch.full([p.lines], -1 if p.source is None else p.source) for p in pieces])
-        lines = torch.cat([torch.arange(p.start, p.stop, p.step) for p in pieces])
+        slices = self.slices(tp_rank, tp_size)
+        sources = torch.cat([torch.full([p.lines], -1 if p.source is None else p.source) for p in slices])
+        lines = torch.cat([torch.arange(p.start, p.stop, p.step) for p in slices])
         at = list(torch.unravel_index(positions, self.shard_shape(tp_size)))
         source = sources[at[self.lines_axis]]
         at[self.lines_axis] = lines[at[self.lines_axis]]
@@ -273,9 +273,9 @@ class Weight:
 
 
 @functools.lru_cache(4096)  # alike in all layers and experts, of which a mixture has ten thousands
-def _pieces(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, dims: Dimensions) -> Sequence[Piece]:
+def _slices(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, dims: Dimensions) -> Sequence[Slice]:
     order = layout(lines, tp_size, dims)
-    share = _divide(sum(piece.lines for piece in order), tp_size)
+    share = _divide(sum(span.lines for span in order), tp_size)
     return tuple(_cut(order, tp_rank * share, (tp_rank + 1) * share))
 
 
@@ -283,38 +283,38 @@ def _along(axis: int, lines: slice) -> tuple[slice, ...]:
     return (slice(None),) * axis + (lines,)
 
 
-def _runs(pieces: Sequence[tuple[Piece, int]]) -> Iterator[tuple[int, int, list[tuple[Piece, int]]]]:
-    """(first line, last line + 1, members) of runs of neighbouring or overlapping pieces, which come in order."""
-    run: list[tuple[Piece, int]] = []
+def _runs(slices: Sequence[tuple[Slice, int]]) -> Iterator[tuple[int, int, list[tuple[Slice, int]]]]:
+    """(first line, last line + 1, members) of runs of neighbouring or overlapping slices, which come in order."""
+    run: list[tuple[Slice, int]] = []
     first = last = 0
-    for piece, offset in pieces:
-        if run and piece.start > last:
+    for span, offset in slices:
+        if run and span.start > last:
             yield first, last, run
             run = []
         if not run:
-            first = last = piece.start
-        run.append((piece, offset))
-        last = max(last, piece.stop)
+            first = last = span.start
+        run.append((span, offset))
+        last = max(last, span.stop)
     if run:
         yield first, last, run
 
 
-def _cut(pieces: list[Piece], first: int, last: int) -> list[Piece]:
-    """What lies at positions [first, last) of the concatenated pieces."""
+def _cut(slices: list[Slice], first: int, last: int) -> list[Slice]:
+    """What lies at positions [first, last) of the concatenated slices."""
     out = []
-    for offset, piece in zip(_offsets(pieces), pieces, strict=True):
-        low, high = max(first - offset, 0), min(last - offset, piece.lines)
+    for offset, span in zip(_offsets(slices), slices, strict=True):
+        low, high = max(first - offset, 0), min(last - offset, span.lines)
         if low < high:
-            start = piece.start + low * piece.step
-            out.append(Piece(piece.source, start, start + (high - 1 - low) * piece.step + 1, piece.step))
+            start = span.start + low * span.step
+            out.append(Slice(span.source, start, start + (high - 1 - low) * span.step + 1, span.step))
     return out
 
 
-def _offsets(pieces: Sequence[Piece]) -> list[int]:
-    """The position of each piece's first line in their concatenation."""
+def _offsets(slices: Sequence[Slice]) -> list[int]:
+    """The position of each slice's first line in their concatenation."""
     offsets = [0]
-    for piece in pieces:
-        offsets.append(offsets[-1] + piece.lines)
+    for span in slices:
+        offsets.append(offsets[-1] + span.lines)
     return offsets[:-1]
 
 

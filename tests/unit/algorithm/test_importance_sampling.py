@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from correction_loops import check_against_loops
+from importance_sampling_loops import check_against_loops
 
 import pretrain_grpo
 from megatron_grpo.algorithm.arguments import CORRECTIONS
-from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
+from megatron_grpo.algorithm.importance_sampling import MISMATCH, importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
@@ -58,10 +58,10 @@ def test_equal_policies_are_not_weighed(mode):
 def test_weights_against_loops(mode):
     rng = np.random.default_rng(4)
     cu_seqlens = np.concatenate([[0], np.cumsum(rng.integers(1, 40, 50))])
-    loss_mask = rng.integers(0, 2, cu_seqlens[-1]).astype(np.uint8)  # some sequences have no token in the loss
-    trainer, engine = -rng.exponential(2, (2, len(loss_mask))).astype(np.float32)
+    response_mask = rng.integers(0, 2, cu_seqlens[-1]).astype(np.uint8)  # some sequences have no token in the loss
+    trainer, engine = -rng.exponential(2, (2, len(response_mask))).astype(np.float32)
     engine[:20] -= 30  # beyond the clamp
-    assert 0 < check_against_loops(mode, trainer, engine, loss_mask, cu_seqlens, 2.0, 0.5) < 1
+    assert 0 < check_against_loops(mode, trainer, engine, response_mask, cu_seqlens, 2.0, 0.5) < 1
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -93,7 +93,7 @@ def test_the_loss_weighs_the_policy_term_alone(monkeypatch):
     with pytest.raises(KeyError):  # never without them by mistake
         pretrain_grpo.loss_func(args, batch, 1, torch.stack([log_probs, torch.zeros(3)]))
     output = torch.stack([log_probs, torch.zeros(3)])
-    loss, report = pretrain_grpo.loss_func(args, batch | {"corrections": corrections}, 1, output)
+    loss, report = pretrain_grpo.loss_func(args, batch | {"rollout_importance_weights": corrections}, 1, output)
     loss.backward()
     k3 = torch.exp(-x) - 1 + x
     torch.testing.assert_close(loss.detach(), (weights * (-corrections * advantages + 0.1 * k3)).sum())

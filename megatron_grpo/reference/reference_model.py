@@ -1,8 +1,9 @@
-"""Models that only answer with log-probabilities: the reference of the KL term, and a teacher.
+"""Models that only compute log-probabilities: the reference of the KL term, and the teacher.
 
-A reference in the policy's layout takes the policy's place in the one model (``SwappedReference``). Any other frozen
-model is built a second time, in process groups of its own on the same ranks (``FrozenModel``); its weights lie in host
-memory while it is not asked. Both have ``ready``, and a reference can move after the policy (arXiv:2404.09656).
+A reference with the policy's parallel configuration is a second set of weights for the policy's modules
+(``SwappedReference``). A reference with another one, and a teacher, are second models with process groups of their own
+on the same ranks (``ReferenceModel``). Both store their weights in host memory between passes, and both can follow the
+policy by an EMA update (TR-DPO, arXiv:2404.09656).
 """
 
 import contextlib
@@ -16,19 +17,19 @@ from torch import Tensor
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.models import forward
-from megatron_grpo.parallel.second_layout import Layout
+from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import mapping
 from megatron_grpo.weights.stream import stream_hf
 
 
-class FrozenModel:
-    """A model in a layout, and maybe an architecture, of its own."""
+class ReferenceModel:
+    """A reference or teacher model with its own parallel configuration; a teacher may have its own architecture."""
 
     def __init__(self, args: Namespace, model_provider: Callable, load: Callable[[forward.Model], None] | None = None):
-        """Build it as ``args`` describe and give it the weights that ``load`` copies into it, or later `take_over`."""
-        self.args, self.layout, self.moved = args, Layout(args), False
-        with self.layout.entered():
+        """Build the model that ``args`` describe; ``load`` fills its weights, or a later `take_over` does."""
+        self.args, self.groups, self.updated = args, RankGroups(args), False
+        with self.groups.entered():
             self.model = forward.build_model(args, model_provider)
             for chunk in self.model:
                 chunk.requires_grad_(False)
@@ -42,14 +43,14 @@ class FrozenModel:
                 tensor.data = forward.to_host(tensor)
 
     @contextlib.contextmanager
-    def ready(self, policy: forward.Model) -> Iterator["FrozenModel"]:
-        """Within, forwards with ``.args`` and ``.model`` are this model's; all ranks enter."""
+    def ready(self, policy: forward.Model) -> Iterator["ReferenceModel"]:
+        """Context in which forward passes use this model (``.args``, ``.model``) and its process groups; collective."""
         tensors = [tensor for chunk in self.model for tensor in forward.weight_tensors(chunk)]
         hosts = [tensor.data for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.data.to(device(), non_blocking=True)
         try:
-            with self.layout.entered():
+            with self.groups.entered():
                 yield self
         finally:
             for tensor, host in zip(tensors, hosts, strict=True):
@@ -57,8 +58,8 @@ class FrozenModel:
 
     @torch.no_grad()
     def take_over(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
-        """Become ``share`` x the policy + (1 - ``share``) x itself, in float32; all ranks call it."""
-        with self.layout.entered():
+        """Set the weights to ``share`` x policy + (1 - ``share``) x self, computed in float32; collective."""
+        with self.groups.entered():
             weights = mapping.local_weights(self.model, mapping.table(self.args))
             rows = [(weight, tensor, mapping.tensor_parallel(weight)) for weight, tensor in weights]
         waiting = defaultdict(list)
@@ -78,11 +79,11 @@ class FrozenModel:
             for part in [part for part in held if all(held.keys() >= row[0].hf.keys() for row in waiting[part])]:
                 del held[part], waiting[part]
 
-    def move(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
-        """TR-DPO's update of a reference, between two rollouts."""
+    def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
+        """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
         with forward.parameters_complete(policy_args, policy):
             self.take_over(policy_args, policy, share)
-        self.moved = True
+        self.updated = True
 
     def save(self, directory: Path, policy: forward.Model) -> None:
         """Write the weights; collective."""
@@ -90,33 +91,33 @@ class FrozenModel:
             checkpoint.save_weights(directory, self.model)
 
     def load(self, directory: Path, policy: forward.Model) -> None:
-        """Take the weights of `save`, from whatever layout; collective."""
-        with self.layout.entered():
+        """Load the weights that `save` wrote, with any parallel configuration; collective."""
+        with self.groups.entered():
             checkpoint.read_weights(directory, self.model)
-        self.moved = True
+        self.updated = True
 
 
 class SwappedReference:
-    """The reference in the policy's own layout: one model, whose weights are exchanged for a pass."""
+    """Reference with the policy's parallel configuration: its weights are swapped into the policy's modules."""
 
     def __init__(self, args: Namespace, model: forward.Model):
-        """Take the model's present weights."""
-        self.args, self.weights, self.moved = args, ReferencePolicy(model), False
+        """Copy the model's present weights."""
+        self.args, self.weights, self.updated = args, HostWeights(model), False
 
     @contextlib.contextmanager
     def ready(self, policy: forward.Model) -> Iterator[Namespace]:
-        """Within, the policy's model is the reference."""
+        """Context in which the policy's modules hold the reference's weights."""
         with forward.parameters_complete(self.args, policy), self.weights.in_place_of(policy):
             yield Namespace(args=self.args, model=policy)
 
     @torch.no_grad()
-    def move(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
-        """TR-DPO's update of a reference, between two rollouts."""
+    def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
+        """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
         with forward.parameters_complete(policy_args, policy):
             for chunk, weights in zip(policy, self.weights.weights, strict=True):
                 for theirs, own in zip(forward.weight_tensors(chunk), weights, strict=True):
                     mix(own, theirs.to("cpu"), share)
-        self.moved = True
+        self.updated = True
 
     def save(self, directory: Path, policy: forward.Model) -> None:
         """Write the weights; collective."""
@@ -124,10 +125,10 @@ class SwappedReference:
             checkpoint.save_weights(directory, policy)
 
     def load(self, directory: Path, policy: forward.Model) -> None:
-        """Take the weights of `save`, from whatever layout; collective."""
-        present = ReferencePolicy(policy)
+        """Load the weights that `save` wrote, with any parallel configuration; collective."""
+        present = HostWeights(policy)
         checkpoint.read_weights(directory, policy)
-        self.weights, self.moved = ReferencePolicy(policy), True
+        self.weights, self.updated = HostWeights(policy), True
         present.copy_to(policy)
 
 
@@ -137,8 +138,8 @@ def mix(own: Tensor, theirs: Tensor, share: float) -> None:
     own.copy_(own.float().lerp_(theirs.float(), share) if mixes else theirs)
 
 
-class ReferencePolicy:
-    """Frozen weights, the reference of the KL term: they lie in host memory and take the model's place for one pass."""
+class HostWeights:
+    """A copy of a model's weights, stored in host memory; swapped in for one forward pass."""
 
     def __init__(self, model: forward.Model):
         """Copy the model's present weights."""
@@ -153,8 +154,8 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def in_place_of(self, model: forward.Model) -> Iterator[None]:
-        """Within, the model is the reference; afterwards it is the policy again, bit for bit."""
-        policy = ReferencePolicy(model)
+        """Context in which the model holds these weights; the policy's weights are restored bit for bit afterwards."""
+        policy = HostWeights(model)
         self.copy_to(model)
         try:
             yield

@@ -32,7 +32,7 @@ def importance_weights(
     mode: str,
     log_probs: npt.NDArray[np.float32],
     rollout_log_probs: npt.NDArray[np.float32],
-    loss_mask: npt.NDArray[np.uint8],
+    response_mask: npt.NDArray[np.uint8],
     cu_seqlens: npt.NDArray[np.int64],
     threshold: float,
     lower_bound: float | None = None,
@@ -55,7 +55,7 @@ def importance_weights(
         mode: one of the five.
         log_probs: [total], under the trainer, at the weights that it held when the rollout was sampled.
         rollout_log_probs: [total], under the engine.
-        loss_mask: [total], 1 on the tokens in the loss.
+        response_mask: [total], 1 on the tokens in the loss.
         cu_seqlens: [n + 1], where each sequence begins; the last is the total.
         threshold: upper bound.
         lower_bound: read by icepop only.
@@ -68,7 +68,7 @@ def importance_weights(
     secretly brings you off-policy RL training". Masks: Liu et al. 2025, "When speed kills stability: demystifying RL
     collapse from the training-inference mismatch". icepop: Ling Team 2025, "Every step evolves", arXiv:2510.18855.
     """
-    in_loss = loss_mask == 1
+    in_loss = response_mask == 1
     known = np.isfinite(log_probs) & np.isfinite(rollout_log_probs)
     if not known[in_loss].all():
         raise GrpoError(
