@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_grpo.estimate.memory import Chunk, Memory, Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.arguments import generating_width
-from megatron_grpo.reference.arguments import has_own_layout
+from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
@@ -145,16 +145,16 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
 
 def _reference_lines(args: Namespace) -> list[str]:
     """What reference and teacher take beside the policy."""
-    frozen = {}
+    models = {}
     if args.beta > 0:
-        frozen["reference policy"] = reference_args(args)
+        models["reference policy"] = reference_args(args)
     if args.teacher_load_hf:
-        frozen["teacher"] = teacher_args(args)
+        models["teacher"] = teacher_args(args)
     lines = []
-    for name, own in frozen.items():
+    for name, own in models.items():
         plan = Plan(own)
         most = max(plan.parameters(stage).total for stage in range(len(plan.stages)))
-        swapped = name != "teacher" and not has_own_layout(args, "ref")
+        swapped = name != "teacher" and not has_own_parallel_configuration(args, "ref")
         where = "the policy's are there" if swapped else "they are on the GPU too"
         size = most * params_dtype(own).itemsize / GIB
         lines.append(f"{name}: {size:.2f} of parameters in host memory; during its pass {where}")

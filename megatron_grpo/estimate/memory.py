@@ -18,7 +18,7 @@ from megatron_grpo.models.config import moe_layers, params_dtype, transformer_co
 from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.core_flags import DTYPES
-from megatron_grpo.weights import mapping
+from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
 MTP = "mtp"  # the place of the multi-token-prediction layers, beside layers' numbers and parameters' names
@@ -250,7 +250,7 @@ def _weights(args: Namespace) -> dict[int | str, list[Weight]]:
     """
     found: dict[int | str, list[Weight]] = {}
     seen = set()
-    for weight in mapping.table(args):
+    for weight in model_weights.table(args):
         if weight.expert or weight.name in seen or weight.name.endswith("router.expert_bias"):
             continue
         seen.add(weight.name)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_grpo.weights import mapping
+from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
 # Dense TFLOP/s in 16 bits by a part of the device's name, as the makers' data sheets have it; the first that fits.
@@ -71,7 +71,7 @@ def _matrices(args: Namespace, mtp: bool) -> list[Weight]:
     """The layers' matrices, of all experts of a layer the first's."""
     found = {
         weight.name: weight
-        for weight in mapping.table(args)
+        for weight in model_weights.table(args)
         if not weight.expert and weight.name.startswith(("decoder.layers.", "mtp.") if mtp else "decoder.layers.")
     }
     return [weight for weight in found.values() if len(weight.part_shapes()[0]) == 2]

@@ -15,7 +15,7 @@ _SIZES = (
 )
 
 
-def _layout(prefix: str, model: str) -> tuple[FlagRow, ...]:
+def _parallel_size_flags(prefix: str, model: str) -> tuple[FlagRow, ...]:
     sizes = tuple((f"--{prefix}-{size}", int, None, f"{text.format(model)} [the policy's]") for size, text in _SIZES)
     experts = (
         f"--{prefix}-expert-tensor-parallel-size",
@@ -29,7 +29,7 @@ def _layout(prefix: str, model: str) -> tuple[FlagRow, ...]:
 REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
     ("--ref-load", str, None, "Megatron checkpoint of the reference policy [the first weights]"),
     ("--ref-load-hf", str, None, "Hugging Face model directory of the reference policy [the first weights]"),
-    *_layout("ref", "reference"),
+    *_parallel_size_flags("ref", "reference"),
     ("--ref-micro-batch-size", int, None, "completions in a micro-batch of the reference [the policy's]"),
     (
         "--logprobs-max-tokens-per-microbatch",
@@ -41,7 +41,7 @@ REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
     ("--ref-model-sync-steps", int, 512, "updates between two moves of the reference"),
     ("--ref-model-mixup-alpha", float, 0.6, "reference = it x policy + (1 - it) x reference"),
     ("--teacher-load-hf", str, None, "Hugging Face model directory of a teacher with the policy's tokenizer"),
-    *_layout("teacher", "teacher"),
+    *_parallel_size_flags("teacher", "teacher"),
     ("--teacher-server", str, None, "vLLM server that computes the teacher's log-probabilities"),
     ("--teacher-server-timeout", float, 240.0, "seconds that the server may take for one completion"),
     ("--teacher-kl-coef", float, None, "weight of log p(teacher) - log p(old) in the advantage of each token"),
@@ -56,7 +56,7 @@ SIZES = (
 )
 
 
-def has_own_layout(args: Namespace, prefix: str) -> bool:
+def has_own_parallel_configuration(args: Namespace, prefix: str) -> bool:
     """Whether a frozen model, ``ref`` or ``teacher``, has another layout than the policy."""
     return any(getattr(args, f"{prefix}_{size}") not in (None, getattr(args, size) or 1) for size in SIZES)
 
@@ -76,11 +76,11 @@ def check_reference_models(args: Namespace) -> None:
         for dest in experts if prefix == "ref" and not args.num_experts else []:
             if (getattr(args, dest) or 1) > 1:
                 raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
-    _check_moving(args)
+    _check_ema_update(args)
     _check_teacher(args, sizes["teacher"])
 
 
-def _check_moving(args: Namespace) -> None:
+def _check_ema_update(args: Namespace) -> None:
     for dest in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
         needs(args, dest, "sync_ref_model", "without it the reference stays where it is")
     if not 0 < args.ref_model_mixup_alpha <= 1:

@@ -8,14 +8,14 @@ from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.models.arguments import check_model, padded_vocab_size
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel.arguments import check_parallelism
-from megatron_grpo.reference.arguments import SIZES, has_own_layout
+from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import ARCHITECTURE, check_family, default_architecture, merge_architecture
 
 # How the policy's layers are divided and overlapped; a frozen model with a layout of its own has the plain ways.
-_OF_THE_POLICYS_LAYOUT = {
+_WITHOUT_POLICY_PIPELINE = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,
@@ -41,8 +41,8 @@ def reference_args(args: Namespace) -> Namespace:
     own = _without_training(args)
     if args.ref_micro_batch_size:
         own.micro_batch_size, own.max_tokens_per_microbatch = args.ref_micro_batch_size, None
-    if has_own_layout(args, "ref"):
-        _lay_out(own, args, "ref")
+    if has_own_parallel_configuration(args, "ref"):
+        _set_parallel_configuration(own, args, "ref")
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:
         config = hf.read_config(args.ref_load_hf)
@@ -71,12 +71,12 @@ def teacher_args(args: Namespace) -> Namespace:
             f"--teacher-load-hf {directory} has a vocabulary of {own.vocab_size}, the policy one of {args.vocab_size}: "
             "take a teacher with the policy's tokenizer"
         )
-    _lay_out(own, args, "teacher")
+    _set_parallel_configuration(own, args, "teacher")
     _check_micro_batches(own, "teacher", "--micro-batch-size")
     return own
 
 
-def check_teachers_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
+def check_teacher_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
     """Refuse a teacher whose directory holds a tokenizer that gives tokens other ids than the policy's."""
     directory = args.teacher_load_hf
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not HuggingFaceTokenizer.is_in(directory):
@@ -96,13 +96,13 @@ def _without_training(args: Namespace) -> Namespace:
     return own
 
 
-def _lay_out(own: Namespace, args: Namespace, prefix: str) -> None:
+def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) -> None:
     """Give a frozen model its sizes of --ref-* or --teacher-*, and check them as the policy's are checked."""
     for dest in SIZES:
         size = getattr(args, f"{prefix}_{dest}")
         setattr(own, dest, getattr(args, dest) if size is None else size)
     own.expert_tensor_parallel_size = getattr(args, f"{prefix}_expert_tensor_parallel_size")  # None: TP
-    vars(own).update(_OF_THE_POLICYS_LAYOUT)
+    vars(own).update(_WITHOUT_POLICY_PIPELINE)
     if not own.num_experts:
         own.expert_model_parallel_size, own.expert_tensor_parallel_size = 1, None
     own.sequence_parallel = own.tensor_model_parallel_size > 1

@@ -39,7 +39,7 @@ class TeacherServer(Client):
         found = np.full(len(batch.tokens), np.nan, np.float32)
         with led_by_rank_0():
             if dist.get_rank() == 0:
-                found = self._run(self._all(batch))
+                found = self._run(self._batch_log_probs(batch))
         dist.broadcast(torch.from_numpy(found), src=0, group=host_group())
         return found
 
@@ -60,7 +60,7 @@ class TeacherServer(Client):
 
     async def _check(self) -> None:
         args = self._args
-        card = (await self._ask("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
+        card = (await self._request_with_retries("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
         self._model, longest = card["id"], args.max_prompt_length + args.max_completion_length + 1
         if (card.get("max_model_len") or longest) < longest:
             raise Fault(
@@ -68,24 +68,26 @@ class TeacherServer(Client):
                 f"1 are {longest}: start it with at least that"
             )
 
-    async def _all(self, batch: RolloutBatch) -> np.ndarray:
+    async def _batch_log_probs(self, batch: RolloutBatch) -> np.ndarray:
         room = asyncio.Semaphore(self._args.vllm_max_num_seqs)
 
         async def one(start: int, end: int) -> list[float]:
             async with room:
-                return await self._sequence(batch.tokens[start:end].tolist())
+                return await self._sequence_log_probs(batch.tokens[start:end].tolist())
 
         spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
         values = np.concatenate(await asyncio.gather(*(one(*span) for span in spans)), dtype=np.float32)
         return np.where(batch.response_mask == 1, values, np.float32(np.nan))
 
-    async def _sequence(self, tokens: list[int]) -> list[float]:
+    async def _sequence_log_probs(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of the tokens of one sequence, the first NaN."""
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         timeout = self._args.teacher_server_timeout
-        return _read(await self._ask("POST", "/v1/completions", body, timeout=timeout), tokens)
+        return _parse_log_probs(
+            await self._request_with_retries("POST", "/v1/completions", body, timeout=timeout), tokens
+        )
 
-    async def _ask(self, *request, timeout: float) -> Any:
+    async def _request_with_retries(self, *request, timeout: float) -> Any:
         """The answer to a request, which is made again while the fault may pass."""
         for pause in PAUSES:
             try:
@@ -97,15 +99,15 @@ class TeacherServer(Client):
         return await self.call(*request, timeout=timeout)
 
 
-def _read(answer: dict[str, Any], tokens: list[int]) -> list[float]:
+def _parse_log_probs(answer: dict[str, Any], tokens: list[int]) -> list[float]:
     """What a server says of the tokens that it was given; Fault when it says it of others."""
-    rows = answer["choices"][0].get("prompt_logprobs")
-    if rows is None or len(rows) != len(tokens) or rows[0] is not None:
+    entries = answer["choices"][0].get("prompt_logprobs")
+    if entries is None or len(entries) != len(tokens) or entries[0] is not None:
         raise Fault(f"it gave no log-probabilities of the {len(tokens)} tokens of a prompt: is it a vLLM server?")
-    missing = [token for row, token in zip(rows[1:], tokens[1:], strict=True) if str(token) not in row]
+    missing = [token for entry, token in zip(entries[1:], tokens[1:], strict=True) if str(token) not in entry]
     if missing:
         raise Fault(f"it gave no log-probability of token {missing[0]}: has it the policy's vocabulary?")
-    values = [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:], strict=True)]
+    values = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
     if not np.isfinite(values).all():
         raise Fault("it gave log-probabilities that are not finite")
     return [float("nan"), *values]

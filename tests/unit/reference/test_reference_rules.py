@@ -8,8 +8,8 @@ import pytest
 from good_args import MOE, validated
 
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_grpo.reference.arguments import SIZES, has_own_layout
-from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
+from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 
@@ -73,14 +73,14 @@ def test_the_references_arguments():
     policy += " --num-virtual-stages-per-pipeline-rank 2 --num-experts 8 --model-family qwen3_moe"
     args = validated(f"{policy} --router-replay-mode R2")
     own = reference_args(args)
-    assert not has_own_layout(args, "ref")
+    assert not has_own_parallel_configuration(args, "ref")
     assert [getattr(own, size) for size in SIZES] == [2, 2, 1, 1, 2] and own.num_virtual_stages_per_pipeline_rank == 2
     assert own.router_replay_mode == "disabled" and args.router_replay_mode == "R2"
 
     sizes = "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1 --ref-expert-model-parallel-size 4"
     args = validated(f"{policy} {sizes} --ref-micro-batch-size 4 --max-tokens-per-microbatch 2048")
     own = reference_args(args)
-    assert has_own_layout(args, "ref") and not has_own_layout(args, "teacher")
+    assert has_own_parallel_configuration(args, "ref") and not has_own_parallel_configuration(args, "teacher")
     # Experts are cut as the rest of the reference is, and not as the policy's.
     assert [getattr(own, size) for size in SIZES] == [1, 1, 1, 4, 1]
     assert (own.data_parallel_size, own.micro_batch_size, own.max_tokens_per_microbatch) == (8, 4, None)
@@ -127,7 +127,7 @@ def test_the_teachers_arguments(hf_directory):
 def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
     args = validated(f"--teacher-load-hf {tiny_models['llama']} --teacher-kl-coef 1")
     tokenizer = HuggingFaceTokenizer(tiny_models["qwen3"])
-    check_teachers_tokenizer(args, tokenizer)
+    check_teacher_tokenizer(args, tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(tiny_models["llama"], name), tmp_path)
     changed = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -137,6 +137,6 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
     args.teacher_load_hf = str(tmp_path)
     with pytest.raises(GrpoError, match=r"has another tokenizer than .*: take a teacher whose tokens have the same"):
-        check_teachers_tokenizer(args, tokenizer)
+        check_teacher_tokenizer(args, tokenizer)
     args.teacher_load_hf = str(tmp_path / "none")  # no tokenizer to compare with: the size has to do
-    check_teachers_tokenizer(args, tokenizer)
+    check_teacher_tokenizer(args, tokenizer)
