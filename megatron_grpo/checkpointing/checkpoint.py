@@ -224,7 +224,7 @@ class _PreparedCommonState(TorchCommonLoadStrategy):
 
 
 def _load(request: dict, common: dict, directory: Path) -> dict:
-    """Return ``common`` with the requested sharded state; raise GrpoError on all ranks for a missing tensor or shape."""
+    """Return ``common`` with the requested sharded state; raise GrpoError on all ranks if a tensor does not fit."""
     _check_presence(request, directory)
     try:
         with warnings.catch_warnings():

@@ -27,7 +27,7 @@ class ReferenceModel:
     """A reference or teacher model with its own parallel configuration; a teacher may have its own architecture."""
 
     def __init__(self, args: Namespace, model_provider: Callable, load: Callable[[forward.Model], None] | None = None):
-        """Build the model that ``args`` describe; ``load`` fills its weights, or a later `update_from` does."""
+        """Build the model that ``args`` describe; ``load``, or a later call of `update_from`, sets its weights."""
         self.args, self.groups, self.updated = args, RankGroups(args), False
         with self.groups.entered():
             self.model = forward.build_model(args, model_provider)

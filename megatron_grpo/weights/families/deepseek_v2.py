@@ -48,7 +48,7 @@ def write_deepseek_moe(args: Namespace) -> Config:
     if shared % args.moe_ffn_hidden_size:
         raise GrpoError(
             f"moe_shared_expert_intermediate_size ({shared}) is not a multiple of moe_ffn_hidden_size "
-            f"({args.moe_ffn_hidden_size}): model family {args.model_family} has shared experts of a routed expert's size"
+            f"({args.moe_ffn_hidden_size}): {args.model_family} has shared experts of a routed expert's size"
         )
     return {
         **write_moe(args),

@@ -17,8 +17,8 @@ def _full_queries(args, layer):
 
 
 _ATTENTION, _HF = MCORE + "self_attention.", HF + "self_attn."
-# Every tensor-parallel rank has the full down projections to the latents. The rotated channels are interleaved in megatron-core (multi_latent_attention) and in transformers (rope_interleave), so no permutation is
-# needed.
+# Every tensor-parallel rank has the full down projections to the latents. The rotated channels are interleaved in
+# megatron-core (multi_latent_attention) and in transformers (rope_interleave), so no permutation is needed.
 ATTENTION = (
     ParameterMapping(
         _ATTENTION + "linear_q_proj.weight", {_HF + "q_proj.weight": "latent_q hidden"}, axis=0, when=_full_queries
