@@ -2,4 +2,4 @@
 
 from megatron_grpo.utils.arguments import FlagRow
 
-DRY_RUN: FlagRow = ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end")
+DRY_RUN: FlagRow = ("--dry-run", bool, False, "print batch sizes, rank coordinates and estimated memory, then exit")

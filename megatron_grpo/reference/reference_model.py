@@ -19,7 +19,7 @@ from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.cpu_backend import device
-from megatron_grpo.weights import mapping
+from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import stream_hf
 
 
@@ -27,7 +27,7 @@ class ReferenceModel:
     """A reference or teacher model with its own parallel configuration; a teacher may have its own architecture."""
 
     def __init__(self, args: Namespace, model_provider: Callable, load: Callable[[forward.Model], None] | None = None):
-        """Build the model that ``args`` describe; ``load`` fills its weights, or a later `take_over` does."""
+        """Build the model that ``args`` describe; ``load``, or a later call of `update_from`, sets its weights."""
         self.args, self.groups, self.updated = args, RankGroups(args), False
         with self.groups.entered():
             self.model = forward.build_model(args, model_provider)
@@ -57,32 +57,34 @@ class ReferenceModel:
                 tensor.data = host
 
     @torch.no_grad()
-    def take_over(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
+    def update_from(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
         """Set the weights to ``share`` x policy + (1 - ``share``) x self, computed in float32; collective."""
         with self.groups.entered():
-            weights = mapping.local_weights(self.model, mapping.table(self.args))
-            rows = [(weight, tensor, mapping.tensor_parallel(weight)) for weight, tensor in weights]
+            weights = model_weights.local_weights(self.model, model_weights.table(self.args))
+            shards = [(weight, tensor, model_weights.tensor_parallel(weight)) for weight, tensor in weights]
         waiting = defaultdict(list)
-        for row in rows:
-            for name in row[0].hf:
-                waiting[name].append(row)
-        held: dict[str, Tensor] = {}
+        for shard in shards:
+            for name in shard[0].hf:
+                waiting[name].append(shard)
+        received: dict[str, Tensor] = {}
         for name, whole in stream_hf(policy, policy_args):
             if name not in waiting:
                 continue
-            held[name] = whole.to("cpu", copy=True)
+            received[name] = whole.to("cpu", copy=True)
             for weight, tensor, place in waiting[name]:
-                if held.keys() >= weight.hf.keys():
+                if received.keys() >= weight.hf.keys():
                     theirs = torch.empty_like(tensor)
-                    weight.fill(theirs, *place, lambda part, index: held[part][index])
+                    weight.fill(theirs, *place, lambda part, index: received[part][index])
                     mix(tensor, theirs, share)
-            for part in [part for part in held if all(held.keys() >= row[0].hf.keys() for row in waiting[part])]:
-                del held[part], waiting[part]
+            for part in [
+                part for part in received if all(received.keys() >= shard[0].hf.keys() for shard in waiting[part])
+            ]:
+                del received[part], waiting[part]
 
     def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
         with forward.parameters_complete(policy_args, policy):
-            self.take_over(policy_args, policy, share)
+            self.update_from(policy_args, policy, share)
         self.updated = True
 
     def save(self, directory: Path, policy: forward.Model) -> None:

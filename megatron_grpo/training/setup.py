@@ -18,8 +18,8 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.reference import reference_model
-from megatron_grpo.reference.arguments import has_own_layout
-from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.reference.arguments import has_own_parallel_configuration
+from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
 from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
@@ -64,7 +64,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     if teach_args is not None:
-        check_teachers_tokenizer(args, tokenizer)
+        check_teacher_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
@@ -231,10 +231,10 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
             hf.load_hf(chunks, ref_args, args.ref_load_hf)
 
     own_origin = not updated and (args.ref_load or args.ref_load_hf)
-    if has_own_layout(args, "ref"):
+    if has_own_parallel_configuration(args, "ref"):
         reference = ReferenceModel(ref_args, model_provider, load if own_origin else None)
         if not own_origin and not updated:
-            reference.take_over(args, model)
+            reference.update_from(args, model)
     else:
         policy = reference_model.HostWeights(model) if own_origin else None
         if own_origin:

@@ -1,10 +1,10 @@
-"""How one Megatron parameter is made of Hugging Face tensors: index permutations along one axis, as data.
+"""Bidirectional mapping between one Megatron parameter and its Hugging Face tensors: a permutation along one axis.
 
-Call the slices of a tensor along an axis its lines (rows for axis 0, columns for axis 1). A *layout* lists, in order,
-the runs of Hugging Face lines that the full Megatron tensor consists of; tensor-parallel rank r of n owns the r-th of n
-equal cuts of that list. Nothing else is known about a parameter, and everything follows from it: which bytes a rank
-reads, its shard, the full tensor, where each of its elements lies in the files, and, backwards, the Hugging Face
-tensors from the shards of all ranks.
+A *line* is one index along that axis: a row for axis 0, a column for axis 1. A *tensor layout* lists, in order, the
+runs of Hugging Face lines that the full Megatron tensor consists of. Tensor-parallel rank r of n owns the r-th of n
+equal parts of that list. Everything else is computed from the layout: the bytes that a rank reads, its shard, the full
+tensor, the position of each element in the files, and the inverse, the Hugging Face tensors from the shards of all
+ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 class Dimensions(dict[str, int]):
-    """A model's sizes by their names; nobody changes them."""
+    """Sizes of a model by name; hashable, so do not modify an instance that is in use."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.values()))
 
 
 class Slice(NamedTuple):
-    """Lines range(start, stop, step) of Hugging Face tensor number `source`; `source` None: lines of padding."""
+    """Lines range(start, stop, step) of Hugging Face tensor number `source`; with `source` None, lines of padding."""
 
     source: int | None
     start: int
@@ -47,31 +47,31 @@ Layout = Callable[[Sequence[int], int, Mapping[str, int]], list[Slice]]
 
 
 def same(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """One Hugging Face tensor, line for line."""
+    """Return the layout of one Hugging Face tensor, unchanged."""
     return [Slice(0, 0, lines[0])]
 
 
 def stacked(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """Tensors stacked within every tensor-parallel rank: [gate_0; up_0; gate_1; up_1; ...] for `linear_fc1`."""
+    """Return the layout of tensors stacked per tensor-parallel rank: [gate_0; up_0; gate_1; ...] (`linear_fc1`)."""
     chunks = [_divide(n, tp_size) for n in lines]
     return [Slice(i, rank * n, (rank + 1) * n) for rank in range(tp_size) for i, n in enumerate(chunks)]
 
 
 def grouped_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """q, k, v interleaved by query group for `linear_qkv`: the group's query heads, its key head, its value head."""
+    """Return the layout of `linear_qkv`: for each query group its query heads, its key head and its value head."""
     groups = dims["groups"]
     chunks = [_divide(n, groups) for n in lines]
     return [Slice(i, group * n, (group + 1) * n) for group in range(groups) for i, n in enumerate(chunks)]
 
 
 def interleaved(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """`stacked` of one tensor whose even lines are the gate and whose odd lines are the up projection."""
+    """Return the `stacked` layout of one tensor: even lines are the gate projection, odd lines the up projection."""
     share = 2 * _divide(lines[0], 2 * tp_size)
     return [Slice(0, rank * share + odd, (rank + 1) * share, 2) for rank in range(tp_size) for odd in (0, 1)]
 
 
 def fused(layout: Layout, *parts: str) -> Layout:
-    """`layout` of one tensor in which several follow one another, of as many lines as these dimensions say."""
+    """Return `layout` for one tensor that concatenates several; `parts`: dimension name of each one's lines."""
 
     def in_one(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
         sizes = [dims[part] for part in parts]
@@ -87,7 +87,7 @@ def fused(layout: Layout, *parts: str) -> Layout:
 
 
 def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """One line per token, padded at the end to dims["padded_vocab"] lines."""
+    """Return the layout of one line per token, padded at the end to dims["padded_vocab"] lines."""
     padding = dims["padded_vocab"] - lines[0]
     if padding < 0:
         raise GrpoError(f"padded_vocab_size ({dims['padded_vocab']}) is smaller than vocab_size ({lines[0]})")
@@ -97,32 +97,36 @@ def vocabulary(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> l
 # Reads tensor[index] of a Hugging Face tensor by its name, where `index` has an integer or a slice for each axis.
 Read = Callable[[str, tuple[int | slice, ...]], Tensor]
 
-# (arguments, number of the decoder layer, None for a row outside the layers) -> whether the model has the row there
+# (arguments, number of the decoder layer, None outside the layers) -> whether the model has this parameter there
 Condition = Callable[[Namespace, int | None], bool]
 
 
 def always(args: Namespace, layer: int | None) -> bool:
-    """A row of every model, in every layer."""
+    """Return True: every model has the parameter, in every layer."""
     return True
 
 
 def untied(args: Namespace, layer: int | None) -> bool:
-    """A row of models whose input and output embeddings are separate parameters."""
+    """Return whether input and output embeddings are separate parameters."""
     return args.untie_embeddings_and_output_weights
 
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """One line of a family's table: a Megatron name pattern and the Hugging Face tensors that it is made of.
+    """Entry of a family's table: name patterns of a Megatron parameter and of its Hugging Face tensors.
 
-    `mcore` is the name in GPTModel with the local spec; "{layer}" stands for the layer's number, from 0, counted over
-    the whole model, "{expert}" for the expert's, counted over all expert-parallel ranks, and "{mtp}" for that of the
-    multi-token-prediction layer. `hf` maps Hugging Face name patterns, in the layout's order, to shapes spelled in
-    dimension names (mapping.dimensions): {"model.embed_tokens.weight": "vocab hidden"}. `axis` is the axis that tensor
-    parallelism splits (an expert's own, for a row with "{expert}") and that the layout speaks of; None: every rank
-    holds the whole (and the layout speaks of axis 0). `when`: which models and layers have it. `dtype`: None for that
-    of the model's parameters. `all_experts`: the Hugging Face tensors hold all experts of the layer, along an axis in
-    front. `transposed`: their last two axes are swapped; `axis` and layout speak of the Megatron parameter.
+    `mcore`: name in GPTModel with the local spec. "{layer}" is the layer's number from 0 in the whole model, "{expert}"
+    the expert's number over all expert-parallel ranks, "{mtp}" the number of the multi-token-prediction layer.
+    `hf`: Hugging Face name patterns, in the layout's order, -> shape as dimension names (model_weights.dimensions):
+    {"model.embed_tokens.weight": "vocab hidden"}.
+    `layout`: order of the Hugging Face lines in the Megatron tensor, along `axis`.
+    `axis`: axis that tensor parallelism shards (expert tensor parallelism for an "{expert}" name); None: every rank has
+    the full tensor, and the layout is along axis 0.
+    `when`: condition for the models and layers that have the parameter.
+    `dtype`: dtype of the parameter, None for the model's.
+    `all_experts`: each Hugging Face tensor holds all experts of the layer, along an additional first axis.
+    `transposed`: the last two axes are swapped in the Hugging Face tensors; `axis` and `layout` refer to the Megatron
+    parameter.
     """
 
     mcore: str
@@ -135,7 +139,7 @@ class ParameterMapping:
     transposed: bool = False
 
     def weight(self, dims: Dimensions, **numbers: int) -> Weight:
-        """The row for one layer, expert or multi-token-prediction layer of a model with dimensions `dims`."""
+        """Return the weight of one layer, expert or multi-token-prediction layer in a model with dimensions `dims`."""
         return Weight(
             name=self.mcore.format(**numbers),
             hf={name.format(**numbers): tuple(dims[d] for d in shape.split()) for name, shape in self.hf.items()},
@@ -151,9 +155,9 @@ class ParameterMapping:
 
 @dataclass(frozen=True)
 class Weight:
-    """A row made concrete: one Megatron parameter, its Hugging Face names and shapes, and the way between them.
+    """One Megatron parameter with its Hugging Face names and shapes: a ParameterMapping with numbers filled in.
 
-    `expert`: the number of the expert that it belongs to, None outside experts.
+    `expert`: number of the expert that the parameter belongs to, None outside experts. Other fields: ParameterMapping.
     """
 
     name: str
@@ -172,32 +176,32 @@ class Weight:
 
     @property
     def _in_front(self) -> tuple[int, ...]:
-        """Where the parameter's part lies on the axes that its Hugging Face tensors have in front."""
+        """Index of this parameter on the additional first axis of its Hugging Face tensors; empty if there is none."""
         return (self.expert,) if self.all_experts and self.expert is not None else ()
 
     def part_shapes(self) -> list[tuple[int, ...]]:
-        """Of each Hugging Face tensor the part that goes into this parameter, as the parameter lies."""
+        """Return the shape of each Hugging Face tensor's part of this parameter, with the parameter's order of axes."""
         shapes = [shape[len(self._in_front) :] for shape in self.hf.values()]
         return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes] if self.transposed else shapes
 
     def slices(self, tp_rank: int, tp_size: int) -> Sequence[Slice]:
-        """The lines that the shard of rank `tp_rank` of `tp_size` consists of, in order."""
+        """Return the Hugging Face lines of the shard of rank `tp_rank` of `tp_size`, in order."""
         if self.axis is None:
             tp_rank, tp_size = 0, 1
         lines = tuple(shape[self.lines_axis] for shape in self.part_shapes())
         try:
             return _slices(self.layout, lines, tp_rank, tp_size, self.dims)
         except GrpoError as error:
-            raise GrpoError(f"{self.name} cannot be laid out for tensor-parallel size {tp_size}: {error}") from None
+            raise GrpoError(f"{self.name} cannot be sharded with tensor-parallel size {tp_size}: {error}") from None
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of the parameter on each of `tp_size` ranks; `shard_shape(1)` is that of the full Megatron tensor."""
+        """Return the shape of the parameter on each of `tp_size` ranks; `shard_shape(1)` is the full Megatron shape."""
         shape = list(self.part_shapes()[0])
         shape[self.lines_axis] = sum(span.lines for span in self.slices(0, tp_size))
         return tuple(shape)
 
     def fill(self, shard: Tensor, tp_rank: int, tp_size: int, read: Read) -> None:
-        """Write rank `tp_rank`'s shard in place (dtype converted, padding zero), reading each run of lines once."""
+        """Fill rank `tp_rank`'s shard in place: convert the dtype, zero the padding, read each run of lines once."""
         axis, slices = self.lines_axis, self.slices(tp_rank, tp_size)
         placed = list(zip(_offsets(slices), slices, strict=True))
         for source, name in enumerate(self.hf):
@@ -214,7 +218,7 @@ class Weight:
                 shard.narrow(axis, offset, span.lines).zero_()
 
     def _index(self, axes: int, first: int, last: int) -> tuple[int | slice, ...]:
-        """Where lines [first, last) of a part lie in its Hugging Face tensor."""
+        """Return the index of lines [first, last) of a part in its Hugging Face tensor."""
         axis = self.lines_axis
         if self.transposed:
             axis = {axes - 1: axes - 2, axes - 2: axes - 1}.get(axis, axis)
@@ -223,9 +227,9 @@ class Weight:
         return (*self._in_front, *index)
 
     def split(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The Hugging Face tensors, in the order of `hf`, from the shards of all ranks (may be views of the shards).
+        """Return the Hugging Face tensors, in the order of `hf`, from the shards of all tensor-parallel ranks.
 
-        Of tensors that hold all experts, the part of this one.
+        The results may be views of the shards. For tensors that hold all experts: this expert's part.
         """
         axis, shards = self.lines_axis, shards if self.axis is not None else shards[:1]
         found: list[list[tuple[Slice, Tensor]]] = [[] for _ in self.hf]
@@ -245,16 +249,17 @@ class Weight:
         return whole
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor, as one rank holds it, from the Hugging Face tensors in the order of `hf`."""
+        """Return the full Megatron tensor (tensor-parallel size 1) from the tensors in the order of `hf`."""
         by_name = dict(zip(self.hf, tensors, strict=True))
         full = tensors[0].new_empty(self.shard_shape(1))
         self.fill(full, 0, 1, lambda name, index: by_name[name][index])
         return full
 
     def coordinates(self, positions: Tensor, tp_rank: int, tp_size: int) -> tuple[Tensor, Tensor]:
-        """(numbers of the Hugging Face tensors, -1 for padding; flat positions there) of elements of a shard.
+        """Return (number of the Hugging Face tensor, flat position in it) for elements of a shard.
 
-        `positions` are flat positions in the shard of rank `tp_rank` of `tp_size`, int64 `[n]`, as both results are.
+        `positions`: flat positions in the shard of rank `tp_rank` of `tp_size`. Input and results are int64 `[n]`; the
+        number of the tensor is -1 for padding.
         """
         slices = self.slices(tp_rank, tp_size)
         sources = torch.cat([torch.full([p.lines], -1 if p.source is None else p.source) for p in slices])
@@ -272,7 +277,7 @@ class Weight:
         return source, flat
 
 
-@functools.lru_cache(4096)  # alike in all layers and experts, of which a mixture has ten thousands
+@functools.lru_cache(4096)  # the same for all layers and experts; a mixture of experts has tens of thousands
 def _slices(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, dims: Dimensions) -> Sequence[Slice]:
     order = layout(lines, tp_size, dims)
     share = _divide(sum(span.lines for span in order), tp_size)
@@ -284,7 +289,7 @@ def _along(axis: int, lines: slice) -> tuple[slice, ...]:
 
 
 def _runs(slices: Sequence[tuple[Slice, int]]) -> Iterator[tuple[int, int, list[tuple[Slice, int]]]]:
-    """(first line, last line + 1, members) of runs of neighbouring or overlapping slices, which come in order."""
+    """Yield (first line, last line + 1, members) of each run of adjacent or overlapping slices; input is sorted."""
     run: list[tuple[Slice, int]] = []
     first = last = 0
     for span, offset in slices:
@@ -300,7 +305,7 @@ def _runs(slices: Sequence[tuple[Slice, int]]) -> Iterator[tuple[int, int, list[
 
 
 def _cut(slices: list[Slice], first: int, last: int) -> list[Slice]:
-    """What lies at positions [first, last) of the concatenated slices."""
+    """Return the slices at positions [first, last) of the concatenation of `slices`."""
     out = []
     for offset, span in zip(_offsets(slices), slices, strict=True):
         low, high = max(first - offset, 0), min(last - offset, span.lines)
@@ -311,7 +316,7 @@ def _cut(slices: list[Slice], first: int, last: int) -> list[Slice]:
 
 
 def _offsets(slices: Sequence[Slice]) -> list[int]:
-    """The position of each slice's first line in their concatenation."""
+    """Return the position of each slice's first line in the concatenation of all slices."""
     offsets = [0]
     for span in slices:
         offsets.append(offsets[-1] + span.lines)

@@ -55,7 +55,7 @@ def references(root: Path) -> None:
     before = {name: tensor.clone() for name, tensor in stream_hf(model, args)}
     coordinates = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     swapped, separate = SwappedReference(args, model), ReferenceModel(reference_args(args), model_provider)
-    separate.take_over(args, model)
+    separate.update_from(args, model)
     trainer = Trainer(args, model)
     batch = made_up.rollout(args)
 

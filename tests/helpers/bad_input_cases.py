@@ -299,7 +299,7 @@ HUGGING_FACE: list[Case] = [
     (
         "extra tensor",
         lambda b: b.tensors(lambda tensors: tensors.update({"vision.weight": torch.zeros(2)})),
-        r"hf holds the tensor vision\.weight, for which the family has no place",
+        r"hf holds the tensor vision\.weight, which is not in the model family",
     ),
     (
         "missing tensor",
@@ -350,13 +350,17 @@ CHECKPOINTS: list[Case] = [
     ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to go back"),
     ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
     ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
-    ("the directory inside", inner_directory, r"it is a checkpoint itself: give .*"),
+    ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
     (
         "contradiction",
         lambda b: b.resume("--num-layers", "4"),
         r"--num-layers is 4, but the checkpoint .*run says 2: leave the flag out",
     ),
-    ("another architecture", smaller_model, r"hidden_size is 64 there and 32 here.*, or --use-checkpoint-args"),
+    (
+        "another architecture",
+        smaller_model,
+        r"hidden_size is 64 in the checkpoint and 32 in this run.*, or --use-checkpoint-args",
+    ),
     (
         "other data",
         lambda b: b.resume(*b.data(*map(json.dumps, ROWS[:6]))),
@@ -377,7 +381,7 @@ CHECKPOINTS: list[Case] = [
     (
         "two sources",
         lambda b: ["--pretrained-checkpoint", str(b.finished)],
-        r"--load-hf and --pretrained-checkpoint cannot both be given: the first weights come from one place",
+        r"--load-hf and --pretrained-checkpoint cannot both be given: the initial weights have one origin",
     ),
     (
         "over a run",

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, biases everywhere, clamped SwiGLU in its experts."""
+"""gpt-oss (arXiv:2508.10925): attention sinks, alternating sliding windows, biases, clamped SwiGLU in the experts."""
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
@@ -7,7 +7,7 @@ from megatron_grpo.weights.families.common import (
     MCORE,
     QKV_BIAS,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     need,
     read_rope,
@@ -53,8 +53,8 @@ MLP = (
     ),
     ParameterMapping(_EXPERT + "linear_fc2.bias", {_EXPERTS + "down_proj_bias": "experts hidden"}, all_experts=True),
 )
-# What vLLM's model has, whatever config.json says.
-_ONLY = {
+# vLLM's model has these values and ignores the keys in config.json.
+_SUPPORTED = {
     "attention_bias": True,
     "rms_norm_eps": 1e-5,
     "swiglu_alpha": 1.702,
@@ -69,21 +69,21 @@ def _read_rope(config):
     scaling = found["rope_scaling"] or {}
     if scaling.get("rope_type") != "yarn" or scaling.keys() - {"truncate"} != _YARN:
         raise GrpoError(
-            f"config.json has rope parameters {scaling}: the engine wants gpt-oss's to be yarn, with "
-            f"{', '.join(sorted(_YARN))}, and ignores others but truncate"
+            f"config.json has rope parameters {scaling}: the engine supports only yarn for gpt-oss, with "
+            f"{', '.join(sorted(_YARN))} and optionally truncate"
         )
     return found
 
 
 def _read(config):
-    for key, value in _ONLY.items():
+    for key, value in _SUPPORTED.items():
         if config.get(key, value) != value:
-            raise GrpoError(f"config.json has {key} {config[key]}: gpt-oss has {value}, and the engine knows no other")
+            raise GrpoError(f"config.json has {key} {config[key]}: the engine supports only {value} for gpt-oss")
     windows = read_windows(config, lambda layer: layer % 2 == 0)
     if windows["window_size"] and windows["window_attn_skip_freq"] != 2:
         raise GrpoError(
-            f"config.json has layer_types {config['layer_types']}: the engine gives a window to the first layer and "
-            "then to every other one"
+            f"config.json has layer_types {config['layer_types']}: the engine supports a window only in the "
+            "first, third, fifth ... layer"
         )
     return {
         **windows,
@@ -97,11 +97,11 @@ def _read(config):
 def _write(args):
     if args.moe_ffn_hidden_size != args.ffn_hidden_size:
         raise GrpoError(
-            f"model family gpt_oss has experts in every layer, of --ffn-hidden-size ({args.ffn_hidden_size}): "
+            f"model family gpt_oss has experts in every layer, of size --ffn-hidden-size ({args.ffn_hidden_size}), but "
             f"moe_ffn_hidden_size is {args.moe_ffn_hidden_size}"
         )
     return {
-        **_ONLY,
+        **_SUPPORTED,
         **write_windows(args),
         "head_dim": args.kv_channels,
         "num_local_experts": args.num_experts,
@@ -112,7 +112,7 @@ def _write(args):
 FAMILY = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
-    rows=decoder_rows(ATTENTION, MLP),
+    mappings=decoder_mappings(ATTENTION, MLP),
     fixed={
         **COMMON,
         **SOFTMAX_ROUTER,

@@ -1,6 +1,6 @@
-"""Qwen3 (dense): RMSNorm on every query and key head, no biases, head size of its own."""
+"""Qwen3 (dense): RMSNorm on each query and key head, no biases, head size from config.json."""
 
-from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, refuse_bias
+from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_mappings, refuse_bias
 from megatron_grpo.weights.families.qwen2 import read_qwen_window, write_qwen_window
 from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
@@ -22,7 +22,7 @@ def _write(args):
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    rows=dense_rows(*HEAD_NORMS),
+    mappings=dense_mappings(*HEAD_NORMS),
     fixed={**DENSE, "qk_layernorm": True, "add_qkv_bias": False},
     read=_read,
     write=_write,

@@ -90,7 +90,7 @@ def test_a_fault_that_passes_is_waited_out(double, ask, monkeypatch):
 
 def test_a_wrong_key_and_a_short_server_are_refused(double, ask, monkeypatch):
     double.config["max_model_len"] = 16
-    with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start it with at least that"):
+    with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start the server with at least"):
         ask(rollout())
     double.key = "other"
     with pytest.raises(GrpoError, match=r"API key is refused: give the one .* TEACHER_API_KEY"):

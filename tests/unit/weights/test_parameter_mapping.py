@@ -245,7 +245,7 @@ def test_names_carry_the_layer_and_the_expert():
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name():
-    with pytest.raises(GrpoError, match=r"fc1 cannot be laid out for tensor-parallel size 3: 8 lines"):
+    with pytest.raises(GrpoError, match=r"fc1 cannot be sharded with tensor-parallel size 3: 8 lines"):
         GATE_UP.weight(dims()).slices(0, 3)
     with pytest.raises(GrpoError, match=r"embedding .* padded_vocab_size \(12\) is smaller than vocab_size \(13\)"):
         EMBEDDING.weight(dims(padded_vocab=12)).shard_shape(1)
