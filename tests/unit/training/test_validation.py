@@ -85,7 +85,7 @@ REFUSED = {
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
     f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
-        "would cut off before the bias is added"
+        "would clamp before the bias is added"
     ),
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine": (
         "experts with biases need --moe-grouped-gemm"
@@ -255,7 +255,7 @@ REFUSED = {
     f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24 --micro-batch-size 2": (
         "an update has 3 micro-batches on each data-parallel rank"
     ),
-    f"{PP2} --overlap-p2p-comm": "it belongs to the interleaved schedule",
+    f"{PP2} --overlap-p2p-comm": "only the interleaved schedule uses it",
     "--expert-model-parallel-size 2": "--expert-model-parallel-size needs --num-experts",
     "--moe-router-topk 4": "--moe-router-topk needs --num-experts",
     "--router-replay-mode R2": "--router-replay-mode needs --num-experts",
