@@ -50,14 +50,11 @@ from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import EngineLost
 from megatron_grpo.weights.stream import stream_hf
 
-# What only the host reads of a pack.
-ON_HOST = ("indices", "source", "cu_seqlens", "token_index")
-
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
-    """The next micro-batch: the pack itself (on the host), and its arrays as tensors on the device."""
+    """Return the next micro-batch: the pack itself, on the host, and its arrays as tensors on the device."""
     pack = next(data_iterator)
-    arrays = {name: a for name, a in vars(pack).items() if isinstance(a, np.ndarray) and name not in ON_HOST}
+    arrays = pack.device_arrays()
     return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
 
 
