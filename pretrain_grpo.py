@@ -28,8 +28,9 @@ from megatron.core import parallel_state
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.arguments import needs_old_log_probs
-from megatron_grpo.algorithm.importance_sampling import MISMATCH, importance_weights, mismatch
-from megatron_grpo.algorithm.kl import kl_k3, kl_term
+from megatron_grpo.algorithm.importance_sampling import importance_weights
+from megatron_grpo.algorithm.kl import kl_term
+from megatron_grpo.algorithm.loss_metrics import report
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
@@ -49,33 +50,26 @@ from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import EngineLost
 from megatron_grpo.weights.stream import stream_hf
 
-# What loss_func reports of a micro-batch: sums over tokens, or the extreme where the name says so.
-REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "masked", "ratio/min", "ratio/max", *MISMATCH)
-
-# What only the host reads of a pack.
-ON_HOST = ("indices", "source", "cu_seqlens", "token_index")
-
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
-    """The next micro-batch: the pack itself (on the host), and its arrays as tensors on the device."""
+    """Return the next micro-batch: the pack itself, on the host, and its arrays as tensors on the device."""
     pack = next(data_iterator)
-    arrays = {name: a for name, a in vars(pack).items() if isinstance(a, np.ndarray) and name not in ON_HOST}
+    arrays = pack.device_arrays()
     return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
 
 
 def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, output, non_loss_data: bool = False):
-    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL - c H), where w averages over the
-    global batch, L is the policy's loss by --loss-type, masked and corrected for the engine, and H the entropy.
+    """Return the loss of one micro-batch, and the named scalars that it reports (`loss_metrics`).
 
-    The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back
-    in, so that the gradient is exactly that of the sum over the whole global batch.
+    The loss is the sum over the tokens of w (L + beta KL - c H): w averages over the global batch, L is the policy term
+    of --loss-type, H the entropy. The schedule divides by the number of micro-batches and DDP by the data-parallel
+    size. Both are multiplied back in, so that the gradient is that of the sum over the whole global batch.
     """
     output = whole_pack(output, batch["own_labels"], len(batch["completion"]))
-    if non_loss_data:  # a forward-only pass wants log-probabilities and entropies themselves
+    if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
         return output
     log_probs, entropy, *mtp_log_probs = output
-    # Absent when there is one update per rollout: the ratio is then 1.
-    old = batch.get("old_log_probs", log_probs.detach())
+    old = batch.get("old_log_probs", log_probs.detach())  # absent with one update per rollout: the ratio is 1
     policy = policy_term(args, log_probs, old, batch)
     loss = policy.loss
     if args.beta > 0 and not args.kl_in_reward:
@@ -84,18 +78,12 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
         loss = loss - args.entropy_coef * entropy
     loss = (batch["weights"] * loss).sum()
     auxiliary = 0.0
-    if mtp_log_probs:  # of the multi-token-prediction layers, averaged over tokens as the policy's loss is
+    if mtp_log_probs:  # of the multi-token-prediction layers, with the token weights of the policy term
         likelihood = (batch["weights"] * torch.stack(mtp_log_probs).mean(0)).sum()
         auxiliary = -args.mtp_loss_scaling_factor * likelihood
 
-    with torch.no_grad():
-        ratio = (log_probs - old).exp()
-        kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(log_probs)
-        extremes = (ratio.amin(), ratio.amax()) if len(ratio) else (ratio.new_tensor(1.0),) * 2  # of no tokens
-        report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), policy.clip_low.sum())
-        report += (policy.clip_high.sum(), policy.masked.sum(), *extremes, *mismatch(old, batch["rollout_log_probs"]))
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
-    return scale * (loss + auxiliary), {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
+    return scale * (loss + auxiliary), report(loss, policy, log_probs, old, entropy, batch)
 
 
 def forward_step(data_iterator, model, args, num_microbatches: int):
@@ -122,8 +110,8 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
     packs = forward.micro_batches(args, batch, completions)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
-    report = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, REPORT)
-    return report.metrics() | {"tokens/update": int(batch.lengths[completions].sum())}
+    metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler)
+    return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
 
 
 def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
