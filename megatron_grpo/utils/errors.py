@@ -9,7 +9,11 @@ class GrpoError(Exception):
 
 
 class EngineLost(GrpoError):
-    """No engine is left to generate: the run saves a checkpoint and ends as with any ``GrpoError``."""
+    """No engine is left to generate: the run is saved as it was before the rollout, if the device still answers, and
+    ends as with any ``GrpoError``. Raised on every rank.
+    """
+
+    saved = False  # True if the run's newest checkpoint holds its newest update
 
 
 def speaks_for_host() -> bool:
