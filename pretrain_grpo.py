@@ -1,16 +1,18 @@
 """Train a language model by GRPO on Megatron-Core and vLLM: ``torchrun --nproc-per-node N pretrain_grpo.py FLAGS``.
 
-Read it from the bottom: ``main`` sets up, ``train`` is the algorithm. Per rollout:
+As in Megatron-LM's pretrain_gpt.py, `get_batch`, `loss_func` and `forward_step` define one micro-batch, and `main`
+passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algorithm. Per rollout:
 
-    prompts      the next rows of the data, in an order that every rank knows
-    sync         the new weights go to the engine
-    completions  the engine samples ``--num-generations`` for each; reward functions score them as they finish
-    advantages   each completion against the others of its prompt
+    plan         the next prompts of the data and how they are sampled, equal on all ranks
+    completions  the engine gets the newest weights and samples ``--num-generations`` completions of each prompt;
+                 reward functions score them as they finish
+    log-probs    forward passes of the old policy, the reference model and the teacher, where the flags need them
+    advantages   each completion is compared with the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
 
-The pieces lie in megatron_grpo/: algorithm/ (the maths), data/, models/, rollout/, rewards/, weights/,
-checkpointing/, and training/, whose train_step.py is one update, setup.py and trainer.py what is built once and kept,
-validation.py what is refused, and why. docs/arguments.md lists every flag.
+The parts are in megatron_grpo/, a folder for each capability. algorithm/ has the mathematics; training/ has the set-up
+(setup.py), the parts of a run and its position (trainer.py), one optimizer step (train_step.py), and the rules that
+refuse invalid configurations (validation.py). docs/arguments.md lists every flag.
 """
 
 from dataclasses import replace
@@ -40,15 +42,13 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
-from megatron_grpo.reference.teacher_server import TeacherServer
-from megatron_grpo.rollout.weight_sync import weight_check
+from megatron_grpo.rollout.plan import evaluation_plans
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import EngineLost
-from megatron_grpo.weights.stream import stream_hf
 
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
@@ -107,33 +107,12 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     lengths, aggregation = batch.response_lengths[completions], LOSSES.get(args.loss_type).aggregation
     weights[completions] = token_weights(aggregation, lengths, args.micro_batch_size, args.max_completion_length)
     batch = replace(batch, weights=weights)
-    batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
+    scores = partial(forward.scores, args, trainer.model, forward_step)
+    batch = update_statistics(args, batch, completions, trainer.iteration, scores)
     packs = forward.micro_batches(args, batch, completions)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler)
     return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
-
-
-def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
-    """Log-probabilities and entropies of these completions' tokens under the weights that the model holds now,
-    ``[2, total]``.
-    """
-    packs = forward.micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
-    step = partial(forward_step, args=args, num_microbatches=len(packs))
-    return forward.forward_scores(step, packs, trainer.model, len(batch.tokens))
-
-
-def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
-    """Log-probabilities of a rollout's tokens under the weights that the model holds now, ``[total]``."""
-    return scores(args, trainer, batch, np.arange(batch.num_completions))[0]
-
-
-def reference_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
-    """Log-probabilities of a rollout's tokens under the reference or a teacher, ``[total]``."""
-    if isinstance(frozen, TeacherServer):
-        return frozen.log_probs(batch)
-    with frozen.ready(trainer.model) as ready:
-        return log_probs(ready.args, ready, replace(batch, routed_experts=None))
 
 
 def correct(args, batch: RolloutBatch) -> dict[str, float]:
@@ -150,51 +129,40 @@ def correct(args, batch: RolloutBatch) -> dict[str, float]:
     return {"mismatch/clipped": clipped}
 
 
-def sync(args, trainer: Trainer) -> None:
-    """Give the engine the trainer's weights: what it generates from now on carries this iteration as its version."""
-    with trainer.timers("sync"), forward.parameters_complete(args, trainer.model):
-        trainer.engine.update_weights(stream_hf(trainer.model, args), trainer.iteration)
-        trainer.synced_iteration = trainer.iteration
-        if args.check_weight_sync:
-            weight_check.compare_tensors(trainer.engine, stream_hf(trainer.model, args), trainer.iteration)
-
-
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
-    """Mean reward and accuracy (the first reward function gives 1) on the held-out prompts: greedy, and sampled if
-    asked.
+    """Return mean reward and accuracy (the first reward function gives 1) on the held-out prompts, for greedy
+    completions and with --eval-num-generations for sampled ones.
     """
     metrics = {}
-    with trainer.timers("eval"), trainer.engine_awake(partial(sync, args, trainer), log_probs):
-        for kind, sampling, num_generations in trainer.eval_samplings:
-            batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
+    with trainer.timers("eval"), trainer.engine_awake():
+        for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
+            batch = trainer.collect(plan)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
             first = batch.rewards[:, 0]  # NaN where it did not score
             metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
             whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts whose answers all are scored
-            for k in powers_of_two(num_generations) if kind == "sampled" and whole.any() else ():
+            for k in powers_of_two(plan.num_generations) if kind == "sampled" and whole.any() else ():
                 metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
     return metrics
 
 
 def train(args, trainer: Trainer) -> None:
-    """The algorithm: sync, roll out, score, compare, update, until ``--train-iters`` updates are done."""
+    """Repeat rollout, advantages and updates until ``--train-iters`` updates are done."""
     if args.val_before_train and trainer.iteration == 0:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        with trainer.engine_awake(partial(sync, args, trainer), log_probs):
-            prompts = trainer.next_prompts()
-            selection, seed = trainer.selection(), trainer.rollout_seed()
-            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, seed, selection)
+        with trainer.engine_awake():  # with the newest weights
+            batch = trainer.collect(trainer.plan_rollout())
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
-                    batch.old_log_probs = log_probs(args, trainer, batch)
+                    batch.old_log_probs = trainer.log_probs(batch)
             if trainer.reference is not None:
-                batch.ref_log_probs = reference_log_probs(trainer.reference, trainer, batch)
+                batch.ref_log_probs = trainer.reference_log_probs(batch)
             if trainer.teacher is not None:
-                batch.teacher_log_probs = reference_log_probs(trainer.teacher, trainer, batch)
+                batch.teacher_log_probs = trainer.teacher_log_probs(batch)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
@@ -215,8 +183,9 @@ def train(args, trainer: Trainer) -> None:
             if number == len(updates) and trainer.due(args.eval_interval):
                 try:
                     row |= evaluate(args, trainer)
-                except EngineLost:  # the run was saved as of this update, and goes on behind it
-                    trainer.log(row)
+                except EngineLost as lost:
+                    if lost.saved:  # with this update: log it now, because a resumed run continues after it
+                        trainer.log(row)
                     raise
             trainer.log(row)
         if trainer.due(args.save_interval):
@@ -226,7 +195,7 @@ def train(args, trainer: Trainer) -> None:
 
 def main() -> None:
     args = parse_args()
-    trainer = setup(args, model_provider)
+    trainer = setup(args, model_provider, forward_step)
     if trainer is not None:  # None after --dry-run
         train(args, trainer)
 

@@ -9,7 +9,12 @@ class GrpoError(Exception):
 
 
 class EngineLost(GrpoError):
-    """The loss of the last inference engine: the run saves a checkpoint and ends as with any ``GrpoError``."""
+    """The loss of the last inference engine, raised on every rank.
+
+    The run saves a checkpoint as of before the rollout, if the device answers, and ends as with any ``GrpoError``.
+    """
+
+    saved = False  # True if the run's newest checkpoint holds its newest update
 
 
 def speaks_for_host() -> bool:
