@@ -31,6 +31,8 @@ Int32 = npt.NDArray[np.int32]
 Int16 = npt.NDArray[np.int16]
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
+# numpy changes what these aliases consist of, so a dtype is looked up and not taken from its alias.
+DTYPE_OF = {Int64: np.int64, Int32: np.int32, Int16: np.int16, UInt8: np.uint8, Float32: np.float32}
 
 
 class FinishReason(IntEnum):
@@ -321,8 +323,8 @@ def _declared() -> dict[str, ArrayField]:
     for name, hint in get_type_hints(RolloutBatch, include_extras=True).items():
         array, spec = get_args(hint)
         optional = type(None) in get_args(array)
-        array = get_args(array)[0] if optional else array  # NDArray[x] is ndarray[shape, dtype[x]]
-        declared[name] = replace(spec, dtype=get_args(get_args(array)[1])[0], optional=optional)
+        array = get_args(array)[0] if optional else array
+        declared[name] = replace(spec, dtype=DTYPE_OF[array], optional=optional)
     return declared
 
 
