@@ -136,9 +136,9 @@ def reference_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.nda
         return log_probs(ready.args, ready, replace(batch, routed_experts=None))
 
 
-def correct(args, batch: RolloutBatch) -> dict[str, float]:
-    """Weigh the rollout's policy terms by how the trainer that learns differs from the engine that sampled."""
-    batch.rollout_importance_weights, clipped = importance_weights(
+def correct(args, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+    """Return the batch with rollout importance weights, p(trainer) / p(engine) of its tokens, and their metrics."""
+    weights, clipped = importance_weights(
         args.rollout_importance_sampling_mode,
         batch.old_log_probs,
         batch.rollout_log_probs,
@@ -147,7 +147,7 @@ def correct(args, batch: RolloutBatch) -> dict[str, float]:
         args.rollout_importance_sampling_threshold,
         args.rollout_importance_sampling_lower_bound,
     )
-    return {"mismatch/clipped": clipped}
+    return replace(batch, rollout_importance_weights=weights), {"mismatch/clipped": clipped}
 
 
 def sync(args, trainer: Trainer) -> None:
@@ -190,18 +190,22 @@ def train(args, trainer: Trainer) -> None:
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
-                    batch.old_log_probs = log_probs(args, trainer, batch)
+                    old = log_probs(args, trainer, batch)
+                batch = replace(batch, old_log_probs=old)
             if trainer.reference is not None:
-                batch.ref_log_probs = reference_log_probs(trainer.reference, trainer, batch)
+                batch = replace(batch, ref_log_probs=reference_log_probs(trainer.reference, trainer, batch))
             if trainer.teacher is not None:
-                batch.teacher_log_probs = reference_log_probs(trainer.teacher, trainer, batch)
+                batch = replace(batch, teacher_log_probs=reference_log_probs(trainer.teacher, trainer, batch))
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
-        metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
+        metrics = trainer.rollout_metrics(batch, rewards)
+        batch, of_advantages = estimate_advantages(args, batch, rewards)
+        metrics |= of_advantages
         if args.overlong_filter:
-            drop_overlong(batch)
+            batch = drop_overlong(batch)
         if args.rollout_importance_sampling_mode:
-            metrics |= correct(args, batch)
+            batch, of_weights = correct(args, batch)
+            metrics |= of_weights
         trainer.log_completions(batch)
         updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
         for number, completions in enumerate(updates, start=1):

@@ -69,10 +69,13 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, compl
     return value
 
 
-def drop_overlong(batch: RolloutBatch) -> None:
-    """--overlong-filter: completions cut at the length limit leave the loss; advantages were made with them."""
+def drop_overlong(batch: RolloutBatch) -> RolloutBatch:
+    """--overlong-filter: return the batch without loss on completions cut at the length limit.
+
+    The advantages stay: the rewards of these completions are part of the baseline.
+    """
     cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
-    batch.response_mask = np.where(cut, 0, batch.response_mask).astype(np.uint8)
+    return replace(batch, response_mask=np.where(cut, 0, batch.response_mask).astype(np.uint8))
 
 
 def update_statistics(
