@@ -51,7 +51,7 @@ def check_family(args: Namespace) -> None:
 
 def default_architecture() -> dict[str, Any]:
     """The attributes that describe a model, as they are when no flag says anything."""
-    ours = {name[2:].replace("-", "_"): default for name, _, default, _ in (MODEL_FAMILY, *MODEL)}
+    ours = {name[2:].replace("-", "_"): default for name, _, default, *_ in (MODEL_FAMILY, *MODEL)}
     cores = core_flags()
     return {dest: cores[dest].default if dest in cores else ours[dest] for dest in ARCHITECTURE}
 

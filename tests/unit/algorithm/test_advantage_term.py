@@ -6,6 +6,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from plugins import plugins  # noqa: F401
 
 from megatron_grpo.utils import cpu_backend
 
@@ -14,8 +15,10 @@ cpu_backend.install()  # before megatron.core is imported
 import pretrain_grpo
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_advantages
-from megatron_grpo.algorithm.policy_term import drop_overlong, update_statistics
+from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
+from megatron_grpo.algorithm.registry import register_loss
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.trainer import Trainer
 
@@ -141,6 +144,35 @@ def test_covariances_are_those_of_the_tokens_own_advantages():
     args = arguments("--clip-cov-ratio 0.5 --clip-cov-lb 0.5 --clip-cov-ub 5")
     batch = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
     assert np.flatnonzero(batch.policy_mask == 0).tolist() == [1]
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_loss_reads_statistics_of_the_update():
+    """Covariances 1, -3, -4 as above, and entropies; for an update without tokens no pass is made."""
+    seen = {}
+
+    def foo(log_probs, covariances, entropies):
+        seen.update(covariances=covariances.tolist(), entropies=entropies.tolist())
+        return -covariances * log_probs
+
+    register_loss("foo", aggregation="grpo")(foo)
+    batch = rollout([3, 0, 1, 4])
+    batch.advantages, batch.token_advantages = np.zeros(4, np.float32), np.zeros(10, np.float32)
+    batch.token_advantages[[1, 3, 4]] = 1, -3, 2
+    scores = np.zeros((2, 10), np.float32)
+    scores[:, [1, 3, 4]] = [-1, -1, -4], [0.5, 0.25, 2]
+    args = arguments("--loss-type foo")
+    changed = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
+    pack = pack_completions(changed, [1, 0])  # completion 1 has the tokens 3 and 4, completion 0 the token 1
+    tensors = {name: torch.from_numpy(values) for name, values in pack.of_labels.items()}
+    tensors["completion"] = torch.from_numpy(pack.completion)
+    term = policy_term(args, torch.tensor([-1.0, -4.0, -1.0]), torch.zeros(3), tensors)
+    assert seen == {"covariances": [-3, -4, 1], "entropies": [0.25, 2, 0.5]}
+    assert term.loss.tolist() == [-3, -16, 1]
+
+    batch.finish_reasons[:] = FinishReason.LENGTH
+    changed = update_statistics(args, drop_overlong(batch), np.array([0, 1]), 0, lambda *_: None)
+    assert not changed.covariances.any() and len(changed.entropies) == 10
 
 
 def test_real_replaces_what_tokens_had():
