@@ -101,6 +101,9 @@ class RolloutBatch:
     advantages: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
     # w of every token of the completion in its update: algorithm/weighting.py.
     weights: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
+    # Of the tokens of one update, before it, for losses that read them: algorithm/policy_term.py.
+    covariances: Annotated[Float32 | None, PER_LABEL] = None
+    entropies: Annotated[Float32 | None, PER_LABEL] = None
 
     @classmethod
     def from_completions(
