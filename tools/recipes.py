@@ -16,7 +16,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 RECIPE = REPO / "examples/grpo/recipe.sh"
-# A geometric mean over the 5 tokens of a sum changes a hundred times as much as one over a proof of thousands of tokens.
+# A geometric mean over 5 tokens changes a hundred times as much as one over thousands of tokens of a proof.
 ADAPTED = {"gspo": "--epsilon 3e-2 --epsilon-high 4e-2"}
 COMMON = """--use-checkpoint-args --transformer-impl local --micro-batch-size 128 --global-batch-size 256
  --steps-per-generation 4 --num-generations 8 --max-prompt-length 8 --max-completion-length 5 --vllm-max-num-seqs 512

@@ -468,7 +468,7 @@ TOOLS: list[Case] = [
     ),
     ("tiny model: heads", tiny(lambda b: ["--num-query-groups", 3]), r"\(4\) must be a multiple of .*\(3\)"),
     ("tiny model: layers", tiny(lambda b: ["--num-layers", 0]), r"--num-layers \(0\) must be at least 1"),
-    ("tiny model: no data", tiny(lambda b: []), r"the warm-up needs --train and --valid; --steps 0"),
+    ("tiny model: no data", tiny(lambda b: []), r"the warm-up needs --train and --valid; or give --steps 0"),
     ("tiny model: onto a file", tiny(lambda b: ["--save", b.train, "--steps", 0]), r"--save .*train\.jsonl is a file"),
     ("plot: empty", plot(lambda b: [b.write("e.jsonl", "")]), r"e\.jsonl is empty: the run has not finished its first"),
     ("plot: no run", plot(lambda b: ["gone"]), r"gone cannot be read .*: give the --save directory of a run"),
