@@ -218,7 +218,7 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
             assets = stored.get("tokenizer_model")
     else:
         raise GrpoError(
-            f"the checkpoint {options.load} does not store its model family (checkpoints of Megatron-LM never do): give "
+            f"the checkpoint {options.load} does not store its model family (those of Megatron-LM never do): give "
             "--hf-config DIR, a Hugging Face directory with the config.json and the tokenizer of the model"
         )
     embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")

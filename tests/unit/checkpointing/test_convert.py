@@ -254,7 +254,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         convert(*into, "--dry-run", "--tensor-model-parallel-size", 3)
     with pytest.raises(GrpoError, match="2 layers cannot be divided into 3 equal pipeline stages"):
         convert(*into, "--dry-run", "--pipeline-model-parallel-size", 3)
-    with pytest.raises(GrpoError, match="no experts cannot be shared out to 2 ranks"):
+    with pytest.raises(GrpoError, match="no experts cannot be divided over 2 ranks"):
         convert(*into, "--dry-run", "--expert-model-parallel-size", 2)
     with pytest.raises(SystemExit):
         convert(*into, *out, "--tensor-model-parallel-size", 0)
@@ -284,7 +284,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         patch.setattr(os, "pwrite", full)
         with pytest.raises(GrpoError, match=r"back cannot be written: .*No space left"):
             convert(*back)
-    with pytest.raises(GrpoError, match="a Hugging Face directory has no layout"):
+    with pytest.raises(GrpoError, match="a Hugging Face directory has no parallel configuration"):
         convert(*back, "--tensor-model-parallel-size", 2)
     assert not [path for path in tmp_path.iterdir() if "back" in path.name]
 
@@ -319,7 +319,7 @@ NORM = "decoder.final_layernorm.weight"
         ),
         (
             lambda d: (d / "files.json").unlink() or (d / "args.json").unlink(),
-            "does not say its model family.*--hf-config DIR",
+            "does not store its model family.*--hf-config DIR",
         ),
     ],
 )

@@ -152,7 +152,7 @@ def test_which_layers_have_a_window():
 def test_a_window_into_the_future_is_refused():
     config = Case((1,), left=7).config()
     config.window_size = (7, 2)
-    with pytest.raises(GrpoError, match=r"use \(7, 0\)"):
+    with pytest.raises(GrpoError, match=r"give \(7, 0\)"):
         PackedAttention(config, 1, None, "self", pg_collection=GROUPS)
 
 
