@@ -4,7 +4,8 @@
 
 The input has one {"question": ..., "answer": "... #### 72"} per line. Rows of the output have "prompt" (chat messages,
 or with --prompt-style plain "Question: ...\\nAnswer:"), "answer" (the number after ####, without commas) and
-"data_source". Train on them with --reward-funcs gsm8k (last number of the completion) or accuracy (<answer> text or \\boxed{}).
+"data_source". Train on them with --reward-funcs gsm8k (last number of the completion) or accuracy (<answer> text or
+\\boxed{}).
 """
 
 import argparse
