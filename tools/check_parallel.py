@@ -45,7 +45,7 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
 from megatron_grpo.models import forward
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.utils.cpu_backend import device
@@ -224,7 +224,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
         result["objectives"] = objective_updates([*flags, *flags_of(layout)], trainer, batch)
-    leave_layout()
+    destroy_rank_groups()
     # Gradient hooks and the dispatcher's last graph reference the model from outside Python's garbage collector: free
     # the memory of the tensors explicitly.
     tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))

@@ -112,9 +112,11 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "with global_batch_size (next line).",
         data=nothing,
     )
-    told = {"global_batch_size": len(data.mask)}
+    with_batch_size = {"global_batch_size": len(data.mask)}
     said = ", global_batch_size=N"
-    yield loss("the same", filtered, "vanilla", by_completion, said=said, data=nothing, global_batch_info=told)
+    yield loss(
+        "the same", filtered, "vanilla", by_completion, said=said, data=nothing, global_batch_info=with_batch_size
+    )
     narrow = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.06}
     gspo = "--epsilon 0.05 --epsilon-high 0.06"
     yield loss("GSPO", f"{plain} gspo {gspo}", "gspo", by_completion, **narrow)
