@@ -141,7 +141,7 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
 
 @contextlib.contextmanager
 def parameters_complete(args, model: Model) -> Iterator[None]:
-    """Complete the parameters within the context, which ``--overlap-param-gather`` gathers in the next forward pass."""
+    """Gather all parameters for this context; ``--overlap-param-gather`` would do so only in the next forward pass."""
     if args.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
