@@ -164,7 +164,7 @@ def test_megatron_lms_arguments_are_compared_and_read_safely(convert, source, tm
     words = ("--megatron-to-hf", "--save", tmp_path / "back", "--hf-config", source)
     for name, there, here in (("num_query_groups", 8, 4), ("rotary_base", 5, 10000), ("use_rope_scaling", True, False)):
         megatron_lm(tmp_path / name, source, **{name: there})
-        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json says {here}"):
+        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json has {here}"):
             convert(*words, "--load", tmp_path / name)
     megatron_lm(tmp_path / "code", source, extra=Fraction(1, 2))
     with pytest.raises(GrpoError, match=r"common\.pt cannot be read: it holds a fractions\.Fraction"):
