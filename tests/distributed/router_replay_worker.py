@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
 from megatron_grpo.models import router_replay
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
 from megatron_grpo.training.entry_point import run
 
 MOE = "--recompute-granularity selective --recompute-modules moe"
@@ -86,7 +86,7 @@ def main() -> None:
             (out / f"{name}.json").write_text(json.dumps(rows))
             if batch.routed_experts is not None:
                 np.save(out / f"{name}.npy", batch.routed_experts)
-        leave_layout()
+        destroy_rank_groups()
 
 
 if __name__ == "__main__":
