@@ -472,6 +472,6 @@ TOOLS: list[Case] = [
     ("tiny model: onto a file", tiny(lambda b: ["--save", b.train, "--steps", 0]), r"--save .*train\.jsonl is a file"),
     ("plot: empty", plot(lambda b: [b.write("e.jsonl", "")]), r"e\.jsonl is empty: the run has not finished its first"),
     ("plot: no run", plot(lambda b: ["gone"]), r"gone cannot be read .*: give the --save directory of a run"),
-    ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is no row of a run"),
+    ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is not a row of a run"),
     ("plot: ending", plot(lambda b: [b.save], "out.doc"), r"--output .*out\.doc cannot be written: .*supported"),
 ]

@@ -147,7 +147,7 @@ def test_a_login_that_is_missing_is_an_error_with_its_cure(package, monkeypatch)
         raise (module.Error if package == "wandb" else RuntimeError)("no key")
 
     module.init = no_login
-    with pytest.raises(GrpoError, match=rf"--{package}-project p: {package} says: no key .*--{package}-mode offline"):
+    with pytest.raises(GrpoError, match=rf"--{package}-project p: {package} failed: no key .*--{package}-mode offline"):
         MetricsLogger(parsed(f"--{package}-project", "p"), 0, 1, 0)
     MetricsLogger(parsed(f"--{package}-project", "p"), 1, 1, 0)  # other ranks ask for nothing
 
