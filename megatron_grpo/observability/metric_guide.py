@@ -22,7 +22,7 @@ METRICS = {
     "reward/failures": "calls of reward functions that raised an error, timed out or returned no number",
     "sampling/resampled_groups": "groups without learning signal that --dynamic-sample replaced in this rollout",
     "sampling/rounds": "largest number of successive replacements of one group",
-    "sampling/aborted_groups": "groups that were started but not needed (--over-sampling-ratio); their prompts are next",
+    "sampling/aborted_groups": "started groups that were not needed (--over-sampling-ratio); their prompts come next",
     "completion/length_mean": "mean length of a completion, tokens",
     "completion/length_min": "length of the shortest completion, tokens",
     "completion/length_max": "length of the longest completion, tokens",
