@@ -2,9 +2,9 @@
 # The quickstart with reward models on vLLM servers: bash examples/grpo/quickstart_reward_models.sh
 #
 # Starts a sequence classifier and a generative judge as stock vLLM servers on this machine, and trains with their
-# scores and exact_match. During training it kills and restarts one server: this costs time, but no score is lost. Both models
-# have random weights, so their scores are meaningless and have small weights; replace them with your own models. Run
-# quickstart.sh first: this script uses its environment, data and model.
+# scores and exact_match. During training it kills and restarts one server: this costs time, but no score is lost. Both
+# models have random weights, so their scores are meaningless and have small weights; replace them with your own models.
+# Run quickstart.sh first: this script uses its environment, data and model.
 #
 #   PORT=8821     port of the classifier; the judge has the next port
 #   QUICKSTART=DIR  the run folder of quickstart.sh (default: runs/quickstart)

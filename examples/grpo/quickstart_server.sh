@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quickstart with separate vLLM servers: bash examples/grpo/quickstart_server.sh
 #
-# Starts SERVERS stock vLLM servers on this machine and trains with them, whereas quickstart.sh runs vLLM in the training
+# Starts SERVERS stock vLLM servers on this machine and trains with them; quickstart.sh runs vLLM in the training
 # processes. Run quickstart.sh first: this script uses its environment, data and model. Training continues without a
 # server that is killed; a restarted server (the command is printed) is used from the next update on.
 #

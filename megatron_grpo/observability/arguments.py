@@ -49,7 +49,12 @@ TRACKERS: tuple[FlagRow, ...] = (
 
 PROFILE: tuple[FlagRow, ...] = (
     ("--profile", bool, False, "record a profile of the updates from --profile-step-start to --profile-step-end"),
-    ("--use-pytorch-profiler", bool, False, "use PyTorch's profiler: write traces and tables to {save}/profile [nsys]"),
+    (
+        "--use-pytorch-profiler",
+        bool,
+        False,
+        "use PyTorch's profiler; write to {save}/profile [mark the updates for nsys]",
+    ),
     ("--profile-step-start", int, 10, "start the profile after this update"),
     ("--profile-step-end", int, 12, "end the profile after this update"),
     ("--profile-ranks", [int], None, "ranks to profile [0]"),

@@ -4,8 +4,8 @@
 
 Flags are those of pretrain_grpo.py; the weights are random, and the same for all lengths. Each update has two
 completions of the full length on every data-parallel rank, one in a micro-batch. The last column is the growth of
-memory from one length to the next, per token of a context-parallel rank: a constant value means that memory is linear in
-the length.
+memory from one length to the next, per token of a context-parallel rank: a constant value means that memory is linear
+in the length.
 """
 
 import argparse
