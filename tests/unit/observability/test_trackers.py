@@ -170,7 +170,7 @@ def test_a_missing_package_is_refused_with_the_command(package, monkeypatch):
         ("--swanlab-exp-name n", "--swanlab-exp-name needs --swanlab-project"),
         ("--swanlab-workspace w", "--swanlab-workspace needs --swanlab-project"),
         ("--log-completions --save s", "--log-completions needs --tensorboard-dir, --wandb-project or"),
-        ("--log-completions --tensorboard-dir t --num-completions-to-log 0", "which is 0: raise it"),
+        ("--log-completions --tensorboard-dir t --num-completions-to-log 0", "and that is 0: raise it"),
     ],
 )
 def test_flags_without_effect_are_refused(flags, message):
