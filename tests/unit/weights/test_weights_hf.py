@@ -307,7 +307,7 @@ def test_truncated_shard(untied):
     directory, load = untied
     path = directory / edit_index(directory, lambda names: None)["model.norm.weight"]
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(GrpoError, match=rf"{path.name} is truncated or no safetensors file \(needed for tensor"):
+    with pytest.raises(GrpoError, match=rf"{path.name} is truncated or not a safetensors file \(needed for tensor"):
         load()
 
 
@@ -363,7 +363,10 @@ EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(EXPERT), rf"lacks the tensor {EXPERT}, from which de.*\.1\.mlp\..*\.7\.linear_fc2"),
+        (
+            lambda tensors: tensors.pop(EXPERT),
+            rf"lacks the tensor {EXPERT}, from which de.*\.1\.mlp\..*\.7\.linear_fc2",
+        ),
         (
             lambda tensors: tensors.update({EXPERT.replace("7", "8"): tensors[EXPERT].clone()}),
             rf"holds the tensor {EXPERT.replace('7', '8')}, which is not in the model family",
