@@ -78,7 +78,7 @@ def perturbations(total: int) -> np.ndarray:
 
 def off_policy(args, trainer, batch: RolloutBatch) -> None:
     """Give a rollout log-probabilities of an old policy and a reference that lie near the present ones."""
-    before = pretrain_grpo.log_probs(args, trainer, batch)
+    before = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
     batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
 
 

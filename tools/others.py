@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_loss
-from megatron_grpo.algorithm.importance_sampling import MISMATCH, importance_weights, mismatch, mismatch_metrics
+from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
@@ -183,9 +183,8 @@ def our_corrections(data: Data, flags: str) -> Tensor:
 def our_mismatch(data: Data, *names: str) -> Tensor:
     """Metrics of the rollout's mismatch."""
     there = data.mask == 1
-    metrics = mismatch_metrics(
-        dict(zip(MISMATCH, map(float, mismatch(data.old[there], data.rollout[there])), strict=True))
-    )
+    totals = mismatch(data.old[there], data.rollout[there])
+    metrics = mismatch_metrics({name: float(value) for name, value in totals.items()})
     return torch.tensor([metrics[name] for name in names]).double()
 
 

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_grpo.utils.errors import GrpoError
@@ -49,6 +50,16 @@ class Flag(NamedTuple):
         return self.name.removeprefix("--").replace("-", "_")
 
 
+class PolicyLoss(NamedTuple):
+    """What a loss returns of one micro-batch: tensors of its tokens, [t] each."""
+
+    loss: Any  # L of each token
+    clip_low: Any = None  # 1.0 on tokens without gradient because the ratio fell too far, else 0.0
+    clip_high: Any = None  # 1.0 on tokens whose ratio rose too far; None: the loss clips nothing
+    # Further metrics, logged as means over the tokens of an update. Names begin with the loss type: "foo/strength".
+    metrics: Mapping[str, Any] = MappingProxyType({})
+
+
 @cache
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function by name: inputs and flags."""
@@ -72,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Loss(Entry):
-    """A policy loss: ``function`` returns a ``losses.PolicyLoss``, or L of each token alone, [t]."""
+    """A policy loss: ``function`` returns a `PolicyLoss`, or only L of each token, [t]."""
 
     aggregation: Aggregation = "grpo"  # how weighting.token_weights averages over tokens
     level: Level | None = None  # ratio level that is part of the loss; None: --importance-sampling-level chooses

@@ -43,8 +43,8 @@ class Timers:
     def __call__(self, phase: str) -> Iterator[None]:
         """Context that adds its seconds to ``time/{phase}`` of METRICS; synchronizes the GPU at start and end.
 
-        A phase within another one (the rollout of an evaluation) counts for the outer one. Raises KeyError for an
-        unknown phase.
+        A phase within another one (the rollout of an evaluation) counts for the outer one. A phase that fails is not
+        counted, because the device may not respond. Raises KeyError for an unknown phase.
         """
         check_names([f"time/{phase}"])
         if self.in_phase:
@@ -55,8 +55,8 @@ class Timers:
         try:
             with torch.profiler.record_function(PHASE + phase):  # a range for --profile
                 yield
-        finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
+        finally:
             self.in_phase = False
 
     def collect(self) -> dict[str, float]:

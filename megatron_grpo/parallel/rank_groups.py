@@ -11,7 +11,7 @@ from megatron_grpo.parallel.initialize import initialize_model_parallel
 
 
 class RankGroups:
-    """megatron-core's process groups for other sizes than the policy's, in force only within `entered`."""
+    """megatron-core's process groups for other parallel sizes than the policy's, active only within `entered`."""
 
     def __init__(self, args: Namespace):
         outer = _globals()
@@ -24,16 +24,16 @@ class RankGroups:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Context in which ``megatron.core.parallel_state`` returns these groups."""
+        """Activate these groups: within the context ``megatron.core.parallel_state`` returns them."""
         outer = _globals()
         vars(parallel_state).update(self._state)
         try:
             yield
         finally:
-            self._state = _globals()  # buffers are made, and the virtual stage is set, in use
+            self._state = _globals()  # a forward pass creates buffers and sets the virtual stage
             vars(parallel_state).update(outer)
 
 
 def _globals() -> dict[str, object]:
-    """The state of megatron-core's module, which has no object for it: its module-level variables."""
+    """Return the module-level variables that hold the state of ``megatron.core.parallel_state``."""
     return {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_]+", name)}

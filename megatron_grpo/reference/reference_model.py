@@ -10,12 +10,15 @@ import contextlib
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.cpu_backend import device
@@ -55,6 +58,10 @@ class ReferenceModel:
         finally:
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.data = host
+
+    def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under this model, ``[total]``; collective."""
+        return _log_probs(self, batch, policy, forward_step)
 
     @torch.no_grad()
     def update_from(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
@@ -112,6 +119,10 @@ class SwappedReference:
         with forward.parameters_complete(self.args, policy), self.weights.in_place_of(policy):
             yield Namespace(args=self.args, model=policy)
 
+    def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
+        return _log_probs(self, batch, policy, forward_step)
+
     @torch.no_grad()
     def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
@@ -132,6 +143,13 @@ class SwappedReference:
         checkpoint.read_weights(directory, policy)
         self.weights, self.updated = HostWeights(policy), True
         present.copy_to(policy)
+
+
+def _log_probs(
+    reference: ReferenceModel | SwappedReference, batch: RolloutBatch, policy: forward.Model, forward_step: Callable
+) -> np.ndarray:
+    with reference.ready(policy) as ready:  # routes by itself, not by the policy's experts
+        return forward.log_probs(ready.args, ready.model, forward_step, replace(batch, routed_experts=None))
 
 
 def mix(own: Tensor, theirs: Tensor, share: float) -> None:

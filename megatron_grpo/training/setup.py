@@ -43,8 +43,8 @@ from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import merge_architecture
 
 
-def setup(args, model_provider: Callable) -> Trainer | None:
-    """Check everything that can be checked, then build; returns None after ``--dry-run`` has printed its report."""
+def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
+    """Check everything that can be checked, then build the trainer; None after --dry-run has printed its report."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
@@ -117,6 +117,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     return Trainer(
         args=args,
         model=model,
+        forward_step=forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,

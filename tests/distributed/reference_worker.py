@@ -60,10 +60,12 @@ def references(root: Path) -> None:
     batch = made_up.rollout(args)
 
     def log_probs() -> list[np.ndarray]:
-        return [pretrain_grpo.reference_log_probs(reference, trainer, batch) for reference in (swapped, separate)]
+        return [
+            reference.log_probs(batch, trainer.model, pretrain_grpo.forward_step) for reference in (swapped, separate)
+        ]
 
     first = log_probs()
-    np.testing.assert_array_equal(first[0], pretrain_grpo.log_probs(args, trainer, batch))
+    np.testing.assert_array_equal(first[0], forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch))
     np.testing.assert_allclose(first[1], first[0], rtol=0, atol=1e-5)
     assert (np.isfinite(first[0]) == (batch.response_mask == 1)).all()
 
@@ -136,7 +138,7 @@ def teacher(root: Path) -> None:
     own = teacher_args(args)
     separate = ReferenceModel(own, model_provider, lambda chunks: hf.load_hf(chunks, own, directory))
     batch = made_up.rollout(args)
-    found = pretrain_grpo.reference_log_probs(separate, Trainer(args, model), batch)
+    found = separate.log_probs(batch, Trainer(args, model).model, pretrain_grpo.forward_step)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for start, end, prompt in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.prompt_lengths, strict=True):
         ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64))
