@@ -64,7 +64,7 @@ METRICS = {
     "memory/rollout": "as memory/train, at the start of generation",
     "memory/asleep": "as memory/train, after the engine has freed the memory of --sleep-level",
     "time/rollout": "seconds of generation",
-    "time/offload": "seconds of moving the trainer's tensors to host memory and back (--offload-* flags)",
+    "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model)",
     "time/scoring": "seconds of the reward functions after generation has ended",
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
     "time/update": "seconds of forward pass, backward pass and optimizer",

@@ -351,7 +351,11 @@ def inner_directory(bench: Bench) -> list[str]:
 
 
 CHECKPOINTS: list[Case] = [
-    ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to go back"),
+    (
+        "truncated",
+        truncated_checkpoint,
+        r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to use another",
+    ),
     ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
     ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
     ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
