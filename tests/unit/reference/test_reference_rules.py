@@ -1,4 +1,4 @@
-"""Flags of reference and teacher: what is refused, and what arguments the frozen models get."""
+"""Flags of reference model and teacher: refused combinations, and the arguments of both models."""
 
 import json
 import shutil
