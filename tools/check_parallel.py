@@ -26,7 +26,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import made_up  # first: it finds the program, and prepares for machines without a GPU
@@ -174,11 +173,11 @@ def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
     runs = {objective: parse([*flags, *objective.split()], world_size) for objective in objectives()}
     rows = {}
     for objective, args in runs.items():
-        changed = replace(batch)
+        changed = batch
         if "advantage_estimator" in args.explicit:  # from the rewards on
-            estimate_advantages(args, changed, changed.rewards[:, 0])
+            changed, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
         if args.overlong_filter:
-            drop_overlong(changed)
+            changed = drop_overlong(changed)
         rows[objective] = pretrain_grpo.update(args, trainer, changed, completions)
     return rows
 
@@ -196,7 +195,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     made_up.peak_memory(reset=True)
     model = (trainer := made_up.trainer(args)).model
     batch = made_up.rollout(args)
-    rows, tokens_per_second = made_up.two_updates(args, trainer, batch)
+    rows, tokens_per_second, batch = made_up.two_updates(args, trainer, batch)
     peak = torch.tensor(made_up.peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}

@@ -5,6 +5,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,10 +77,11 @@ def perturbations(total: int) -> np.ndarray:
     return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
 
 
-def off_policy(args, trainer, batch: RolloutBatch) -> None:
-    """Give a rollout log-probabilities of an old policy and a reference that lie near the present ones."""
+def off_policy(args, trainer, batch: RolloutBatch) -> RolloutBatch:
+    """Return the rollout with log-probabilities of an old policy and a reference model near the present ones."""
     before = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
-    batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
+    old, ref = before + perturbations(len(batch.tokens))
+    return replace(batch, old_log_probs=old, ref_log_probs=ref)
 
 
 def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -117,18 +119,18 @@ def trainer(args) -> SimpleNamespace:
     return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
 
 
-def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float]:
-    """(metrics of each update, tokens per second of the second one)."""
-    off_policy(args, trainer, batch)
+def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, RolloutBatch]:
+    """Return the metrics of each update, the tokens per second of the second one, and the batch that they read."""
+    batch = off_policy(args, trainer, batch)
     if "advantage_estimator" in args.explicit:  # made-up advantages otherwise
-        estimate_advantages(args, batch, batch.rewards[:, 0])
+        batch, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
     if args.rollout_importance_sampling_mode:
-        pretrain_grpo.correct(args, batch)
+        batch, _ = pretrain_grpo.correct(args, batch)
     rows = []
     for completions in np.split(np.arange(batch.num_completions), 2):
         started = time.monotonic()
         rows.append(pretrain_grpo.update(args, trainer, batch, completions))
-    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started)
+    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started), batch
 
 
 def peak_memory(reset: bool = False) -> float:

@@ -129,7 +129,7 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     args = our_args(flags)
     batch = our_batch(data)
     if args.overlong_filter:
-        drop_overlong(batch)
+        batch = drop_overlong(batch)
     mode = args.rollout_importance_sampling_mode
     if mode:
         batch = replace(batch, rollout_importance_weights=_corrections(args, batch))
@@ -195,7 +195,7 @@ def our_advantages(data: Data, flags: str) -> Tensor:
     if args.scale_rewards is None:
         args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
     batch = our_batch(data)
-    estimate_advantages(args, batch, summed(data).float().numpy())
+    batch, _ = estimate_advantages(args, batch, summed(data).float().numpy())
     if batch.token_advantages is None:
         return torch.from_numpy(batch.advantages).double()[:, None] * data.mask
     flat = np.concatenate([batch.token_advantages[a + 1 : b] for a, b in _bounds(batch)])

@@ -52,7 +52,7 @@ def check_family(args: Namespace) -> None:
 
 def default_architecture() -> dict[str, Any]:
     """Return the default of every argument in ARCHITECTURE."""
-    ours = {name[2:].replace("-", "_"): default for name, _, default, _ in (MODEL_FAMILY, *MODEL)}
+    ours = {name[2:].replace("-", "_"): default for name, _, default, *_ in (MODEL_FAMILY, *MODEL)}
     cores = core_flags()
     return {dest: cores[dest].default if dest in cores else ours[dest] for dest in ARCHITECTURE}
 

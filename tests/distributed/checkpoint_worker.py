@@ -328,7 +328,7 @@ def resumed(root):
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)
-                off_policy(args, trainer, batch)
+                batch = off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
                 with forward.parameters_complete(args, trainer.model):
                     checkpoint.save_checkpoint(args, 1, *parts.values(), {})

@@ -53,7 +53,7 @@ def build(name: str, hf_dir: str, save: Path):
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     batch = made_up.rollout(args)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
-    made_up.off_policy(args, trainer, batch)
+    batch = made_up.off_policy(args, trainer, batch)
     return args, trainer, batch
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     before = None
     for length in sorted(options.lengths):
         made_up.peak_memory(reset=True)
-        rows, tokens_per_second = made_up.two_updates(args, trainer, made_up.rollout(args, length))
+        rows, tokens_per_second, _ = made_up.two_updates(args, trainer, made_up.rollout(args, length))
         peak = made_up.peak_memory()
         share = length / parallel_state.get_context_parallel_world_size()
         growth = f"{(peak - before[1]) / (share - before[0]) * 1024:.1f}" if before else ""
