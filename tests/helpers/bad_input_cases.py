@@ -295,7 +295,7 @@ HUGGING_FACE: list[Case] = [
     ("size of a wrong type", config(num_hidden_layers="2"), r"config\.json has a value of the wrong type"),
     ("sliding window in a layer", config(**WINDOW), r"in some layers only, .*set use_sliding_window to false"),
     ("quantised", config(quantization_config={"quant_method": "fp8"}), r"\(fp8\): use the checkpoint in bf16"),
-    ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or no safetensors file"),
+    ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or not a safetensors file"),
     ("missing shard", index("model-1.safetensors"), r"model-1\.safetensors does not exist .*a shard .* is missing"),
     ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not an index of tensors"),
     ("no weights", lambda b: ["--load-hf", str(b.hf("*.safetensors"))], r"hf holds neither model\.safetensors nor"),
@@ -351,7 +351,11 @@ def inner_directory(bench: Bench) -> list[str]:
 
 
 CHECKPOINTS: list[Case] = [
-    ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to go back"),
+    (
+        "truncated",
+        truncated_checkpoint,
+        r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to use another",
+    ),
     ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
     ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
     ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
@@ -476,6 +480,6 @@ TOOLS: list[Case] = [
     ("tiny model: onto a file", tiny(lambda b: ["--save", b.train, "--steps", 0]), r"--save .*train\.jsonl is a file"),
     ("plot: empty", plot(lambda b: [b.write("e.jsonl", "")]), r"e\.jsonl is empty: the run has not finished its first"),
     ("plot: no run", plot(lambda b: ["gone"]), r"gone cannot be read .*: give the --save directory of a run"),
-    ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is no row of a run"),
+    ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is not a row of a run"),
     ("plot: ending", plot(lambda b: [b.save], "out.doc"), r"--output .*out\.doc cannot be written: .*supported"),
 ]

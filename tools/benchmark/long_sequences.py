@@ -1,10 +1,11 @@
-"""How long a sequence trains, and what it takes: peak memory and tokens per second of an update at growing lengths.
+"""Measure peak memory and tokens per second of an update at increasing sequence lengths.
 
     torchrun --nproc-per-node N tools/benchmark/long_sequences.py MODEL_AND_LAYOUT_FLAGS --lengths 8192 16384 32768
 
-Flags are those of pretrain_grpo.py; weights are made up, once for all lengths. Each update has two completions of the
-full length on every data-parallel rank, one in a micro-batch. The last column is the growth of memory from one length
-to the next, per token of a context-parallel rank: where it stays the same, memory is linear in the length.
+Flags are those of pretrain_grpo.py; the weights are random, and the same for all lengths. Each update has two
+completions of the full length on every data-parallel rank, one in a micro-batch. The last column is the growth of
+memory from one length to the next, per token of a context-parallel rank: a constant value means that memory is linear
+in the length.
 """
 
 import argparse

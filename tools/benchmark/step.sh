@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Ten GRPO updates of a 0.6B Qwen3-shaped model with random weights: 512 completions of 512 tokens an update.
+# Run ten GRPO updates of a random model with the architecture of Qwen3-0.6B: 512 completions of 512 tokens per update.
 #
 #   bash tools/benchmark/step.sh local|transformer_engine RUN_DIR [more flags of pretrain_grpo.py]
 #
-# NPROC (1) GPUs. Afterwards: python tools/benchmark/step_table.py RUN_DIR
+# NPROC is the number of GPUs (default 1). Print the result with: python tools/benchmark/step_table.py RUN_DIR
 set -euo pipefail
 impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 cd "$(dirname "$0")/../.."

@@ -315,7 +315,7 @@ NORM = "decoder.final_layernorm.weight"
         # Without files.json, as Megatron-LM's own are.
         (lambda d: (d / "files.json").unlink() or os.truncate(d / "__0_0.distcp", 1000), "damaged: __0_0.distcp has"),
         (lambda d: (d / "__0_0.distcp").unlink(), "damaged: __0_0.distcp is missing"),
-        (lambda d: (d / "files.json").unlink() or (d / ".metadata").unlink(), r"unfinished: \.metadata is missing"),
+        (lambda d: (d / "files.json").unlink() or (d / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
         (
             lambda d: (d / "files.json").unlink() or (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             "has the format 'zarr'",
