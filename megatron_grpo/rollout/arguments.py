@@ -1,4 +1,4 @@
-"""Flags and rules of what generates: engines, servers, sampling, weight sync, and the choice of groups."""
+"""Flags and rules of rollouts: engines, servers, sampling, weight sync, dynamic sampling."""
 
 import re
 from argparse import Namespace
@@ -21,77 +21,92 @@ VLLM_MODES = ("colocate", "server")
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
 
 ROLLOUT: tuple[FlagRow, ...] = (
-    ("--rollout-engine", ENGINES, "vllm", "what generates; megatron: the training model itself"),
-    ("--vllm-mode", VLLM_MODES, "colocate", "vLLM in the training processes, or servers over HTTP"),
+    ("--rollout-engine", ENGINES, "vllm", "engine that generates; megatron: the training model itself"),
+    ("--vllm-mode", VLLM_MODES, "colocate", "vLLM in the training processes (colocate), or servers over HTTP"),
     ("--vllm-server-base-url", [str], None, "vLLM servers, such as http://host:8000"),
     ("--vllm-server-api-key", str, None, "key of the vLLM servers [VLLM_API_KEY in the environment]"),
-    ("--vllm-server-timeout", float, 240.0, "seconds without a sign of life after which a server is given up"),
+    ("--vllm-server-timeout", float, 240.0, "seconds without progress after which a server is excluded"),
     ("--sglang-server-base-url", [str], None, "SGLang servers, such as http://host:30000"),
     ("--sglang-server-api-key", str, None, "key of the SGLang servers [SGLANG_API_KEY in the environment]"),
-    ("--sglang-server-timeout", float, 240.0, "seconds without a sign of life after which a server is given up"),
+    ("--sglang-server-timeout", float, 240.0, "seconds without progress after which a server is excluded"),
     ("--weight-sync-method", WEIGHT_SYNC, None, "how servers get weights [nccl on GPUs, else checkpoint]"),
     ("--weight-sync-dir", str, None, "directory shared with servers, for checkpoint [/dev/shm on one host]"),
     ("--vllm-tensor-parallel-size", int, 1, "ranks of one engine replica"),
     ("--vllm-gpu-memory-utilization", float, 0.3, "share of the GPU's memory for the engine's weights and cache"),
-    ("--vllm-max-model-len", int, None, "longest sequence of the engine [longest prompt + completion]"),
-    ("--vllm-max-num-seqs", int, 256, "completions that a replica generates, or a server is given, at a time"),
+    (
+        "--vllm-max-model-len",
+        int,
+        None,
+        "longest sequence of the engine [--max-prompt-length + --max-completion-length]",
+    ),
+    ("--vllm-max-num-seqs", int, 256, "concurrent completions of an engine replica or of a server"),
     (
         "--inference-max-requests",
         int,
         256,
-        "completions that a replica of --rollout-engine megatron makes at a time",
+        "concurrent completions of a replica of --rollout-engine megatron",
     ),
-    ("--sleep-level", int, 0, "between rollouts: 0 keeps weights and cache, 1 weights on the host, 2 neither"),
-    ("--vllm-dtype", DTYPES, None, "type of the engine's weights and activations [the trainer's]"),
-    ("--vllm-quantization", ("fp8",), None, "the engine quantizes its weights as they come"),
+    (
+        "--sleep-level",
+        int,
+        0,
+        "between rollouts the engine keeps 0: weights and cache, 1: weights on the host, 2: neither",
+    ),
+    ("--vllm-dtype", DTYPES, None, "dtype of the engine's weights and activations [the trainer's]"),
+    ("--vllm-quantization", ("fp8",), None, "the engine quantizes its weights at every sync"),
     (
         "--vllm-enable-expert-parallel",
         bool,
         False,
-        "the ranks of a replica share out experts instead of cutting each",
+        "each rank of a replica has whole experts instead of a slice of every expert",
     ),
-    ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM, which win over the flags"),
-    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; on a CPU always so"),
+    ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM; they override the flags"),
+    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU"),
     ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
-    ("--max-completion-length", int, 512, "most tokens of a completion"),
-    ("--temperature", float, 1.0, "sampling temperature; training uses the same"),
-    ("--top-p", float, 1.0, "sample from the most likely tokens with this probability together"),
-    ("--top-k", int, -1, "sample from this many most likely tokens; -1: from all"),
-    ("--min-p", float, 0.0, "sample from tokens at least this likely relative to the likeliest"),
+    ("--max-completion-length", int, 512, "maximal tokens of a completion"),
+    ("--temperature", float, 1.0, "sampling temperature; the trainer's log-probabilities use it, too"),
+    ("--top-p", float, 1.0, "sample from the likeliest tokens whose probabilities sum to this"),
+    ("--top-k", int, -1, "sample from this many of the likeliest tokens; -1: from all"),
+    ("--min-p", float, 0.0, "sample from tokens with at least this share of the likeliest token's probability"),
     (
         "--repetition-penalty",
         float,
         1.0,
-        "factor against tokens that prompt or completion have: logit / it, or x it if negative",
+        "divides the logits of tokens in prompt or completion (multiplies negative logits)",
     ),
-    ("--presence-penalty", float, 0.0, "subtracted from the logits of tokens that the completion has"),
-    ("--frequency-penalty", float, 0.0, "subtracted for each time that the completion has the token"),
+    ("--presence-penalty", float, 0.0, "subtracted from the logits of tokens in the completion"),
+    ("--frequency-penalty", float, 0.0, "subtracted from a token's logit for each occurrence in the completion"),
     ("--stop-words", [str], None, "strings that end a completion"),
-    ("--ignore-eos", bool, False, "go on after the end-of-sequence token (for benchmarks)"),
+    ("--ignore-eos", bool, False, "continue after the end-of-sequence token (for benchmarks)"),
     (
         "--rollout-balancing",
         BALANCING,
         BALANCING[0],
-        "dynamic: prompts go to replicas as they free up, unrepeatably",
+        "dynamic: a replica with free slots draws the next prompt",
     ),
     ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
-    ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
+    (
+        "--mismatch-sample-rate",
+        float,
+        1.0,
+        "share of rollouts with log-probabilities of the engine, for the mismatch metrics",
+    ),
 )
 
 DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
-    ("--dynamic-sample", bool, False, "replace groups whose rewards are all alike by groups of fresh prompts"),
-    ("--max-resample-times", int, 3, "replacements one after the other, before a group without signal is taken"),
-    ("--over-sampling-ratio", float, 1.0, "begin so many times the prompts, keep the first groups that are complete"),
+    ("--dynamic-sample", bool, False, "replace groups whose rewards are all equal by groups of new prompts"),
+    ("--max-resample-times", int, 3, "successive replacements of a group before a group without signal is kept"),
+    ("--over-sampling-ratio", float, 1.0, "start this multiple of the prompts; keep the groups that complete first"),
 )
 
 STRUCTURED_OUTPUTS: FlagRow = (
     "--structured-outputs-regex",
     str,
     None,
-    "regular expression that every completion has to match",
+    "regular expression that every completion must match",
 )
 
-# Flags of an engine in the training processes; a server is started with its own.
+# Flags of an engine in the training processes; a server has its own.
 ENGINES_OWN = (
     "vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_len vllm_enforce_eager "
     "vllm_enable_prefix_caching vllm_dtype vllm_quantization vllm_enable_expert_parallel vllm_engine_kwargs sleep_level"
@@ -99,7 +114,7 @@ ENGINES_OWN = (
 
 
 def _check_servers(args: Namespace) -> None:
-    """Rules of engines over HTTP; the servers themselves are asked when the engine is built."""
+    """Check the flags of engines over HTTP; the servers themselves are checked when the engine is built."""
     kind = "sglang" if args.rollout_engine == "sglang" else "vllm" if args.vllm_mode == "server" else None
     url_flag = f"{kind}_server_base_url"
     for dest in ("base_url", "api_key", "timeout"):
@@ -111,7 +126,7 @@ def _check_servers(args: Namespace) -> None:
         for dest in ("weight_sync_method", "weight_sync_dir"):
             if dest in args.explicit:
                 raise GrpoError(
-                    f"{flag(dest)} needs servers: an engine in the training processes has the weights there"
+                    f"{flag(dest)} needs servers: an engine in the training processes has direct access to the weights"
                 )
         return
     if kind == "sglang" and "vllm_mode" in args.explicit:
@@ -133,7 +148,9 @@ def _check_servers(args: Namespace) -> None:
         raise GrpoError(f"{flag(url_flag)} names a server twice: name each once")
     for dest in ENGINES_OWN:
         if dest in args.explicit and (kind, dest) != ("sglang", "sleep_level"):
-            raise GrpoError(f"{flag(dest)} is for an engine in the training processes: start the server with its own")
+            raise GrpoError(
+                f"{flag(dest)} is for an engine in the training processes: set it when you start the server"
+            )
     if args.router_replay_mode == "R3":
         raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
     _check_weight_sync(args, kind, all(url.hostname in ("localhost", "127.0.0.1", "::1") for url in urls))
@@ -154,12 +171,12 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
         if kind == "sglang" and method not in ("nccl", "ipc"):
             raise GrpoError(f"--weight-sync-method {method} is vLLM's: give nccl, ipc or checkpoint")
         if args.weight_sync_dir is not None:
-            raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: nothing else goes through files")
+            raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: no other method writes files")
         return
     if args.model_family == "gpt_oss":
         raise GrpoError(
-            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload puts aside: take "
-            "--vllm-mode colocate"
+            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
+            "give --vllm-mode colocate"
         )
     if args.weight_sync_dir is None:
         if not on_one_host:
@@ -170,15 +187,15 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
         args.weight_sync_dir = "/dev/shm"
 
 
-# Arguments of vllm.LLM without which the engine would not be the trainer's.
+# Arguments of vllm.LLM that must follow from the trainer's configuration.
 OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
 OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
-# Those that keep keys and values outside the cache that a weight sync clears.
+# Arguments that keep keys and values outside the cache that a weight sync clears.
 KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
 
 def check_rollout(args: Namespace, world_size: int) -> None:
-    """Refuse what no engine can do; GrpoError."""
+    """Raise GrpoError for invalid engine and sampling flags."""
     _check_servers(args)
     positive(args, "vllm_tensor_parallel_size vllm_max_num_seqs vllm_gpu_memory_utilization temperature top_p")
     for dest in ("vllm_gpu_memory_utilization", "top_p", "min_p", "mismatch_sample_rate"):
@@ -197,7 +214,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError(f"--vllm-quantization {args.vllm_quantization} needs a GPU: leave it out")
     ours = sorted(OURS.intersection(args.vllm_engine_kwargs or {}))
     if ours:
-        raise GrpoError(f"--vllm-engine-kwargs: {', '.join(ours)} is decided by this program: leave it out")
+        raise GrpoError(f"--vllm-engine-kwargs: {', '.join(ours)} is set by this program: leave it out")
     keeping = sorted(KEEP_OLD_CACHE.intersection(args.vllm_engine_kwargs or {}))
     if keeping:
         raise GrpoError(
@@ -205,8 +222,8 @@ def check_rollout(args: Namespace, world_size: int) -> None:
             "sync: leave it out"
         )
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can give memory back, leave it out")
-    within(args, "temperature", 0.01, 2)  # vLLM samples at 0.01 when asked for less, and refuses more
+        raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
+    within(args, "temperature", 0.01, 2)  # vLLM replaces lower values by 0.01, and rejects higher ones
     positive(args, "repetition_penalty")
     for dest in ("presence_penalty", "frequency_penalty"):
         within(args, dest, -2, 2)
@@ -220,23 +237,25 @@ def check_rollout(args: Namespace, world_size: int) -> None:
 
 
 def probability_changes(args: Namespace) -> list[str]:
-    """The flags, with their values, that change what is sampled and not what the trainer computes."""
+    """Return the flags, with their values, that change the sampling and not the trainer's log-probabilities."""
     off = {"top_p": 1, "top_k": -1, "min_p": 0}
     off |= {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     return [f"{flag(dest)} {getattr(args, dest)}" for dest, value in off.items() if getattr(args, dest) != value]
 
 
 def _check_log_probs(args: Namespace) -> None:
-    """Refuse what changes probabilities where the engine's are compared with the trainer's; see rollout/engine.py."""
+    """Raise GrpoError for flags that would break the log-probability contract of rollout/engine.py."""
     changing, user = probability_changes(args), uses_engine_log_probs(args)
     where, cure = f"at --temperature {args.temperature}", "give --temperature 1"
-    if args.rollout_engine == "sglang":  # its are before truncation and after penalties, at any temperature
+    if (
+        args.rollout_engine == "sglang"
+    ):  # its log-probabilities are before truncation and after penalties, at any temperature
         changing, where, cure = [change for change in changing if "penalty" in change], "with SGLang", "leave them out"
     elif args.temperature == 1:
         return
     if changing and (user or args.mismatch_sample_rate > 0):
         raise GrpoError(
-            f"{', '.join(changing)} {where}: the engine's log-probabilities would be those after them, and cannot be "
+            f"{', '.join(changing)} {where}: the engine's log-probabilities would include them, and could not be "
             f"compared with the trainer's: {cure}, or {f'leave out {user}' if user else 'add --mismatch-sample-rate 0'}"
         )
 
@@ -253,27 +272,27 @@ def _check_megatron_engine(args: Namespace) -> None:
     for dest, reason in (
         ("sleep_level", "its cache is always freed between rollouts"),
         ("offload_model", "it generates with the trainer's weights"),
-        ("cpu_offloading", "Transformer Engine would move activations in generation too"),
-        ("fine_grained_activation_offloading", "activations would be moved in generation too"),
+        ("cpu_offloading", "Transformer Engine would offload activations during generation, too"),
+        ("fine_grained_activation_offloading", "activations would be offloaded during generation, too"),
     ):
         if getattr(args, dest):
             raise GrpoError(f"{flag(dest)} cannot go with --rollout-engine megatron: {reason}; leave it out")
     if args.router_replay_mode == "R3":
         raise GrpoError(
-            "--router-replay-mode R3 cannot go with --rollout-engine megatron, whose routers are the trainer's: with "
-            "one update per rollout they choose alike, else give R2"
+            "--router-replay-mode R3 cannot go with --rollout-engine megatron, whose routers are the trainer's: "
+            "leave it out with one update per rollout, otherwise give R2"
         )
 
 
 def server_urls(args: Namespace) -> list[str]:
-    """Addresses of the servers that generate; none for an engine in the training processes."""
+    """Return the URLs of the servers; none for an engine in the training processes."""
     if args.rollout_engine == "sglang":
         return args.sglang_server_base_url or []
     return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
 
 
 def check_lengths(args: Namespace) -> None:
-    """Refuse sequences that model, engine or micro-batches cannot hold, and fill in the engine's longest."""
+    """Raise GrpoError for sequences too long for model, engine or micro-batches; set --vllm-max-model-len."""
     positive(args, "max_prompt_length max_completion_length vllm_max_model_len")
     longest = args.max_prompt_length + args.max_completion_length
     if args.vllm_max_model_len is None:
@@ -294,9 +313,9 @@ def check_lengths(args: Namespace) -> None:
 
 
 def check_dynamic_sampling(args: Namespace) -> None:
-    """Refuse ways to choose groups that do not go together."""
+    """Raise GrpoError for invalid combinations of dynamic sampling, over-sampling and balancing."""
     positive(args, "max_resample_times")
-    needs(args, "max_resample_times", "dynamic_sample", "it is how often a group is replaced")
+    needs(args, "max_resample_times", "dynamic_sample", "it limits the replacements of a group")
     within(args, "over_sampling_ratio", 1, 100)
     if args.dynamic_sample and not ADVANTAGES.get(args.advantage_estimator).compares_group:
         raise GrpoError(
@@ -308,13 +327,13 @@ def check_dynamic_sampling(args: Namespace) -> None:
     for dest, given in (("dynamic_sample", args.dynamic_sample), ("over_sampling_ratio", args.over_sampling_ratio > 1)):
         if given:
             raise GrpoError(
-                f"{flag(dest)} and --rollout-balancing dynamic cannot both be given: each replica chooses within a "
-                "share of the rollout that is known beforehand"
+                f"{flag(dest)} and --rollout-balancing dynamic cannot both be given: each replica selects within its "
+                "fixed share of the rollout"
             )
 
 
 def check_structured_outputs(args: Namespace) -> None:
-    """Refuse a constraint that cannot be kept."""
+    """Raise GrpoError for a constraint that the engine cannot enforce."""
     if args.structured_outputs_regex is None:
         return
     try:

@@ -1,7 +1,7 @@
-"""The parser of all flags: every folder's, those of training below, and megatron-core's generated in ``core_flags``.
+"""The parser of all flags: every folder's, those of training below, and megatron-core's from ``core_flags``.
 
-Names are Megatron-LM's where it has one. An attribute of the parsed arguments is its flag's name with underscores.
-Which values go together is the business of ``validation``.
+Flags have Megatron-LM's names where it has one. An attribute of the parsed arguments has its flag's name with
+underscores. ``validation`` checks which values go together.
 """
 
 import argparse
@@ -35,18 +35,23 @@ from megatron_grpo.weights.arguments import MODEL_FAMILY
 
 BATCH_AND_DURATION: tuple[FlagRow, ...] = (
     ("--micro-batch-size", int, 1, "completions in a micro-batch of one data-parallel rank"),
-    ("--max-tokens-per-microbatch", int, None, "pack micro-batches up to so many tokens, whatever their number"),
+    ("--max-tokens-per-microbatch", int, None, "token budget of a packed micro-batch; replaces --micro-batch-size"),
     ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
-    ("--num-generations", int, 8, "completions sampled for each prompt: GRPO's group"),
-    ("--steps-per-generation", int, 1, "updates made from one rollout, each on its own share of the completions"),
+    ("--num-generations", int, 8, "completions of each prompt: the size of GRPO's group"),
+    ("--steps-per-generation", int, 1, "updates per pass over a rollout, each on its own share of the completions"),
     ("--generation-batch-size", int, None, "completions in a rollout [global batch x --steps-per-generation]"),
-    ("--num-iterations", int, 1, "how often the completions of a rollout are gone through"),
-    ("--train-iters", int, None, "updates to make; give this or --num-epochs"),
-    ("--num-epochs", float, None, "passes over the training prompts to make; give this or --train-iters"),
+    ("--num-iterations", int, 1, "passes over the completions of a rollout"),
+    ("--train-iters", int, None, "number of updates; give this or --num-epochs"),
+    ("--num-epochs", float, None, "passes over the training prompts; give this or --train-iters"),
     ("--exit-interval", int, None, "save and end this run when the number of updates is a multiple of this"),
-    ("--seed", int, 1234, "seed of weights, order of prompts and sampling"),
-    ("--exit-duration-in-mins", int, None, "save and end this run, once a rollout is used up, after so many minutes"),
-    ("--exit-signal-handler", bool, False, "save and end this run, once a rollout is used up, on SIGTERM"),
+    ("--seed", int, 1234, "seed of weights, prompt order and sampling"),
+    (
+        "--exit-duration-in-mins",
+        int,
+        None,
+        "save and end this run after this time, at the end of a rollout's updates",
+    ),
+    ("--exit-signal-handler", bool, False, "save and end this run on SIGTERM, at the end of a rollout's updates"),
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (
@@ -59,16 +64,26 @@ LEARNING_RATE: tuple[FlagRow, ...] = (
     ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
     ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
     ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
-    ("--lr-warmup-fraction", float, None, "the same as a share of --lr-decay-iters"),
-    ("--start-weight-decay", float, None, "weight decay of the first update, with --weight-decay-incr-style"),
+    ("--lr-warmup-fraction", float, None, "warm-up as a share of --lr-decay-iters"),
+    (
+        "--start-weight-decay",
+        float,
+        None,
+        "weight decay of the first update, with --weight-decay-incr-style",
+    ),
     ("--end-weight-decay", float, None, "weight decay of the last update"),
-    ("--weight-decay-incr-style", ("constant", "linear", "cosine"), "constant", "how it gets from one to the other"),
+    (
+        "--weight-decay-incr-style",
+        ("constant", "linear", "cosine"),
+        "constant",
+        "change from start to end",
+    ),
 )
 
 EVALUATION: tuple[FlagRow, ...] = (
     ("--eval-interval", int, None, "evaluate when the number of updates is a multiple of this"),
     ("--val-before-train", bool, False, "evaluate before the first update"),
-    ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, besides the greedy one"),
+    ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, in addition to the greedy one"),
     ("--eval-max-prompts", int, None, "use only the first held-out prompts [all]"),
 )
 
@@ -93,7 +108,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "running": (DRY_RUN, TIMEOUT),
 }
 
-# Flags of Megatron-LM scripts that have nothing to change here: (takes a value, why they may stay in a script).
+# Flags of Megatron-LM scripts without an effect here: (takes a value, why they may stay in a script).
 ACCEPTED: dict[str, tuple[bool, str]] = {
     "--use-mcore-models": (False, "megatron-core's models are the only ones"),
     "--use-flash-attn": (False, "packed batches always take a flash kernel on a GPU"),
@@ -108,7 +123,7 @@ ACCEPTED: dict[str, tuple[bool, str]] = {
     "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
 }
 
-# Attributes of the parsed arguments that are no flag.
+# Attributes of the parsed arguments that are not flags.
 DERIVED = ("explicit", "padded_vocab_size", "engine_decodes", "world_size", "data_parallel_size", "updates_per_rollout")
 
 NOT_GIVEN = object()
@@ -134,11 +149,11 @@ class Accept(argparse.Action):
 
 
 def build_parser() -> Parser:
-    """The parser of every flag: ours group by group, then megatron-core's section by section."""
+    """Return the parser of every flag: ours by group, then megatron-core's by section."""
     parser = Parser(
         prog="pretrain_grpo.py",
         usage="torchrun --nproc-per-node N pretrain_grpo.py [flags]",
-        description="GRPO on Megatron-Core and vLLM. docs/arguments.md says how the batch sizes hang together.",
+        description="GRPO on Megatron-Core and vLLM. docs/arguments.md explains the batch sizes.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
         allow_abbrev=False,
     )
@@ -178,7 +193,7 @@ def build_parser() -> Parser:
 
 
 def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, owner: str) -> None:
-    """Add the flag that a plug-in's loss or estimator brings; GrpoError if its name is taken."""
+    """Add the flag of a plug-in's loss or estimator; GrpoError if its name is taken."""
     for action in parser._actions:
         if flag.name in action.option_strings or flag.dest == action.dest:
             taken = action.option_strings[0]
@@ -191,10 +206,10 @@ def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag,
 
 
 def _reading(kind: Any) -> dict[str, Any]:
-    """What ``add_argument`` needs to read this kind of value."""
+    """Return the arguments of ``add_argument`` for this kind of value."""
     if kind is bool:
         return {"action": "store_true"}
-    if isinstance(kind, tuple | Mapping):  # a Mapping: a registry, to which plug-ins add names
+    if isinstance(kind, tuple | Mapping):  # a Mapping is a registry, to which plug-ins add names
         return {"choices": tuple(kind)}
     if isinstance(kind, list):
         return {"type": kind[0], "nargs": "+", "metavar": METAVARS[kind[0]]}
@@ -214,8 +229,8 @@ def json_object(text: str) -> dict[str, Any]:
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """Parse flags (those of the command line by default); ``args.explicit`` holds the attributes that were given.
 
-    Underscores are taken for hyphens in names. An error, such as an unknown flag, ends the program with exit code 2.
-    The files of --external-plugins are run first, since their losses and advantages add flags: GrpoError if one fails.
+    Underscores in flag names are read as hyphens. An error, such as an unknown flag, ends the program with exit code 2.
+    The files of --external-plugins run first, because their losses and advantages add flags; GrpoError if one fails.
     """
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     plugins = Parser(prog="pretrain_grpo.py", add_help=False, allow_abbrev=False)
@@ -235,7 +250,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def _explain(unknown: Sequence[str], parser: Parser) -> str:
-    """One line about what was not understood: why there is no such flag, or which was meant."""
+    """Return one line about an unknown argument: why there is no such flag, or the closest flag."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:
         return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
@@ -247,7 +262,7 @@ def _explain(unknown: Sequence[str], parser: Parser) -> str:
 
 
 def print_args(args: Namespace) -> None:
-    """Print every argument once, sorted, in Megatron-LM's manner; a star marks those that were given."""
+    """Print all arguments, sorted, in Megatron-LM's format; a star marks the arguments that were given."""
     print("------------------------ arguments (* given) ------------------------")
     for dest, value in sorted(args_to_json(args).items()):
         print(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
@@ -257,17 +272,17 @@ def print_args(args: Namespace) -> None:
 
 
 def args_from_json(stored: dict[str, Any]) -> Namespace:
-    """Arguments as a checkpoint stored them; flags that are younger than the checkpoint have their defaults."""
+    """Return the arguments that a checkpoint stores; flags that are newer than the checkpoint have their defaults."""
     args = parse_args([])
     vars(args).update(stored)
     return args
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
-    """megatron-core's ``OptimizerConfig``; GrpoError with its words when it refuses the combination."""
+    """Return megatron-core's ``OptimizerConfig``; GrpoError with its message if it rejects the combination."""
     return core_config(OptimizerConfig, args, params_dtype=params_dtype(args))
 
 
 def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
-    """megatron-core's ``DistributedDataParallelConfig``; GrpoError with its words when it refuses the combination."""
+    """Return megatron-core's ``DistributedDataParallelConfig``; GrpoError with its message if it rejects it."""
     return core_config(DistributedDataParallelConfig, args)

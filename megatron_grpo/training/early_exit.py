@@ -1,4 +1,4 @@
-"""Ends of a run before its last update that come from outside: its time is up, or it gets SIGTERM."""
+"""Early end of a run: after a time limit, or on SIGTERM."""
 
 import signal
 import time
@@ -10,10 +10,10 @@ from megatron_grpo.parallel.initialize import host_group
 
 
 class EarlyExit:
-    """Whether the run is to be saved and left, asked between rollouts by all ranks together.
+    """Decides between rollouts whether the run is saved and ended; all ranks decide together.
 
-    --exit-duration-in-mins counts from here, so all but the imports; --exit-signal-handler takes SIGTERM from here on,
-    and a rank that gets it is enough. Names and meaning: Megatron-LM's.
+    --exit-duration-in-mins counts from the construction of this object, so it does not include the imports.
+    --exit-signal-handler ends the run if any rank receives SIGTERM. Names and meaning are Megatron-LM's.
     """
 
     def __init__(self, duration_in_mins: float | None, on_signal: bool):
@@ -27,7 +27,7 @@ class EarlyExit:
         self._signalled = True
 
     def reason(self) -> str | None:
-        """Why the run ends now, the same on every rank, each of which must call it; None to go on."""
+        """Return the reason to end the run now, or None; equal on all ranks. Collective."""
         if not self._asked:
             return None
         late = self._limit is not None and time.monotonic() >= self._limit

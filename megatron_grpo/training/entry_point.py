@@ -1,4 +1,4 @@
-"""How a run ends: one message for a mistake, a traceback for the rest, and an exit that nothing holds up."""
+"""The end of a run: one message for a GrpoError, a traceback for any other error, and an immediate exit."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ from megatron_grpo.utils.errors import GrpoError, speaks_for_host
 
 
 def run(main) -> None:
-    """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, anything else with its traceback.
+    """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, any other error with its traceback.
 
-    A mistake that every rank sees is printed by rank 0 alone (by the first process of each host, before the ranks have
-    met). One that a single rank sees is printed by that rank, with its number, after it has given rank 0 two seconds to
-    speak first. The process leaves at once: the ranks that wait for it in a collective are then ended by torchrun, or
-    fail themselves, because the connection is closed, and do so in silence.
+    An error on every rank is printed by rank 0 only (by the first process of each host, if there is no process group
+    yet). An error on one rank is printed by that rank, with its number, two seconds later, so that rank 0 comes first.
+    The process exits at once. Ranks that wait for it in a collective are ended by torchrun, or fail because the
+    connection is closed; they print nothing.
     """
     code = 0
     try:
@@ -41,7 +41,7 @@ def run(main) -> None:
     if code == 0 and dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()
-    # Engines leave threads and child processes that would hold the interpreter's exit up.
+    # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block a regular exit.
     os._exit(code)
 
 
@@ -55,12 +55,12 @@ def _who() -> str:
 
 
 def _speaks(after_rank_0: bool) -> bool:
-    """Whether this rank says what went wrong: the first that claims it, since the others fail because it has left."""
+    """Return whether this rank prints its error: only the first rank does, because the others fail as a consequence."""
     if not dist.is_initialized():
         return speaks_for_host()
     if after_rank_0 and dist.get_rank() > 0:
         time.sleep(2.0)
     try:
         return dist.distributed_c10d._get_default_store().add("megatron_grpo/error", 1) == 1
-    except RuntimeError:  # the store went with rank 0, which has spoken
+    except RuntimeError:  # the store ended with rank 0, which has printed its error
         return False

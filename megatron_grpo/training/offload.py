@@ -1,8 +1,8 @@
-"""The trainer's tensors leave the device while an engine generates there, and come back bit for bit.
+"""Moves the trainer's tensors to host memory while an engine generates, and back, bit for bit.
 
-Everything is done to storages, the memory behind tensors: one is copied to the host and resized to nothing, later
-resized back and filled. Whatever looks into it (parameters, megatron-core's buckets and shards, an optimizer's views)
-stays the object that it is, so nothing here depends on the class of the optimizer.
+The unit is the storage, the memory behind tensors: it is copied to the host and resized to 0 bytes, later resized back
+and filled. All tensors that share the storage (parameters, megatron-core's buckets and shards, an optimizer's views)
+stay the same objects, so nothing here depends on the class of the optimizer.
 """
 
 import time
@@ -15,13 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
-# The host's memory is taken in blocks of this many bytes, and storages are laid through them end to end. torch rounds a
-# request for page-locked memory up to a power of two (64 GiB for 33): of such blocks only the end of the last is waste.
+# Size of the host's memory blocks in bytes; storages fill them end to end. torch rounds a request for page-locked
+# memory up to a power of two (64 GiB for 33), so with such blocks only the end of the last one is wasted.
 BLOCK_BYTES = 1 << 28
 
 
 class Transfer(NamedTuple):
-    """What a move did: the device's bytes that it gave up or took back, how many of them it copied, the seconds."""
+    """Bytes that a move freed or allocated on the device, how many of them it copied, and its seconds."""
 
     size: int
     copied: int
@@ -32,14 +32,14 @@ class Offloader:
     """Moves ``weights`` (the parameters), ``gradients`` and ``optimizer_state`` (float32 main parameters, moments) of
     the wrapped chunks ``model`` and their optimizer to the host's page-locked memory and back.
 
-    Gradients are not kept: they come back as zeros, which is how an update begins. A storage that holds two kinds, such
-    as the parameters of a float32 model, which the optimizer updates in place, moves with the first of the three. Left
-    where they are: what is on the host already (``--optimizer-cpu-offload``), and tensors of subclasses, such as
-    Transformer Engine's of 8 bits.
+    Gradients are not copied: they return as zeros, as every update begins. A storage that holds two kinds, such as the
+    parameters of a float32 model, which the optimizer updates in place, moves with the first of the three. Tensors that
+    are on the host already (``--optimizer-cpu-offload``) and tensors of subclasses, such as Transformer Engine's 8-bit
+    tensors, do not move.
 
-    Nothing may touch a tensor that is out: there is no memory behind it, and most kernels that read it end the process
-    (a segmentation fault on a CPU, an illegal memory access on a GPU; matrix products raise RuntimeError). What needs
-    some of the kinds at another time than the rest, such as the weights for a sync, has an Offloader for each.
+    An offloaded tensor has no memory: most kernels that read it end the process (a segmentation fault on a CPU, an
+    illegal memory access on a GPU; matrix products raise RuntimeError). Use one Offloader for each kind that moves at
+    its own time, such as the weights, which a sync needs.
     """
 
     def __init__(
@@ -54,34 +54,34 @@ class Offloader:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held for the copies; it is taken by the first move out and kept."""
+        """Host memory of the copies in bytes, allocated by the first move and kept."""
         return len(self._blocks) * BLOCK_BYTES
 
     @torch.no_grad()
     def to_host(self) -> Transfer:
-        """Give up the device's memory; without effect when out already. Raises GrpoError when the host has too little.
+        """Free the device's memory; no-op if it is free already. GrpoError if the host has too little memory.
 
-        Under ``--overlap-param-gather`` no gather may be under way (``training.parameters_complete`` finishes it).
+        With ``--overlap-param-gather`` no gather may be running (``forward.parameters_complete`` completes it).
         """
         if self.is_out:
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
-        torch.cuda.synchronize()  # also streams other than this one, where collectives run, must be done
+        torch.cuda.synchronize()  # all streams, because collectives run on others
         if self.gradients:
-            self.optimizer.zero_grad()  # those that lie outside the buffers: float32 copies of 16-bit gradients
+            self.optimizer.zero_grad()  # gradients outside the buffers: float32 copies of 16-bit gradients
         self._collect()
         for data, host in self._pieces():
             host.copy_(data, non_blocking=True)
         torch.cuda.synchronize()
         for storage, _ in self._copied + self._dropped:
             storage.resize_(0)
-        torch.cuda.empty_cache()  # else the memory stays with this allocator, and the engine has its own
+        torch.cuda.empty_cache()  # otherwise torch's allocator keeps the memory, and the engine has its own allocator
         self.is_out = True
         return self._transfer(start)
 
     @torch.no_grad()
     def to_device(self) -> Transfer:
-        """Take the device's memory back and fill it; without effect when it is there. GrpoError when it is taken."""
+        """Allocate the device's memory again and fill it; no-op if it is allocated. GrpoError if there is no room."""
         if not self.is_out:
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
@@ -91,8 +91,8 @@ class Offloader:
         except torch.OutOfMemoryError as error:
             size = self._transfer(start).size / 2**30
             raise GrpoError(
-                f"the trainer gave up {size:.2f} GiB of the GPU for the engine's turn, and cannot take it all back: is "
-                "there an inference server that still holds it? End that, and go on with --load"
+                f"the trainer freed {size:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
+                "the inference server or program that still holds memory there, and resume with --load"
             ) from error
         for data, host in self._pieces():
             data.copy_(host, non_blocking=True)
@@ -103,8 +103,8 @@ class Offloader:
         return self._transfer(start)
 
     def _collect(self) -> None:
-        """Find what is to move. Each time anew: an optimizer makes its moments in its first step, a load replaces
-        them.
+        """Find the storages to move, before every move: an optimizer creates its moments in its first step, and a load
+        replaces them.
         """
         self._copied, self._dropped = [], []
         kinds = (
@@ -118,7 +118,7 @@ class Offloader:
                 if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != device().type:
                     continue
                 storage = tensor.untyped_storage()
-                # Empty are shards of which another rank has all, and what another Offloader has moved.
+                # Empty: shards that are wholly on another rank, and storages that another Offloader has moved.
                 if storage.nbytes() == 0 or storage.data_ptr() in seen:
                     continue
                 seen.add(storage.data_ptr())
@@ -126,7 +126,7 @@ class Offloader:
                     moving.append((storage, storage.nbytes()))
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(bytes on the device, their place on the host) of all that is copied, cut where blocks end."""
+        """Yield (bytes on the device, their place on the host) of all copied storages, split where blocks end."""
         position = 0
         for storage, size in self._copied:
             data, begin = _bytes_of(storage), 0
@@ -144,24 +144,26 @@ class Offloader:
 
 
 def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of the wrapped chunks."""
     for chunk in model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            assert group.param_gather_handle is None, "a gather of parameters is under way: finish it first"
+            assert group.param_gather_handle is None, "a gather of parameters is running: complete it first"
         yield from chunk.parameters()
 
 
 def gradient_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+    """Yield megatron-core's gradient buffers."""
     for chunk in model:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             yield buffer.grad_data
 
 
 def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
-    """Main parameters and moments; megatron-core has one optimizer for dense parameters and one for experts'."""
+    """Yield main parameters and moments; megatron-core has one optimizer for dense parameters and one for experts."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # this rank has no such parameters
             continue
-        # Under --optimizer-cpu-offload the share that stays on the device has optimizers of its own.
+        # With --optimizer-cpu-offload, the share on the device has its own optimizers.
         for inner in (part.optimizer, *getattr(part.optimizer, "sub_optimizers", ())):
             for group in inner.param_groups:
                 yield from group["params"]
@@ -170,7 +172,7 @@ def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage's content as uint8 ``[bytes]``."""
+    """Return a storage's content as uint8 ``[bytes]``."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -179,6 +181,6 @@ def _host_block(held: int) -> torch.Tensor:
         return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device().type == "cuda")
     except RuntimeError as error:
         raise GrpoError(
-            f"--offload-*: the host gave this process {held / 2**30:.2f} GiB of page-locked memory and no more: "
-            "offload less, or take a host with more memory or a higher limit of locked memory (ulimit -l)"
+            f"--offload-*: the host has no more page-locked memory for this process than {held / 2**30:.2f} GiB: "
+            "offload less, or use a host with more memory or a higher limit of locked memory (ulimit -l)"
         ) from error

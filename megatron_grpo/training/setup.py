@@ -1,4 +1,4 @@
-"""Everything that happens before the first rollout: check what can be checked, then build the parts of a run."""
+"""Set-up of a run before its first rollout: check the arguments, then build all parts."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -142,7 +142,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 
 def _keep_what_is_there(args, resume: bool) -> None:
-    """Refuse to start another run in the folder of an earlier one, whose logs and checkpoints it would replace."""
+    """Raise GrpoError if --save holds another run, whose logs and checkpoints this run would replace."""
     there = checkpoint.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
         raise GrpoError(
@@ -152,7 +152,9 @@ def _keep_what_is_there(args, resume: bool) -> None:
 
 
 def _check_position(args) -> None:
-    """Refuse to go on where no rollout begins: saves, evaluations and the end would never fall due."""
+    """Raise GrpoError if the checkpoint is not at the start of a rollout: saves, evaluations and the end would never be
+    due.
+    """
     iteration, per_rollout = checkpoint.latest_iteration(args.load), args.updates_per_rollout
     if iteration % per_rollout:
         raise GrpoError(
@@ -163,7 +165,7 @@ def _check_position(args) -> None:
 
 
 def _check_destinations(args) -> None:
-    """Refuse at the start what could not be written at the end."""
+    """Raise GrpoError for output directories that cannot be written."""
     export = Path(args.save_hf) if args.save_hf else None
     if export and export.exists() and not hf.is_replaceable(export):
         raise GrpoError(f"--save-hf {export} exists and is no Hugging Face model directory: choose another place")
@@ -187,7 +189,7 @@ def _check_destinations(args) -> None:
 
 
 def _merge_architecture(args, resume: bool) -> None:
-    """Take the architecture from the checkpoint or the ``config.json`` that the weights come from; flags must agree."""
+    """Take the architecture from the checkpoint or ``config.json`` of the weights; flags must agree with it."""
     source = args.load if resume or args.finetune else args.pretrained_checkpoint
     if source and (resume or args.use_checkpoint_args):
         merge_architecture(args, checkpoint.read_checkpoint_args(source), f"the checkpoint {source}")
@@ -195,18 +197,18 @@ def _merge_architecture(args, resume: bool) -> None:
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
     if args.tokenizer_model is None:
-        load = args.load if resume or args.finetune else None  # without a checkpoint, what lies there is nobody's
+        load = args.load if resume or args.finetune else None  # only of a checkpoint
         assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
         args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
 def _build_model(args, model_provider: Callable, resume: bool, ref_args):
-    """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
+    """Return model, optimizer, scheduler and reference model with the initial weights (a resume overwrites them)."""
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
     own_origin = args.ref_load or args.ref_load_hf or updated
-    # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
+    # A resume loads the policy's weights; the initial weights are then needed only for the reference model.
     if not resume or (ref_args is not None and not own_origin):
         if start:
             checkpoint.load_weights(start, model)
@@ -223,7 +225,9 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
 
 
 def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):
-    """The reference: updated, as a checkpoint holds it, or of --ref-load or --ref-load-hf, or the model as it is."""
+    """Return the reference model: as updated in the checkpoint, or of --ref-load or --ref-load-hf, or a copy of the
+    policy.
+    """
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:
@@ -249,7 +253,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
 
 
 def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
-    """The processes that score, as the flags describe them."""
+    """Return the pool of processes that compute the rewards."""
     return RewardPool(
         args.reward_funcs,
         args.external_plugins or [],
@@ -264,10 +268,10 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:
-    """The engine of --rollout-engine and --vllm-mode."""
+    """Return the engine of --rollout-engine and --vllm-mode."""
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":
-            from megatron_grpo.rollout.vllm.colocate import VllmColocate  # takes seconds: after all checks
+            from megatron_grpo.rollout.vllm.colocate import VllmColocate  # the import takes seconds: after all checks
 
             return VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
         case "megatron", _:

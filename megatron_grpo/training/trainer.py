@@ -1,4 +1,4 @@
-"""What a run keeps: model, engine, data, rewards, logs, and where in the run it is."""
+"""The parts of a run (model, engine, data, rewards, logs) and its position."""
 
 import contextlib
 import time
@@ -62,11 +62,11 @@ class Trainer:
     timers: Timers
     profiler: Profiler
     early_exit: EarlyExit
-    left_early: str | None = None  # why, when the run ends before its last update
+    left_early: str | None = None  # the reason, if the run ends before its last update
     teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
-    synced_iteration: int = 0  # whose weights the engine holds
-    first_iteration: int = 0  # where this process began: above 0 after a resume
+    synced_iteration: int = 0  # version of the engine's weights
+    first_iteration: int = 0  # at the start of this process: above 0 after a resume
     rollouts: int = 0
     tokens: int = 0
     reward_failures: int = 0  # in the newest rollout
@@ -256,10 +256,10 @@ class Trainer:
         return f"The run could not be saved; the newest checkpoint is iteration {newest}: --load {save} resumes from it"
 
     def check_engine(self, batch: RolloutBatch, row: dict[str, float]) -> None:
-        """Raise GrpoError when the engine did not sample with the weights that the trainer held.
+        """Raise GrpoError if the engine did not sample with the trainer's weights.
 
-        It stamps every token with the version that it was given last, and on equal weights its log-probabilities are
-        the trainer's but for rounding.
+        The version of every token must be that of the last sync. With equal weights, the log-probabilities of engine
+        and trainer differ only by rounding.
         """
         stale = (batch.weight_version != self.synced_iteration).any()
         limit = weight_check.largest_mismatch(self.args)
@@ -272,15 +272,15 @@ class Trainer:
                 "The last checkpoint is good; report this with the model's config.json and the versions in the banner"
             )
 
-    # ---- what is seen
+    # ---- metrics and logs
 
     @cached_property
     def flops(self) -> ModelFlops:
-        """What the model's passes take."""
+        """FLOPs of the model's passes."""
         return ModelFlops(self.args)
 
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
-        """What a rollout says of rewards (weighted sums [n]) and lengths, under the names of METRICS."""
+        """Return the metrics of a rollout's rewards (weighted sums ``[n]``) and lengths, under the names of METRICS."""
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
@@ -301,12 +301,12 @@ class Trainer:
         return row | self.sampling_metrics | self.memory
 
     def advance(self, metrics: dict[str, float]) -> None:
-        """Count an update that is done, and the tokens that it learnt from."""
+        """Count one finished update and its tokens."""
         self.iteration += 1
         self.tokens += metrics["tokens/update"]
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Hand one update's metrics (or an evaluation's, before the first) to the logger, with the seconds spent."""
+        """Log the metrics of one update (or of an evaluation before the first) with the seconds of each phase."""
         if "tokens/update" in metrics:
             metrics = metrics | {
                 "tokens/total": self.tokens,
@@ -320,47 +320,47 @@ class Trainer:
             metrics = metrics | {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
             torch.cuda.reset_peak_memory_stats()
         seconds = self.timers.collect()
-        if "time/rollout" not in seconds:  # of a rollout's updates the first tells of its tokens and seconds
+        if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
 
     def log_completions(self, batch: RolloutBatch) -> None:
-        """Write some completions of a rollout, with what became of them, to ``completions.jsonl``."""
+        """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
         if self.logger.active:
             picks = chosen(batch.advantages, self.args.num_completions_to_log)
             rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
             self.logger.log_completions(self.iteration + 1, rows)
 
-    # ---- where the run is
+    # ---- position, checkpoints and end
 
     def due(self, interval: int | None) -> bool:
-        """Whether the present iteration is a multiple of ``interval``."""
+        """Return whether the iteration is a multiple of ``interval``."""
         return bool(interval) and self.iteration % interval == 0
 
     def finished(self) -> bool:
-        """Whether no further rollout is to be started; every rank must ask."""
+        """Return whether the run ends here, before another rollout. Collective."""
         if self.iteration >= self.args.train_iters:
             return True
         self.left_early = self.early_exit.reason()
         if self.left_early:
             print_rank_0(f"leaving at iteration {self.iteration}: {self.left_early}")
             return True
-        # Not where it began: the same command, given again after such an exit, goes on to the next.
+        # Not at the first iteration: the same command, run again after such an exit, continues to the next multiple.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
 
     def save(self, position: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of everything that the run needs to go on as if it had not stopped (at ``position``)."""
+        """Write a checkpoint from which the run continues as if it had not stopped (at ``position``, if given)."""
         self.logger.flush()
         position = position or self._position()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
-            # With them a checkpoint can be gone on from, and exported, without its origin: none may lack them.
+            # With these files a checkpoint can be resumed and exported without the original model directory.
             if dist.get_rank() == 0:
                 hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
-            # One that has not moved can be loaded again from where it came.
+            # A reference model that was never updated can be loaded from its origin again.
             updated = self.reference is not None and self.reference.updated
             checkpoint.save_checkpoint(
                 self.args,
@@ -373,9 +373,9 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Save what is not saved yet, export to Hugging Face's format, and close the logs.
+        """Save if the newest iteration is not saved yet, export to Hugging Face's format, and close everything.
 
-        A run that leaves early has no time to lose: it is saved and nothing else.
+        A run that ends early is only saved, not exported: its time may be limited.
         """
         if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
             self.save()
@@ -392,6 +392,6 @@ class Trainer:
 
 
 def mean_of_scored(values: np.ndarray) -> float:
-    """Mean of what is not nan; nan when nothing is scored."""
+    """Return the mean of the values that are not nan; nan if all are."""
     scored = values[~np.isnan(values)]
     return float(scored.mean()) if len(scored) else float("nan")

@@ -1,6 +1,6 @@
-"""The order in which every folder's rules are applied, and the rules of training itself.
+"""Validation of the arguments: the order of all folders' rules, and the rules of training.
 
-Call ``merge_architecture`` with the source of the model's shape, if there is one, then ``validate_args``.
+Call ``merge_architecture`` first if a checkpoint or ``config.json`` gives the architecture, then ``validate_args``.
 """
 
 import importlib.util
@@ -35,9 +35,9 @@ from megatron_grpo.weights.arguments import check_family
 
 
 def validate_args(args: Namespace, world_size: int) -> None:
-    """Refuse with a GrpoError what cannot work, and fill in what follows from the arguments that were given.
+    """Raise GrpoError for an invalid configuration, and set the arguments that follow from others.
 
-    ``--dry-run`` does without data, rewards and a learning rate, and without the libraries that the run will need.
+    ``--dry-run`` needs no data, rewards, learning rate or optional libraries.
     """
     _check_finite(args)
     sizes = batch_arithmetic(args, world_size)
@@ -47,7 +47,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_model(args)
     check_family(args)
     check_parallelism(args)
-    families.for_args(args).hf_from_args(args)  # refuses what no member of the family has
+    families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not have
     check_lengths(args)
     check_rope(args)
     check_data(args)
@@ -73,7 +73,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
 
 
 def _check_finite(args: Namespace) -> None:
-    """Refuse nan and inf, which pass most comparisons and spoil the weights in the end."""
+    """Raise GrpoError for nan and inf, which pass most comparisons and destroy the weights."""
     for dest, value in vars(args).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
@@ -85,7 +85,7 @@ def _check_evaluation(args: Namespace) -> None:
     for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):
         needs(args, dest, "valid_data_path", "there are no held-out prompts to evaluate on")
     if args.valid_data_path and not args.eval_interval and not args.val_before_train:
-        raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: it would not be used")
+        raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: without them it is not used")
     if args.eval_num_generations < 0:
         raise GrpoError(f"--eval-num-generations ({args.eval_num_generations}) must not be negative")
 
@@ -93,7 +93,7 @@ def _check_evaluation(args: Namespace) -> None:
 def _check_ends(args: Namespace) -> None:
     positive(args, "exit_duration_in_mins")
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
-        needs(args, dest, "save", "what the run has learnt would be lost")
+        needs(args, dest, "save", "without it the run's updates would be lost")
 
 
 def _check_weight_decay(args: Namespace) -> None:
@@ -103,17 +103,17 @@ def _check_weight_decay(args: Namespace) -> None:
         if value is not None and value < 0:
             raise GrpoError(f"{flag(dest)} ({value}) must not be negative")
         if args.weight_decay_incr_style == "constant" and value is not None:
-            raise GrpoError(f"{flag(dest)} needs --weight-decay-incr-style linear or cosine: else it is constant")
+            raise GrpoError(f"{flag(dest)} needs --weight-decay-incr-style linear or cosine: otherwise it is constant")
         if args.weight_decay_incr_style != "constant":
-            required(args, dest, f"--weight-decay-incr-style {args.weight_decay_incr_style} goes from there to there")
+            required(args, dest, f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both ends")
             if "weight_decay" in args.explicit:
-                raise GrpoError(f"--weight-decay and {flag(dest)} cannot both be given: each says what it is")
+                raise GrpoError(f"--weight-decay and {flag(dest)} cannot both be given: each sets the weight decay")
 
 
 def _check_duration(args: Namespace) -> None:
     positive(args, "train_iters num_epochs exit_interval save_interval log_interval distributed_timeout_minutes")
     within(args, "seed", 0, 2**31)  # numpy's limit is 2**32 - 1, and stages add to it
-    excludes(args, "train_iters", "num_epochs", "each says how long to train")
+    excludes(args, "train_iters", "num_epochs", "each sets the length of the run")
     if args.num_epochs is None:
         required(args, "train_iters", "give it, or --num-epochs")
     per_rollout = args.updates_per_rollout
@@ -134,7 +134,7 @@ def _check_optimizer(args: Namespace) -> None:
         raise GrpoError(f"--min-lr ({args.min_lr}) must lie between 0 and --lr ({args.lr})")
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
         raise GrpoError(f"--lr-warmup-fraction ({args.lr_warmup_fraction}) must be at least 0 and less than 1")
-    excludes(args, "lr_warmup_iters", "lr_warmup_fraction", "each says how long to warm up")
+    excludes(args, "lr_warmup_iters", "lr_warmup_fraction", "each sets the length of the warm-up")
     check_warmup(args)
     for dest in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         if not 0 <= getattr(args, dest) < 1:
@@ -146,7 +146,7 @@ def _check_optimizer(args: Namespace) -> None:
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
     for dest in ("offload_model", "offload_gradients"):
-        excludes(args, dest, "use_nccl_ub", "the network card has registered where the buffers lie")
+        excludes(args, dest, "use_nccl_ub", "the network card has registered the addresses of the buffers")
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--optimizer-cpu-offload needs a GPU: here the optimizer is on the CPU anyway")
     needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
@@ -154,7 +154,7 @@ def _check_optimizer(args: Namespace) -> None:
 
 
 def check_warmup(args: Namespace) -> None:
-    """Refuse a warm-up longer than the schedule; to be called again when --num-epochs has become --train-iters."""
+    """Raise GrpoError for a warm-up longer than the schedule; call again once --num-epochs has set --train-iters."""
     decay = args.lr_decay_iters or args.train_iters or math.inf
     if not 0 <= args.lr_warmup_iters < decay:
         raise GrpoError(
@@ -163,7 +163,7 @@ def check_warmup(args: Namespace) -> None:
 
 
 def _check_libraries(args: Namespace) -> None:
-    """Refuse what this machine, or megatron-core itself, cannot do."""
+    """Raise GrpoError for what this machine or megatron-core does not support."""
     have_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     have_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     if args.transformer_impl == "transformer_engine" and not have_te:

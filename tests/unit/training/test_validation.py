@@ -159,10 +159,12 @@ REFUSED = {
     "--presence-penalty 3": "--presence-penalty (3.0) must lie between -2 and 2",
     "--frequency-penalty -3": "--frequency-penalty (-3.0) must lie between -2 and 2",
     "--top-p 0.9 --frequency-penalty 1 --temperature 0.7": (
-        "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would be those "
-        "after them, and cannot be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
+        "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would include "
+        "them, and could not be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
     ),
-    f"{SGLANG} --presence-penalty 1": "--presence-penalty 1.0 with SGLang: the engine's log-probabilities would be",
+    f"{SGLANG} --presence-penalty 1": (
+        "--presence-penalty 1.0 with SGLang: the engine's log-probabilities would include them"
+    ),
     "--top-k 5 --temperature 0.7 --mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop": (
         "give --temperature 1, or leave out --rollout-importance-sampling-mode"
     ),
