@@ -27,7 +27,6 @@ cpu_backend.install()  # before megatron.core is imported; on a GPU it does noth
 
 from megatron.core import parallel_state
 
-from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.arguments import needs_old_log_probs
 from megatron_grpo.algorithm.importance_sampling import importance_weights
@@ -36,6 +35,7 @@ from megatron_grpo.algorithm.loss_metrics import report
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack

@@ -39,10 +39,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import pretrain_grpo
-from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metric_guide import documented
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
-from megatron_grpo.algorithm.advantage_term import estimate_advantages
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider

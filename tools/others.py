@@ -18,12 +18,12 @@ import torch
 import transformers.trainer  # noqa: F401  before the stand-ins are installed: it tests which packages exist
 from torch import Tensor
 
-from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_loss
 from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.training.arguments import parse_args

@@ -1,11 +1,11 @@
-"""From rewards to advantages: how much better each completion did than the others of the same prompt, or of the batch.
+"""Advantage estimators: each completion compared with the others of its prompt, or of the batch.
 
 GRPO has no value network. The completions sampled from one prompt form a group, and the mean reward of the group is the
-baseline. A group is known by an explicit id, never by its place in the batch: any order, any size, the same numbers.
-Sums are exact (`math.fsum`), so not even the last bit depends on the order in which completions arrived.
+baseline. A group has an explicit id and does not depend on positions in the batch. Sums are exact (`math.fsum`), so
+that the order in which completions arrive changes no bit.
 
-Everything is over the whole rollout batch, on the host, in float64; results are float32. R = NaN is a completion that
-nothing scored: its advantage is 0 and it counts in no mean, no standard deviation and no size. Standard deviations are
+All functions work on the whole rollout batch, on the host, in float64; results are float32. R = NaN marks a completion
+without a reward: its advantage is 0, and no mean, standard deviation or size counts it. Standard deviations are
 unbiased (divided by size - 1, as torch.std).
 """
 
@@ -27,24 +27,24 @@ Scale = Literal["group", "batch", "none"]
 
 # An estimator reads the flags that are parameters of its function.
 ADVANTAGES.declare(
-    Flag("--pass-at-k", int, None, "pass_at_k: learn to solve a prompt with the best of so many completions"),
+    Flag("--pass-at-k", int, None, "pass_at_k: optimise the best of this many completions"),
     Flag(
         "--gamma",
         float,
         1.0,
-        "reinforce_plus_plus: discount of what is still to come, per token",
+        "reinforce_plus_plus: discount of later rewards, per token",
         positive=True,
         within=(0, 1),
     ),
 )
 
-STD_EPSILON = 1e-4  # keeps a group whose rewards hardly differ from being blown up
+STD_EPSILON = 1e-4  # bounds the scale of groups whose rewards hardly differ
 
 
 def combine_rewards(rewards: Float32, weights: Sequence[float]) -> Float32:
-    """Weighted sum over reward functions, R = sum over f of weights[f] * rewards[:, f].
+    """Return the weighted sum over reward functions, R = sum over f of weights[f] * rewards[:, f].
 
-    NaN stands for "not scored", "not mine": it is left out of the sum. R is NaN where no function scored.
+    The sum leaves out NaN, which means "not scored". R is NaN for a completion that no function scored.
 
     Args:
         rewards: [n, f], one column for each reward function.
@@ -64,15 +64,15 @@ def combine_rewards(rewards: Float32, weights: Sequence[float]) -> Float32:
 
 
 class GroupStatistics(NamedTuple):
-    """What the rewards of the groups are like."""
+    """Statistics of the rewards of all groups."""
 
     num_groups: int
-    zero_std_groups: int  # groups that teach nothing: all their scored rewards are equal (or only one or none is there)
+    zero_std_groups: int  # groups without a signal: fewer than two scored rewards, or all equal
     mean_std: float  # mean over groups of the standard deviation of their scored rewards
 
 
 def group_statistics(rewards: Float32, group_ids: Int64) -> GroupStatistics:
-    """Count the groups, and those without a signal, from R [n] and the group of each completion [n]."""
+    """Return the statistics of R [n] over groups; ``group_ids`` [n] is the group of each completion."""
     num_groups = len(np.unique(group_ids))
     stds = [_std(rewards[members].astype(np.float64)) for members in _groups(rewards, group_ids)]
     return GroupStatistics(num_groups, num_groups - len(stds), math.fsum(stds) / max(num_groups, 1))
@@ -80,11 +80,11 @@ def group_statistics(rewards: Float32, group_ids: Int64) -> GroupStatistics:
 
 @register_advantage("grpo", scale="group", example=None)
 def group_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) -> Float32:
-    """GRPO's advantage, A_i = (R_i - mean of its group) / (std + 1e-4).
+    """GRPO: A_i = (R_i - mean of its group) / (std + 1e-4).
 
-    The std is that of the rewards of the group (`scale_rewards` "group": every prompt weighs the same, however easy),
-    of the whole batch ("batch"), or the division is left out ("none", as Dr. GRPO argues: dividing by the group's std
-    gives the too easy and the too hard prompts the largest weights).
+    The std is that of the rewards of the group (`scale_rewards` "group": every prompt has the same weight), of the
+    whole batch ("batch"), or there is no division ("none", as in Dr. GRPO: the division by the group's std gives the
+    largest weights to prompts that are too easy or too hard).
 
     A group of one, and a group whose rewards are all equal, has A = 0.
 
@@ -140,21 +140,21 @@ def _tokens_differ(kl_in_reward: bool, gamma: float) -> str | None:
 def reinforce_plus_plus_advantages(
     rewards: Float32, penalties: Float64 | None, response_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
 ) -> Float32:
-    """REINFORCE++: what is still to come after each token, normalised over all tokens of the batch.
+    """REINFORCE++: discounted returns of each token, normalised over all tokens of the batch.
 
         r_t = -penalty_t, and R more at the completion's last token in the loss
-        G_t = r_t + gamma G_{t+1}, over the tokens in the loss of the completion (others are stepped over)
+        G_t = r_t + gamma G_{t+1}, over the tokens in the loss of the completion (others are skipped)
         A_t = (G_t - mean of G) / (std of G + 1e-4), over all tokens in the loss of the batch
 
-    There are no groups: other prompts are the baseline. Without penalties and with gamma 1 every token of a completion
-    has the same A.
+    There are no groups: the batch is the baseline. Without penalties and with gamma 1 all tokens of a completion have
+    the same A.
 
     Args:
         rewards: [n], finite or NaN.
         penalties: [total], of `kl.kl_penalties`, or None for none.
         response_mask: [total], 1 on tokens in the loss.
         cu_seqlens: [n + 1], where each sequence begins in the flat arrays; the last is the total.
-        gamma: discount of a later token's reward, at most 1.
+        gamma: discount of later rewards per token, at most 1.
 
     Returns:
         [total], 0 on tokens that are not in the loss.
@@ -183,11 +183,11 @@ def reinforce_plus_plus_advantages(
 
 @register_advantage("reinforce_plus_plus_baseline", scale="batch", example=None)
 def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) -> Float32:
-    """REINFORCE++ with baseline: centred in the group, divided by the batch's std of what is then left.
+    """REINFORCE++ with baseline: centred in the group, divided by the std of the centred rewards of the batch.
 
         c_i = R_i - mean of its group,   A_i = c_i / (std of c over the batch + 1e-4)
 
-    Not `group_advantages` with "batch", whose std is of R: there prompts of different difficulty make it larger.
+    `group_advantages` with "batch" divides by the std of R instead, which grows with differences between prompts.
 
     Args:
         rewards: [n], finite or NaN.
@@ -220,19 +220,18 @@ def _check_pass_at_k(pass_at_k: int | None, num_generations: int, kl_in_reward: 
 
 @register_advantage("pass_at_k", check=_check_pass_at_k, example=None)
 def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, scale_rewards: Scale) -> Float32:
-    """The gradient of E[max reward of k completions], which is pass@k where rewards are 0 or 1: unbiased from G >= k.
+    """Pass@k: the unbiased gradient of E[max reward of k completions] from G >= k; pass@k for rewards 0 and 1.
 
         s_i = sum over subsets I of the group with k members, i among them, of (max of I - max of I without i) / C(G, k)
         A_i = G s_i
 
-    What i adds to the best of the others is its contribution; the maximum without i is a baseline that does not depend
-    on i. In ascending order of rewards, R_1 <= ... <= R_G, a subset counts where i is its best and some j < i its
-    second best, which leaves C(j - 1, k - 2) choices for the rest:
+    The maximum without i is a baseline that does not depend on i. In ascending order of rewards, R_1 <= ... <= R_G, a
+    subset counts if i is its best and some j < i its second best, with C(j - 1, k - 2) choices for the rest:
 
         A_i = G / C(G, k) * sum over j < i of C(j - 1, k - 2) (R_i - R_j)
 
-    A is never negative; it is large for a completion that solved what few did. k = 2 and up (k = 1 is `rloo`). A group
-    with fewer than k scored completions, and one whose rewards are all equal, has A = 0.
+    A is never negative; it is large for a completion that solved a prompt as one of few. k is at least 2 (k = 1 is
+    `rloo`). A group with fewer than k scored completions, and one whose rewards are all equal, has A = 0.
 
     Args:
         rewards: [n], finite or NaN; any numbers.
@@ -260,7 +259,7 @@ def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, sca
             continue
         ascending = members[np.argsort(values[members], kind="stable")]
         ordered = values[ascending]
-        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: the counts themselves leave float64.
+        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: the counts would overflow float64.
         j = np.arange(size - 2, 0, -1)
         factors = np.concatenate([[k * (k - 1) / (size * (size - 1))], np.maximum(j - k + 2, 0) / j])
         shares = np.cumprod(factors)[::-1]
@@ -270,12 +269,12 @@ def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, sca
 
 
 def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64) -> Float32:
-    """GDPO: every reward function is normalised by itself before they are added, so that none drowns another.
+    """GDPO: each reward function is normalised on its own before the sum, so that none dominates.
 
         z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of weights[f] z_if
         A_i  = (a_i - mean of a over the batch) / (std of a over the batch + 1e-4)
 
-    A function that did not score a completion (NaN) leaves it out of the function's mean and std, and of the sum.
+    A completion that a function did not score (NaN) is left out of its mean and std, and of the sum.
 
     Args:
         rewards: [n, f].
@@ -301,7 +300,7 @@ def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64
 
 
 def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:
-    """Where the scored members of each group lie, for groups that teach something: those whose rewards differ."""
+    """Yield the indices of the scored members of each group with a signal, that is with rewards that differ."""
     scored = ~np.isnan(rewards)
     for group in np.unique(group_ids):
         members = np.flatnonzero((group_ids == group) & scored)
@@ -310,7 +309,7 @@ def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:
 
 
 def _centred(values: Float64, group_ids: Int64) -> Float64:
-    """R minus the mean of its group; exactly 0 where those are all equal, whatever the mean rounds to."""
+    """Return R minus the mean of its group; exactly 0 if all are equal, whatever the rounding of the mean."""
     centred = np.zeros(len(values))
     for members in _groups(values, group_ids):
         centred[members] = values[members] - _mean(values[members])
@@ -318,7 +317,7 @@ def _centred(values: Float64, group_ids: Int64) -> Float64:
 
 
 def _scaled(advantages: Float64, values: Float64, group_ids: Int64, scale: Scale) -> Float32:
-    """Divide by the std of the rewards ``values``: of the group, of the batch, or not at all."""
+    """Divide by the std of the rewards ``values`` of the group or the batch, or return the advantages as they are."""
     if scale == "group":
         for members in _groups(values, group_ids):
             advantages[members] /= _std(values[members]) + STD_EPSILON
@@ -330,7 +329,7 @@ def _scaled(advantages: Float64, values: Float64, group_ids: Int64, scale: Scale
 
 
 def _whitened(values: Float64) -> Float64:
-    """Mean 0 and std 1 over what is not NaN; 0 where it is, and everywhere when all are equal."""
+    """Scale to mean 0 and std 1 over values that are not NaN; NaN gives 0, and equal values give 0 everywhere."""
     known = values[~np.isnan(values)]
     if not len(known) or known.min() == known.max():
         return np.zeros(len(values))

@@ -12,77 +12,93 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, positive, within
 
 LEVELS = get_args(Level)
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop")
+IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop")
 REPLAY = ("disabled", "R2", "R3")
 
 LOSS: tuple[FlagRow, ...] = (
-    ("--loss-type", LOSSES.entries, "grpo", "the policy's loss, and how tokens are weighted in it"),
-    ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
+    ("--loss-type", LOSSES.entries, "grpo", "policy loss, with its weights of tokens"),
+    ("--importance-sampling-level", LEVELS, "token", "probability ratio of each token, or of its whole completion"),
     *LOSSES.flags.values(),
-    ("--entropy-coef", float, 0.0, "weight of the entropy, which is subtracted from the loss"),
-    ("--top-entropy-quantile", float, 1.0, "learn from this share of an update's tokens, of the highest entropy"),
-    ("--clip-cov-ratio", float, None, "leave out so large a share of tokens, drawn by their covariance"),
-    ("--clip-cov-lb", float, 1.0, "least covariance of advantage and log-probability of such a token"),
-    ("--clip-cov-ub", float, 5.0, "largest covariance of such a token"),
-    ("--kl-cov-ratio", float, None, "penalise the movement of the share of tokens of the largest covariance"),
-    ("--kl-cov-coef", float, 1.0, "factor of that penalty, |log p(new) - log p(old)|"),
-    ("--overlong-filter", bool, False, "leave completions cut at --max-completion-length out of the loss"),
+    ("--entropy-coef", float, 0.0, "weight of the entropy bonus"),
+    (
+        "--top-entropy-quantile",
+        float,
+        1.0,
+        "mask all but this share of an update's tokens, those of the highest entropy",
+    ),
+    (
+        "--clip-cov-ratio",
+        float,
+        None,
+        "share of tokens to mask, drawn among those whose covariance lies between the bounds",
+    ),
+    ("--clip-cov-lb", float, 1.0, "lower bound of the covariance of advantage and log-probability"),
+    ("--clip-cov-ub", float, 5.0, "upper bound of this covariance"),
+    ("--kl-cov-ratio", float, None, "share of tokens, those of the largest covariance, whose change is penalised"),
+    ("--kl-cov-coef", float, 1.0, "weight of that penalty, |log p(policy) - log p(old)|"),
+    ("--overlong-filter", bool, False, "mask completions that were cut at --max-completion-length"),
     (
         "--off-policy-sequence-mask-delta",
         float,
         None,
-        "leave out completions to be lowered whose mean log p(engine) - log p(new) is above it",
+        "mask completions with a negative advantage whose mean log p(rollout) - log p(policy) exceeds this value",
     ),
     (
         "--m2po-threshold",
         float,
         None,
-        "leave out tokens until the mean (log p(old) - log p(engine))^2 is below it",
+        "mask tokens, largest difference first, until the mean (log p(old) - log p(rollout))^2 is below this value",
     ),
     (
         "--router-replay-mode",
         REPLAY,
         REPLAY[0],
-        "reuse the experts that the old policy (R2) or the engine (R3) chose",
+        "replay the experts that the old policy (R2) or the engine (R3) chose",
     ),
     (
         "--rollout-importance-sampling-mode",
-        CORRECTIONS,
+        IMPORTANCE_SAMPLING_MODES,
         None,
-        "weigh the policy term by p(trainer) / p(engine), bounded in this way [no weights]",
+        "multiply the policy term by p(trainer) / p(engine), bounded in this way [off]",
     ),
-    ("--rollout-importance-sampling-threshold", float, None, "the weights' upper bound [2; for icepop 5]"),
-    ("--rollout-importance-sampling-lower-bound", float, None, "icepop masks tokens below it [0.5]"),
+    ("--rollout-importance-sampling-threshold", float, None, "upper bound of these weights [2; icepop 5]"),
+    (
+        "--rollout-importance-sampling-lower-bound",
+        float,
+        None,
+        "icepop: lower bound, below which tokens are masked [0.5]",
+    ),
 )
 
 SCALES = ("group", "batch", "none", "gdpo")
 
 ADVANTAGE: tuple[FlagRow, ...] = (
-    ("--advantage-estimator", ADVANTAGES.entries, "grpo", "how rewards become advantages: docs/algorithms.md"),
+    ("--advantage-estimator", ADVANTAGES.entries, "grpo", "advantage estimator: docs/algorithms.md"),
     (
         "--scale-rewards",
         SCALES,
         None,
-        "divide advantages by whose standard deviation [grpo: group; rloo, pass_at_k: none; others: batch]",
+        "divide advantages by this standard deviation [grpo: group; rloo, pass_at_k: none; others: batch]",
     ),
     *ADVANTAGES.flags.values(),
-    ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
-    ("--kl-estimator", KL_ESTIMATORS, "k3", "form of the KL term in the loss; --kl-in-reward: k1"),
+    ("--beta", float, 0.04, "weight of the KL divergence from the reference model; with 0 there is none"),
+    ("--kl-estimator", KL_ESTIMATORS, "k3", "estimator of the KL term in the loss; with --kl-in-reward it is k1"),
     ("--kl-in-reward", bool, False, "subtract the KL divergence from the reward, instead of adding it to the loss"),
 )
 
 
 def needs_old_log_probs(args: Namespace) -> bool:
-    """Whether a rollout begins with a pass for log-probabilities under the weights that sampled it.
+    """Return whether a rollout needs a forward pass for log-probabilities under the old policy.
 
-    With one update they are the update's own, so that only what is decided before it, or read by the host, needs them.
+    With one update per rollout they are the update's own; then only computations before the update, on the host, read
+    them.
     """
     reads = (args.rollout_importance_sampling_mode, args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
     return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2"
 
 
 def check_loss(args: Namespace) -> None:
-    """Refuse what does not go together, and fill in defaults."""
+    """Check the flags of the loss, and fill in defaults."""
     _check_ranges(args, LOSSES)
     positive(args, "clip_cov_ratio kl_cov_ratio kl_cov_coef m2po_threshold top_entropy_quantile")
     positive(args, "off_policy_sequence_mask_delta")
@@ -135,7 +151,7 @@ def _check_blocks(args: Namespace, loss: Loss) -> None:
 
 
 def _check_ratio(args: Namespace, loss: Loss) -> None:
-    """Levels and ranges of the importance ratio."""
+    """Check level and ranges of the importance ratio, and fill in defaults."""
     level = args.importance_sampling_level
     if loss.level == "token" != level:
         raise GrpoError(
@@ -189,7 +205,7 @@ def _check_covariance(args: Namespace) -> None:
 
 
 def check_importance_sampling(args: Namespace) -> None:
-    """Refuse bounds without what they bound, and fill in defaults."""
+    """Check rollout importance weights, and fill in defaults."""
     mode = args.rollout_importance_sampling_mode
     needs(args, "rollout_importance_sampling_threshold", "rollout_importance_sampling_mode", "it bounds its weights")
     positive(args, "rollout_importance_sampling_threshold")
@@ -208,7 +224,7 @@ def check_importance_sampling(args: Namespace) -> None:
 
 
 def check_advantages(args: Namespace) -> None:
-    """Refuse what does not go together, and fill in defaults."""
+    """Check the flags of advantages and KL, and fill in defaults."""
     entry = ADVANTAGES.get(args.advantage_estimator)
     estimator = entry.name
     if args.scale_rewards is None:

@@ -1,4 +1,4 @@
-"""Learning from a stronger model's opinion of the policy's own completions."""
+"""On-policy distillation: a teacher scores the policy's own completions."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,10 @@ def on_policy_distillation(
     response_mask: npt.NDArray[np.uint8],
     coefficient: float,
 ) -> Float32:
-    """Advantage of each token with the teacher's opinion of it: A_t + C (log p(teacher) - log p(old policy)).
+    """Return the advantage of each token plus the teacher's: A_t + C (log p(teacher) - log p(old policy)).
 
-    The mean of the second term over tokens that the policy sampled is -C KL(policy || teacher), token by token: a token
-    that the teacher finds less likely than the policy does is lowered, however the completion was rewarded.
+    The mean of the second term over tokens that the policy sampled is -C KL(policy || teacher), token by token: it
+    lowers tokens that are less likely under the teacher than under the policy, whatever the reward of the completion.
 
     Args:
         advantages: [total], of the rewards; zeros for distillation alone.

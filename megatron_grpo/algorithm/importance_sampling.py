@@ -1,11 +1,11 @@
-"""How far the engine that sampled is from the trainer that learns, and what can be done about it.
+"""Mismatch between engine and trainer: its measure, and rollout importance weights that correct for it.
 
-The engine and the trainer hold the same weights but not the same kernels, and often not the same precision: the
-log-probability of one token differs between them. GRPO takes the samples for the trainer's own, so this difference is
-an error that training does not see. `mismatch` measures it, and a sudden rise means that the engine has missed a weight
-update. `importance_weights` corrects for it: the policy term of a token is multiplied by r = p(trainer) / p(engine),
-whose mean over the engine's samples makes an expectation under the trainer, and which is bounded, since a few large
-ratios would make up the whole gradient.
+Engine and trainer hold the same weights but use other kernels, and often another precision, so that their
+log-probabilities of a token differ. GRPO treats the samples as the trainer's own: the difference is an error that the
+loss does not show. `mismatch` measures it; a sudden rise means that the engine missed a weight update.
+`importance_weights` corrects for it: the policy term of a token is multiplied by r = p(trainer) / p(engine), so that
+the mean over the engine's samples is an expectation under the trainer. The weights are bounded, because a few large
+ratios would dominate the gradient.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 class ImportanceWeights(NamedTuple):
-    """What `importance_weights` found."""
+    """Rollout importance weights of a whole rollout."""
 
     weights: npt.NDArray[np.float32]  # [total], 1 on tokens that are not in the loss
     clipped: float  # share of the tokens in the loss that a bound truncated or masked
@@ -37,7 +37,7 @@ def importance_weights(
     threshold: float,
     lower_bound: float | None = None,
 ) -> ImportanceWeights:
-    """Factor of each token's policy term, from the ratios of a whole rollout.
+    """Return the rollout importance weight of each token, which multiplies its policy term.
 
     With r[i,t] = exp(log_probs - rollout_log_probs), the exponent clamped to [-20, 20], and g_i the geometric mean of r
     over the tokens of completion i that are in the loss:
@@ -48,17 +48,17 @@ def importance_weights(
         sequence_mask      r where g_i <= threshold, else 0
         icepop             r where lower_bound <= r <= threshold, else 0
 
-    The factors are numbers: no gradient flows through them. They are made from the flat arrays of the rollout, in which
-    every completion is whole, so that a sequence's mean does not depend on packing or parallel layout.
+    The weights carry no gradient. They are computed from the flat arrays of the rollout, in which every completion is
+    whole, so that the mean of a sequence does not depend on packing or parallel layout.
 
     Args:
         mode: one of the five.
-        log_probs: [total], under the trainer, at the weights that it held when the rollout was sampled.
+        log_probs: [total], under the trainer, with the weights that sampled the rollout.
         rollout_log_probs: [total], under the engine.
         response_mask: [total], 1 on the tokens in the loss.
         cu_seqlens: [n + 1], where each sequence begins; the last is the total.
         threshold: upper bound.
-        lower_bound: read by icepop only.
+        lower_bound: of icepop.
 
     Raises:
         ValueError: unknown `mode`.

@@ -1,7 +1,7 @@
-"""How far the policy has left the reference: the KL penalty of each token, in the loss or in the reward.
+"""KL penalty of each token against the reference model, in the loss or in the reward.
 
-Sampled tokens tell of KL(policy || reference) only through x = log_probs - ref_log_probs, whose mean over samples of
-the policy it is. What is wanted is its gradient, and there the estimators differ more than in value. On average:
+KL(policy || reference) is the mean of x = log_probs - ref_log_probs over samples of the policy. Training needs its
+gradient, in which the estimators differ more than in their value. On average:
 
               of each token   value                          gradient
     k1        x               KL(policy || reference)        mean zero in the loss, the right one in the reward
@@ -27,12 +27,12 @@ KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
 
 
 def kl_term(estimator: KLEstimator, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """The KL penalty of each token in the loss, before its weight beta.
+    """Return the KL penalty of each token in the loss, before its weight beta.
 
         k1 = x,   k2 = x^2 / 2,   k3 = exp(-x) - 1 + x,   unbiased = rho k3,  rho = exp(log_probs - old_log_probs)
 
     Args:
-        estimator: one of KL_ESTIMATORS. k1 is here for completeness: its gradient is d log_probs, of mean zero.
+        estimator: one of KL_ESTIMATORS. k1 is included for completeness: its gradient, d log_probs, has mean zero.
         log_probs: [t], of the sampled tokens under the policy being trained; carries the gradient.
         ref_log_probs: [t], under the reference.
         old_log_probs: [t], under the policy that sampled; read by unbiased, whose gradient also flows through rho:
@@ -61,15 +61,15 @@ def kl_term(estimator: KLEstimator, log_probs: Tensor, ref_log_probs: Tensor, ol
 
 
 def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate, token by token, of KL(policy || reference) from tokens that the policy sampled.
+    """Return the k3 estimate of KL(policy || reference) of each token that the policy sampled.
 
         x  = log_probs - ref_log_probs, clamped to [-20, 20]
         k3 = exp(-x) - 1 + x
 
-    Never negative, zero where the two agree, and its mean over samples of the policy is KL(policy || reference). The
-    plain estimate x has the same mean, but a larger variance, and a gradient of mean zero: as a loss it would do
-    nothing. The gradient of k3, (1 - exp(-x)) * d log_probs, has as its mean the gradient of the *other* divergence,
-    KL(reference || policy): it pulls towards the reference all the same, and is what GRPO uses.
+    k3 is never negative and zero where both agree. Its mean over samples of the policy is KL(policy || reference). The
+    plain estimate x has the same mean, a larger variance, and a gradient of mean zero: it has no effect in a loss. The
+    mean of k3's gradient, (1 - exp(-x)) * d log_probs, is the gradient of the *other* divergence,
+    KL(reference || policy), which also pulls towards the reference model: this is GRPO's term.
 
     Args:
         log_probs: [t], log-probability of each sampled token under the policy that sampled it.
@@ -90,10 +90,10 @@ def kl_penalties(
     response_mask: npt.NDArray[np.uint8],
     beta: float,
 ) -> npt.NDArray[np.float64]:
-    """What each token's distance from the reference costs in the reward: beta (log_probs - ref_log_probs), that is k1.
+    """Return the KL penalty of each token in the reward: beta (log_probs - ref_log_probs), which is beta k1.
 
-    As a reward k1 has exactly the gradient of beta KL(policy || reference): the score function weighs x by
-    d log p, and x's own gradient has mean zero. k2 and k3 in its place would not.
+    In the reward, k1 has exactly the gradient of beta KL(policy || reference): the policy gradient multiplies x by
+    d log p, and x's own gradient has mean zero. k2 and k3 have another gradient there.
 
     Args:
         log_probs: [total], under the policy that sampled.

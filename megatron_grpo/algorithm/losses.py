@@ -1,15 +1,15 @@
-"""The policy term of each token, by loss type.
+"""Policy losses: L of each token, by loss type.
 
 The whole loss of one optimizer update is
 
     loss = sum over completions i, tokens t of  w[i,t] * (m[i,t] L[i,t] + beta * KL[i,t] - entropy_coef * H[i,t])
 
-with L from this module, m from `corrections` and `masks`, KL from `kl` and w from `weighting`. The tensors are flat,
-[t]: the label tokens of one packed micro-batch in order, so that no padding exists to be masked. A pack holds whole
-completions; ``completion`` [t] says which one a token belongs to, and numbers them in any way below t.
+with L from this module, m from `importance_sampling` and `masks`, KL from `kl` and w from `weighting`. The tensors are
+flat, [t]: the label tokens of one packed micro-batch in order, without padding. A pack holds whole completions;
+``completion`` [t] is the number of the completion of each token, below t.
 
-Everywhere d = log_probs - old_log_probs is the log of the ratio rho = exp(d) between the policy that is trained and
-the weights before the first update on the rollout; with a single update per rollout rho is 1.
+Everywhere d = log_probs - old_log_probs is the log of the ratio rho = exp(d) between the policy being trained and the
+old policy, the weights before the first update on the rollout. With a single update per rollout rho is 1.
 """
 
 import numpy as np
@@ -20,11 +20,11 @@ from torch import Tensor
 from megatron_grpo.algorithm.registry import LOSSES, Flag, Level, PolicyLoss, register_loss
 from megatron_grpo.utils.errors import GrpoError
 
-# exp(20) is about 5e8: no policy is meant to get there, and beyond it a float32 exp() soon is inf, whose product with
-# the zero gradient of the clipped branch is nan. Inside the bound nothing changes.
+# exp(20) is about 5e8, far above any useful ratio. A larger exponent can overflow to inf in float32, and inf times the
+# zero gradient of the clipped branch is nan. Values inside the bound do not change.
 MAX_LOG_RATIO = 20.0
 
-# The discount of a future token below which fipo's sum leaves it out: far below float32's resolution of the sum.
+# fipo's sum leaves out future tokens whose discount is below this: far below float32's resolution of the sum.
 NEGLIGIBLE = 1e-12
 
 # A loss reads the flags that are parameters of its function.
@@ -33,7 +33,7 @@ LOSSES.declare(
         "--epsilon",
         float,
         None,
-        "clip range of the probability ratio, downwards [0.2; gmpo 0.4]",
+        "lower clip range of the probability ratio [0.2; gmpo 0.4]",
         positive=True,
         within=(0, 1),
     ),
@@ -41,20 +41,22 @@ LOSSES.declare(
         "--epsilon-high",
         float,
         None,
-        "clip range upwards; cispo: the bound of the ratio itself [--epsilon]",
+        "upper clip range; cispo: upper bound of the ratio itself [--epsilon]",
         positive=True,
     ),
-    Flag("--delta", float, None, "bound of the ratio where the clip leaves it open (advantage < 0)", positive=True),
-    Flag("--dual-clip", float, None, "the same under PPO's name: the loss is at most -it x advantage", positive=True),
-    Flag("--tau-pos", float, 1.0, "sapo: sharpness of the gate where the advantage is positive", positive=True),
-    Flag("--tau-neg", float, 1.05, "sapo: sharpness of the gate elsewhere", positive=True),
-    Flag("--fipo-decay-rate", float, 32.0, "fipo: tokens after which a later token counts half", positive=True),
-    Flag("--fipo-clip-range", float, 0.2, "fipo: how far a token's weight may leave 1", within=(0, 1)),
+    Flag("--delta", float, None, "upper bound of the ratio for tokens with a negative advantage", positive=True),
+    Flag("--dual-clip", float, None, "the same bound under PPO's name (dual clip)", positive=True),
+    Flag("--tau-pos", float, 1.0, "sapo: sharpness of the gate for positive advantages", positive=True),
+    Flag("--tau-neg", float, 1.05, "sapo: sharpness of the gate for other advantages", positive=True),
+    Flag(
+        "--fipo-decay-rate", float, 32.0, "fipo: half-life, in tokens, of the influence of later tokens", positive=True
+    ),
+    Flag("--fipo-clip-range", float, 0.2, "fipo: largest distance of a token's weight from 1", within=(0, 1)),
     Flag(
         "--fipo-safety-threshold",
         float,
         4.0,
-        "fipo: ratio above which a token to be lowered is not strengthened",
+        "fipo: ratio above which a token with a negative advantage has a weight of at most 1",
         positive=True,
     ),
     Flag("--real-tau", float, 0.5, "real: temperature of the scores", positive=True),
@@ -62,15 +64,15 @@ LOSSES.declare(
 
 
 def completion_mean(values: Tensor, completion: Tensor) -> Tensor:
-    """Mean of ``values`` [t] over the tokens of each completion, at every token of it, [t]."""
-    # As many slots as tokens: at least as many as completions, and no wait for the device to count them.
+    """Return the mean of ``values`` [t] over the completion of each token, [t]."""
+    # t slots: at least as many as completions, without a synchronisation to count them.
     sums = torch.zeros_like(values).index_add(0, completion, values)
     counts = torch.zeros_like(values).index_add(0, completion, torch.ones_like(values))
     return (sums / counts.clamp(min=1))[completion]
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, completion: Tensor, level: Level) -> Tensor:
-    """Log of the importance ratio of each token, [t].
+    """Return the log of the importance ratio of each token, [t].
 
         token           d
         sequence        mean of d over the completion: all its tokens share one ratio, and are clipped together
@@ -108,16 +110,16 @@ def clipped_loss(
 
         L = -min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
 
-    A > 0 asks for a larger probability, and stops asking once rho > 1 + epsilon_high; A < 0 asks for a smaller one, and
-    stops once rho < 1 - epsilon. A clipped token has no gradient. The minimum makes the bound one-sided: a token that
-    has moved the *wrong* way is not clipped, so it can always be brought back. There ``delta``, above
-    1 + epsilon_high, bounds what a single token with A < 0 can do: L <= -delta A, which is PPO's dual clip.
+    A > 0 raises the probability until rho > 1 + epsilon_high; A < 0 lowers it until rho < 1 - epsilon. A clipped token
+    has no gradient. The minimum makes the bound one-sided: a token that moved in the *wrong* direction is not clipped,
+    so that later updates can move it back. For such a token with A < 0 ``delta``, above 1 + epsilon_high, bounds the
+    loss, L <= -delta A: PPO's dual clip.
 
     Args:
         log_ratio: [t], of `log_ratio`; carries the gradient. At 0 in value the gradient is REINFORCE's, -A d log_probs.
         advantages: [t], A of the completion that each token belongs to.
-        epsilon: how far below 1 the ratio may fall.
-        epsilon_high: how far above 1 it may rise; equal to epsilon in PPO and GRPO, larger in DAPO ("clip-higher").
+        epsilon: lower clip range.
+        epsilon_high: upper clip range; equal to epsilon in PPO and GRPO, larger in DAPO ("clip-higher").
         delta, dual_clip: bound of the unclipped branch, under either name, or None.
 
     Returns:
@@ -139,11 +141,11 @@ def clipped_loss(
 
 @register_loss("sapo", aggregation="grpo")
 def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> PolicyLoss:
-    """SAPO: a soft gate in place of the clip.
+    """SAPO: a soft gate instead of the clip.
 
         L = -(4 / tau) sigmoid(tau (rho - 1)) A,    tau = tau_pos where A > 0, else tau_neg
 
-    At rho = 1 the gradient is that of rho A; it fades as rho leaves 1 to either side, the faster the larger tau.
+    At rho = 1 the gradient is that of rho A; it fades on both sides of 1, faster with a larger tau.
     ``log_ratio`` and ``advantages`` are [t]; nothing is clipped.
 
     Source: Gao et al. 2025, "Soft adaptive policy optimization", arXiv:2511.20347, eq. 5 and 6.
@@ -159,7 +161,7 @@ def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: fl
 def gmpo_loss(
     log_ratio: Tensor, advantages: Tensor, completion: Tensor, epsilon: float, epsilon_high: float
 ) -> PolicyLoss:
-    """GMPO: the geometric mean of the completion's ratios, each clipped in log space on the side that A pushes it to.
+    """GMPO: the geometric mean of the completion's ratios, each clipped in log space in the direction of A.
 
         c_t = s min(s d_t, s clip(d_t, -epsilon, epsilon_high)),  s = sign(A)
         L   = -A exp(mean of c over the completion), at each of its tokens
@@ -174,7 +176,7 @@ def gmpo_loss(
     """
     sign = advantages.sign()
     clipped = log_ratio.clamp(-epsilon, epsilon_high)
-    # s min(s d, s c) is the smaller of the two for A > 0, the larger for A < 0; with A = 0 nothing is learnt.
+    # s min(s d, s c) is the smaller of the two for A > 0 and the larger for A < 0; for A = 0 the gradient is 0.
     bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
     loss = -advantages * _exp(completion_mean(bounded, completion))
     low = (log_ratio < -epsilon) & (advantages < 0)
@@ -188,7 +190,7 @@ def real_advantages(
     group_ids: npt.NDArray[np.int64],
     real_tau: float,
 ) -> npt.NDArray[np.float32]:
-    """REAL: completions of a group are classified, right against wrong; what that loss asks of each, as an advantage.
+    """REAL: the gradient of a classification loss of each group, right against wrong, as advantages.
 
         loss = mean over groups of  log(1 + sum over positives e^(-s / tau)) + log(1 + sum over negatives e^(s / tau))
 
@@ -197,14 +199,14 @@ def real_advantages(
     value is not that of the loss.
 
     Args:
-        scores: [n], s at the weights that the gradient is taken at.
-        advantages: [n], whose sign tells positives (above 0) from negatives; NaN where nothing scored the completion,
-            which is then neither.
+        scores: [n], s at the weights of this gradient.
+        advantages: [n]; positives are those above 0, negatives all others; NaN for a completion without a reward,
+            which is neither.
         group_ids: [n].
         real_tau: temperature, tau.
 
     Returns:
-        [n]; 0 in a group without both, and where nothing scored.
+        [n]; 0 in a group without both, and for completions without a reward.
 
     Source: "Rewards as labels: revisiting RLVR from a classification perspective" (2026), arXiv:2602.05630; groups
     without both, and the sign, as in ms-swift.
@@ -226,8 +228,7 @@ def real_advantages(
 def _check_real(num_generations: int) -> None:
     if num_generations == 1:
         raise GrpoError(
-            "--loss-type real tells a prompt's good completions from its bad ones: --num-generations (1) must be at "
-            "least 2"
+            "--loss-type real compares the completions of a prompt: --num-generations (1) must be at least 2"
         )
 
 
@@ -254,12 +255,12 @@ def _check_cispo(epsilon_high: float | None) -> None:
 
 @register_loss("cispo", aggregation="dapo", check=_check_cispo, example="--epsilon-high 1.1")
 def cispo_loss(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> PolicyLoss:
-    """CISPO: the ratio is a bounded weight without gradient, so that no token is ever left out.
+    """CISPO: the ratio is a bounded weight without gradient, so that every token has a gradient.
 
         L = -sg(min(rho, epsilon_high)) A log_probs
 
-    ``epsilon_high`` is the bound itself, not its distance from 1. All arguments but it are [t]; clip_high marks the
-    tokens whose ratio is bounded, whatever the sign of A.
+    ``epsilon_high`` is the bound itself, not its distance from 1; the other arguments are [t]. clip_high marks the
+    tokens whose ratio is bounded, for any sign of A.
 
     Source: MiniMax-M1 (2025, arXiv:2506.13585, section 3.1).
     """
@@ -277,7 +278,7 @@ def fipo_weights(
     safety_threshold: float,
     delta: float | None = None,
 ) -> Tensor:
-    """FIPO's weight of each token, by how far the tokens behind it have moved: it multiplies the clipped loss.
+    """Return FIPO's weight of each token, from the log-ratios of the later tokens: it multiplies the clipped loss.
 
         f_t = exp(sum over k >= t of gamma^(k - t) d_k),  gamma = 2^(-1 / half_life), over the completion's tokens
               clamped to [1, 1 + clip_range]; where A < 0 and rho_t > safety_threshold, to [1 - clip_range, 1]
@@ -288,10 +289,10 @@ def fipo_weights(
         log_ratio: [t], d of each token.
         advantages: [t].
         completion: [t], each completion's tokens side by side and in order.
-        half_life: tokens after which a later token counts half.
+        half_life: distance in tokens that halves the influence of a later token.
         clip_range: width of the clamp.
-        safety_threshold: ratio from which a token with A < 0 is not to be strengthened.
-        delta: see above; None keeps all.
+        safety_threshold: ratio above which the weight of a token with A < 0 is at most 1.
+        delta: see above; None keeps all tokens.
 
     Returns:
         [t], without gradient.
@@ -301,7 +302,7 @@ def fipo_weights(
     moved = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = moved.exp()
     future = moved if delta is None else moved.where(ratio <= delta, 0.0)
-    # A window that doubles: sum over [t, t + 2s) = sum over [t, t + s) + gamma^s sum over [t + s, t + 2s).
+    # Doubling windows: sum over [t, t + 2s) = sum over [t, t + s) + gamma^s sum over [t + s, t + 2s).
     step, gamma = 1, 2.0 ** (-1.0 / half_life)
     while step < len(future) and gamma**step > NEGLIGIBLE:
         same = completion[step:] == completion[:-step]

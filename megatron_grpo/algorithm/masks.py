@@ -1,8 +1,8 @@
-"""Which tokens an update learns from: masks of the policy term, and who gets kl-cov's penalty.
+"""Masks of the policy term, and the tokens of the KL-Cov penalty.
 
-A mask multiplies a token's policy term and never changes its weight w: what is dropped lowers the loss, it does not
-raise what the others count. All but `off_policy_sequences` are statistics of a whole update, on the host, over its
-tokens in the loss in global order, [t]: no micro-batch has a threshold of its own.
+A mask multiplies the policy term of a token and does not change any weight w: masked tokens lower the loss and leave
+the share of the others as it is. All masks but `off_policy_sequences` are statistics of a whole update, on the host,
+over its tokens in the loss in global order, [t]: they do not depend on micro-batches.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def top_entropy(entropies: Float, share: float) -> Bool:
 
 
 def covariances(advantages: Float, log_probs: Float) -> npt.NDArray[np.float64]:
-    """(A - mean A)(lp - mean lp) of each token, [t]: the tokens where it is large are those that entropy is lost by.
+    """Return (A - mean A)(lp - mean lp) of each token, [t]: tokens with a large value reduce the entropy most.
 
     Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models",
     arXiv:2505.22617, eq. 10.
@@ -38,8 +38,8 @@ def covariances(advantages: Float, log_probs: Float) -> npt.NDArray[np.float64]:
 def clip_cov(covariances: Float, share: float, low: float, high: float, draws: Float) -> Bool:
     """Keep all but a ``share`` of the tokens (at least one), drawn from those with a covariance in (low, high).
 
-    ``draws`` [t] are random numbers: those with the smallest are dropped, so that the choice depends on a token's own
-    number alone. Where fewer lie in between, all of these are dropped.
+    ``draws`` [t] are random numbers. The tokens with the smallest are dropped, so that the choice depends only on the
+    numbers of the tokens themselves. If fewer tokens lie between the bounds, all of these are dropped.
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
     """
@@ -51,7 +51,7 @@ def clip_cov(covariances: Float, share: float, low: float, high: float, draws: F
 
 
 def kl_cov(covariances: Float, share: float) -> Bool:
-    """The ``share`` of tokens (at least one) with the largest covariances: to them |d| is added, times a coefficient.
+    """Select the ``share`` of tokens (at least one) with the largest covariances, which get the penalty |d|.
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13 and 14.
     """
@@ -79,7 +79,7 @@ def second_moment(differences: Float, threshold: float) -> Bool:
 def off_policy_sequences(
     log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, completion: Tensor, delta: float
 ) -> Tensor:
-    """0.0 on completions with A < 0 that the policy has left behind: mean of lp_rollout - lp above ``delta``; else 1.0.
+    """Mask completions with A < 0 whose mean of lp_rollout - lp exceeds ``delta``: 0.0 on their tokens, else 1.0.
 
     Args:
         log_probs: [t], under the policy being trained.

@@ -1,4 +1,4 @@
-"""How often one of k sampled completions is right, from more samples than k."""
+"""pass@k: the probability that one of k sampled completions is right, from more samples than k."""
 
 from math import comb
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 
 def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k: int) -> float:
-    """The unbiased estimate of pass@k, mean over prompts: 1 - C(n - c, k) / C(n, k) where c of n completions are right.
+    """Return the unbiased estimate of pass@k, mean over prompts: 1 - C(n - c, k) / C(n, k) if c of n are right.
 
     ``right`` and ``group_ids`` are ``[completions]``. Chen et al. 2021 (arXiv:2107.03374), equation 1. Raises
     ValueError when a prompt has fewer than k completions.
@@ -23,5 +23,5 @@ def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k:
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4 ... up to ``limit``: the k that evaluations report."""
+    """Return 1, 2, 4 ... up to ``limit``: the k that evaluations report."""
     return [2**i for i in range(limit.bit_length())]

@@ -1,7 +1,7 @@
 """Registry of losses and advantage estimators: each is one object, found by its name.
 
-A registered function names its inputs: a parameter is one of the tensors or arrays below, or the value of the flag of
-that name (``foo_alpha``: ``--foo-alpha``). A flag that no parameter of the chosen function names is refused.
+The parameters of a registered function are its inputs: each is one of the tensors or arrays below, or the value of the
+flag of that name (``foo_alpha``: ``--foo-alpha``). A flag that the chosen function does not read is refused.
 
     @register_loss("foo", aggregation="dapo", flags=[Flag("--foo-alpha", float, 1.0, "foo: strength", positive=True)])
     def foo_loss(log_ratio, advantages, foo_alpha):
@@ -39,7 +39,7 @@ ADVANTAGE_INPUTS = ("rewards", "group_ids", "response_mask", "cu_seqlens", "pena
 
 
 class PolicyLoss(NamedTuple):
-    """What a loss returns of one micro-batch: tensors of its tokens, [t] each."""
+    """The result of a loss for one micro-batch: tensors of its tokens, [t] each."""
 
     loss: Any  # L of each token
     clip_low: Any = None  # 1.0 on tokens without gradient because the ratio fell too far, else 0.0
@@ -50,7 +50,7 @@ class PolicyLoss(NamedTuple):
 
 @cache
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name: inputs and flags."""
+    """Return the parameters of a function by name: inputs and flags."""
     return inspect.signature(function).parameters
 
 
@@ -60,8 +60,8 @@ class Entry:
 
     name: str
     function: Function
-    check: Function | None = None  # raises GrpoError for values that do not go together; parameters as the function's
-    example: str | None = ""  # flags with which tools/check_parallel.py compares it over layouts; None: it does not
+    check: Function | None = None  # raises GrpoError for invalid flags, which its parameters name
+    example: str | None = ""  # flags of its comparison by tools/check_parallel.py; None: no comparison
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -74,15 +74,15 @@ class Loss(Entry):
     """A policy loss: ``function`` returns a `PolicyLoss`, or only L of each token, [t]."""
 
     aggregation: Aggregation = "grpo"  # how weighting.token_weights averages over tokens
-    level: Level | None = None  # ratio level that is part of the loss; None: --importance-sampling-level chooses
+    level: Level | None = None  # fixed ratio level; None: --importance-sampling-level
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags whose general default is None
-    # Replaces the advantages of an update, from statistics of all its completions: [n].
+    # Replaces the advantages of an update, from statistics of all its completions (UPDATE_INPUTS): [n].
     update_advantages: Function | None = None
     one_advantage: bool = False  # needs the same advantage at all tokens of a completion
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters by name, with those of ``update_advantages``."""
+        """The parameters by name, including those of ``update_advantages``."""
         more = parameters(self.update_advantages) if self.update_advantages else {}
         return {**more, **parameters(self.function)}
 
@@ -102,26 +102,26 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Generic[E]):
-    """The entries that one flag chooses from, and the flags that they read."""
+    """The choices of one flag, and the flags that they read."""
 
     def __init__(self, what: str, option: str, inputs: Sequence[str]) -> None:
         self.what, self.option, self.inputs = what, option, tuple(inputs)
         self.entries: dict[str, E] = {}
         self.flags: dict[str, Flag] = {}  # by attribute of the parsed arguments
-        self.owners: dict[str, str] = {}  # of flags that came with an entry: "loss foo (plugin:foo.py)"
+        self.owners: dict[str, str] = {}  # of flags registered with an entry: "loss foo (plugin:foo.py)"
 
     def declare(self, *flags: Flag) -> None:
-        """Add flags of the package itself, in the order of --help."""
+        """Declare flags of built-in entries, in the order of --help."""
         self.flags.update((flag.dest, flag) for flag in flags)
 
     def get(self, name: str) -> E:
-        """The entry of this name; GrpoError for an unknown name, with the names there are."""
+        """Return the entry of this name; GrpoError for an unknown name, with all known ones."""
         if name not in self.entries:
             raise GrpoError(f"{self.option}: no {self.what} {name!r}; there are {', '.join(self.entries)}")
         return self.entries[name]
 
     def add(self, entry: E, flags: Sequence[Flag]) -> None:
-        """Register an entry with its own flags; GrpoError if a name is taken or the function does not read them."""
+        """Register an entry with its own flags; GrpoError for a name that is taken or a flag that it does not read."""
         owner = _owner(self, entry)
         if entry.name in self.entries:
             raise GrpoError(f"{owner}: the name is taken by {_owner(self, self.entries[entry.name])}; choose another")
@@ -141,7 +141,7 @@ class Registry(Generic[E]):
             self.flags[flag.dest], self.owners[flag.dest] = flag, owner
 
     def readers(self, dest: str) -> list[str]:
-        """The names of the entries that read a flag."""
+        """Return the names of the entries that read a flag."""
         return [entry.name for entry in self.entries.values() if dest in entry.parameters]
 
 
@@ -152,7 +152,7 @@ ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "--advantage-e
 def register_loss(
     name: str, *, aggregation: Aggregation, flags: Sequence[Flag] = (), **properties: Any
 ) -> Callable[[Function], Function]:
-    """Decorator that makes a function available as ``--loss-type name``; ``properties`` are the fields of `Loss`."""
+    """Decorator: make a function available as ``--loss-type name``; ``properties`` are the fields of `Loss`."""
 
     def register(function: Function) -> Function:
         if aggregation not in AGGREGATIONS:
@@ -164,7 +164,7 @@ def register_loss(
 
 
 def register_advantage(name: str, *, flags: Sequence[Flag] = (), **properties: Any) -> Callable[[Function], Function]:
-    """Decorator that makes a function available as ``--advantage-estimator name``; ``properties`` are the fields of
+    """Decorator: make a function available as ``--advantage-estimator name``; ``properties`` are the fields of
     `Estimator`.
     """
 
@@ -176,7 +176,7 @@ def register_advantage(name: str, *, flags: Sequence[Flag] = (), **properties: A
 
 
 def call(function: Function, inputs: Mapping[str, Any], args: Any) -> Any:
-    """Call a function with what its parameters name: ``inputs``, or attributes of the parsed arguments.
+    """Call a function; its parameters receive ``inputs`` or attributes of the parsed arguments, by their names.
 
     Raises:
         GrpoError: a parameter without a default is neither.

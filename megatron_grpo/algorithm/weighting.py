@@ -1,9 +1,8 @@
-"""How the losses of single tokens become one loss: a weight for each token, over the whole batch of an update.
+"""Weights of tokens, which make one loss of the losses of single tokens.
 
 "Average over the tokens of a completion, then over completions" and "average over all tokens" are different
-algorithms, and both go wrong when each micro-batch averages over what it happens to hold. So no average is ever taken:
-its denominators are known as soon as the lengths are, and become a weight w[i,t] computed once over the *global* batch
-of an update, with
+algorithms, and both go wrong if each micro-batch averages over its own tokens. Therefore no average is ever computed:
+its denominators follow from the lengths, and become a weight w[i,t] over the *global* batch of an update, with
 
     loss = sum over completions i, tokens t of  w[i,t] * L[i,t]
 
@@ -23,7 +22,7 @@ def token_weights(
     micro_batch_size: int,
     max_completion_length: int,
 ) -> npt.NDArray[np.float64]:
-    """Weight of every token of each completion of an update.
+    """Return the weight of every token of each completion of an update.
 
     With n completions and T_i tokens that count in completion i:
 

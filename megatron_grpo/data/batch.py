@@ -1,4 +1,4 @@
-"""One record for a rollout: everything that passes between the engine, the rewards and the update.
+"""The record of a rollout, which passes between engine, rewards and update.
 
 `RolloutBatch` holds n completions, each after its prompt, as flat arrays: no padding, no pickles, no order that carries
 a meaning (groups have explicit ids). It can be exchanged between ranks, saved, inspected and replayed. Arrays are
@@ -40,7 +40,7 @@ class FinishReason(IntEnum):
 
     STOP = 0  # end-of-sequence token or stop word
     LENGTH = 1  # cut at the length limit
-    ABORT = 2  # given up by the engine or by us
+    ABORT = 2  # aborted by the engine or the trainer
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RolloutBatch:
     ) -> "RolloutBatch":
         """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
 
-        Every sequence has n entries; `prompts[i]` are the token ids in front of `completions[i]`, and `log_probs[i]`
+        Every sequence has n entries; `prompts[i]` are the token ids before `completions[i]`, and `log_probs[i]`
         the engine's log-probabilities of the latter, or None; `weight_version` is one for all, or one each.
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early. Raises GrpoError as
         `validate` does.
@@ -181,29 +181,29 @@ class RolloutBatch:
 
     @property
     def completion_of_tokens(self) -> Int64:
-        """[total], whose token each one is, by its number in the batch."""
+        """[total], the number of the completion of each token."""
         return np.repeat(np.arange(self.num_completions), self.lengths)
 
     def token_positions(self, indices: Int64) -> Int64:
-        """Where all tokens of these completions lie in the flat arrays, one completion after the other."""
+        """Return the positions in the flat arrays of all tokens of these completions, in their order."""
         lengths = self.lengths[indices]
         starts = offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
 
     def response_positions(self, indices: Int64) -> Int64:
-        """Where the tokens in the loss of these completions lie in the flat arrays, one completion after the other."""
+        """Return the positions in the flat arrays of the tokens in the loss of these completions, in their order."""
         flat = self.token_positions(indices)
         return flat[self.response_mask[flat] == 1]
 
     def advantages_of(self, tokens: Int64, completion: Int64) -> Float32:
-        """Advantage of tokens at these places in the flat arrays, each of which belongs to such a completion."""
+        """Return the advantages of ``tokens`` (positions in the flat arrays) of the given completions."""
         assert self.advantages is not None
         return self.advantages[completion] if self.token_advantages is None else self.token_advantages[tokens]
 
-    # ---- choosing and joining
+    # ---- selection and concatenation
 
     def select(self, indices: npt.ArrayLike) -> "RolloutBatch":
-        """The completions with these positions in the batch, in this order, as a new batch."""
+        """Return a new batch of the completions at these positions, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         flat = self.token_positions(chosen)
         arrays = {
@@ -212,7 +212,7 @@ class RolloutBatch:
         return RolloutBatch(**arrays | {"cu_seqlens": offsets(self.lengths[chosen])})
 
     def sorted_by_sample(self) -> "RolloutBatch":
-        """The batch in its global order, whatever rank or engine each completion came from."""
+        """Return the batch in its global order, independent of the rank or engine of each completion."""
         return self.select(np.argsort(self.sample_ids, kind="stable"))
 
     @staticmethod
@@ -224,10 +224,10 @@ class RolloutBatch:
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return RolloutBatch(**arrays | {"cu_seqlens": offsets(np.concatenate([batch.lengths for batch in batches]))})
 
-    # ---- travelling and storing
+    # ---- exchange and storage
 
     def to_buffers(self) -> list[Array]:
-        """The batch as 1-D arrays for exchange by ranks: always as many, in the same order and of the same types.
+        """Return the batch as 1-D arrays for exchange between ranks: their number, order and types are fixed.
 
         The first, int64, says how to read the rest: the sizes of the columns (of rewards, then the MoE layers and
         experts of a token), then 0 or 1 for each optional array. An array that is None travels empty.
@@ -240,7 +240,7 @@ class RolloutBatch:
 
     @classmethod
     def from_buffers(cls, buffers: Sequence[Array]) -> "RolloutBatch":
-        """Undo `to_buffers`; the arrays are taken as they are, without a copy."""
+        """Undo `to_buffers`; the batch shares the memory of the buffers."""
         header, *rest = buffers
         num_columns = sum(spec.columns for spec in FIELDS.values())
         columns, present = iter(header[:num_columns].tolist()), iter(header[num_columns:].tolist())
@@ -345,5 +345,5 @@ def _columns(array: Array | None, spec: ArrayField) -> tuple[int, ...]:
 
 
 def offsets(lengths: Array) -> Int64:
-    """Where sequences of these lengths begin, laid end to end, and where the last ends: [0, l_0, l_0 + l_1, ...]."""
+    """Return the starts of sequences laid end to end, and the end of the last: [0, l_0, l_0 + l_1, ...]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

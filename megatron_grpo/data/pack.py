@@ -1,15 +1,14 @@
-"""One micro-batch: completions of a rollout laid end to end, with labels where the model predicts them.
+"""Packs: completions of a rollout laid end to end as one micro-batch, with labels where the model predicts them.
 
-**The convention for labels, stated once.** In a `RolloutBatch` the log-probability of token k, and all else that is
-about it, lies at k. The model, however, predicts token k at position k - 1. `pack_completions` makes this shift, and is
-the only place that does: in a `Pack` the label of token k stands at position k - 1. The model's head computes
-log-probabilities at the label positions only, so all that follows it (losses, advantages, weights) has length L, the
-number of labels in the pack; `Pack.token_index` leads from there back to the flat arrays.
+**The convention for labels.** In a `RolloutBatch` all values of token k, such as its log-probability, lie at k. The
+model predicts token k at position k - 1. Only `pack_completions` makes this shift: in a `Pack` the label of token k
+stands at position k - 1. The model's head computes log-probabilities at label positions only, so that everything after
+it (losses, advantages, weights) has length L, the number of labels in the pack; `Pack.token_index` maps labels back to
+the flat arrays.
 
-Under context parallelism each rank of the group holds a part of every sequence of a pack, `zigzag` says which, and has
-a `Pack` of its own: its tokens and their labels, in its order. A label is that of one rank only (`Pack.own_labels`);
-what belongs to labels is there on every rank, of all labels in the order of the whole pack, since losses look at whole
-completions.
+Under context parallelism each rank of the group holds a part of every sequence of a pack (`zigzag`), in a `Pack` of its
+own: its tokens and their labels, in its order. Each label belongs to one rank (`Pack.own_labels`). Values of labels are
+on every rank, for all labels in the order of the whole pack, because losses read whole completions.
 """
 
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from megatron_grpo.utils.errors import GrpoError
 
 Bool = npt.NDArray[np.bool_]
 
-IGNORED_LABEL = -100  # torch's ignore_index: no token of the loss is predicted here
+IGNORED_LABEL = -100  # torch's ignore_index: the position predicts no token in the loss
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: m completions laid end to end, with L labels, of which this rank holds T tokens with l labels
-    (convention: see the module); both can be 0. Without context parallelism l is L.
+    """One micro-batch: m completions with L labels, of which this rank holds T tokens with l labels (see the module).
+
+    T, L and l can be 0. Without context parallelism l is L.
     """
 
     indices: Int64  # [m], which completions of the batch
@@ -42,7 +42,7 @@ class Pack:
     max_seqlen: int  # of these
     own_labels: Int64  # [l], which of the L labels are this rank's
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
-    completion: Int64  # [L], whose label it is, by its number in the pack
+    completion: Int64  # [L], number in the pack of the completion of each label
     of_labels: dict[str, Array]  # [L] each: the fields that `RolloutBatch` declares with packed="label"
     of_tokens: dict[str, Array]  # [T, ...] each: those with packed="token", of the tokens themselves
 

@@ -11,27 +11,32 @@ from megatron_grpo.utils.rules import flag, positive, required
 SANDBOXES = ("auto", "strict")
 
 REWARDS: tuple[FlagRow, ...] = (
-    ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
+    ("--reward-funcs", [str], None, "names of reward functions; the reward is their weighted sum"),
     ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
-    ("--reward-routing", [str], None, "SOURCE=NAME,NAME: who scores rows of a data_source [all score all]"),
-    ("--reward-clip", float, None, "limit each function's value to between minus this and this"),
+    (
+        "--reward-routing",
+        [str],
+        None,
+        "SOURCE=NAME,NAME: functions that score the rows of a data_source [all functions]",
+    ),
+    ("--reward-clip", float, None, "clip the value of each function to between minus this and this"),
     ("--external-plugins", [str], None, "Python files that register rewards, judges, losses and advantage estimators"),
     ("--reward-timeout", float, 10.0, "seconds that one call of a reward function may take"),
-    ("--reward-retries", int, 1, "how often a call that failed is tried again"),
-    ("--reward-workers", int, 1, "processes that score, on each rank that scores"),
+    ("--reward-retries", int, 1, "how often a failed call is retried"),
+    ("--reward-workers", int, 1, "worker processes on each rank that scores"),
     *REWARD_MODELS,
     ("--cosine-min-len-value-correct", float, 1.0, "cosine: reward of a right answer of length 0"),
-    ("--cosine-max-len-value-correct", float, 0.5, "cosine: of a right one as long as --max-completion-length"),
+    ("--cosine-max-len-value-correct", float, 0.5, "cosine: of a right answer as long as --max-completion-length"),
     ("--cosine-min-len-value-wrong", float, -0.5, "cosine: of a wrong answer of length 0"),
-    ("--cosine-max-len-value-wrong", float, 0.0, "cosine: of a wrong one as long as --max-completion-length"),
-    ("--repetition-n-grams", int, 3, "repetition: words of a sequence that should not come twice"),
-    ("--soft-cache-length", int, None, "soft_overlong: tokens before --max-completion-length that are punished"),
-    ("--code-sandbox", SANDBOXES, SANDBOXES[0], "code: isolate by what there is, or refuse less than namespaces"),
+    ("--cosine-max-len-value-wrong", float, 0.0, "cosine: of a wrong answer as long as --max-completion-length"),
+    ("--repetition-n-grams", int, 3, "repetition: length in words of the sequences that should not repeat"),
+    ("--soft-cache-length", int, None, "soft_overlong: tokens before --max-completion-length that get a penalty"),
+    ("--code-sandbox", SANDBOXES, SANDBOXES[0], "code: the strongest isolation available, or require namespaces"),
     ("--code-timeout", float, 4.0, "code: seconds that one test may take"),
     ("--code-memory", int, 512, "code: MiB that a process of a test may have"),
 )
 
-# Which reward function reads a flag; without it, and without plugins that might, the flag would do nothing.
+# The reward function that reads a flag. Without it, and without plug-ins that may read it, the flag is refused.
 READ_BY = {
     "cosine_min_len_value_correct": "cosine",
     "cosine_max_len_value_correct": "cosine",
@@ -46,7 +51,7 @@ READ_BY = {
 
 
 def check_rewards(args: Namespace) -> None:
-    """Refuse what does not go together, and fill in the weights."""
+    """Check the flags of rewards, and fill in the weights."""
     required(args, "reward_funcs", "name at least one reward function")
     functions = args.reward_funcs or []
     if len(set(functions)) < len(functions):

@@ -320,7 +320,7 @@ def check_dynamic_sampling(args: Namespace) -> None:
     if args.dynamic_sample and not ADVANTAGES.get(args.advantage_estimator).compares_group:
         raise GrpoError(
             f"--dynamic-sample replaces groups whose rewards are all equal, but --advantage-estimator "
-            f"{args.advantage_estimator} compares over the whole batch and learns from them, too: leave one of them out"
+            f"{args.advantage_estimator} compares over the whole batch and learns from them too: leave one of them out"
         )
     if args.rollout_balancing != "dynamic":
         return

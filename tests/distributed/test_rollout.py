@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.algorithm.arguments import CORRECTIONS
+from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from tools.make_tiny_model import build_parser, make
 
@@ -182,7 +182,7 @@ def test_truncation_is_the_samplers(results, by_transformers, name):
     assert outside > 50 if name == "first" else outside == 0
 
 
-@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_importance_sampling_of_a_recorded_rollout(results, mode):
     """Of an engine with old weights: real ratios, of which each mode bounds some."""
     batch = results.batch("stale")

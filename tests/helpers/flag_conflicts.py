@@ -106,5 +106,5 @@ ADVANTAGES = {
     "--num-generations 1": "(1) must be at least 2: --advantage-estimator grpo compares the completions",
     "--micro-batch-size 2 --max-tokens-per-microbatch 4096": "--micro-batch-size (2) and --max-tokens-per-microbatch "
     "(4096) cannot both be given",
-    "--max-tokens-per-microbatch 64 --loss-type bnpo": "--loss-type bnpo needs --micro-batch-size",
+    "--max-tokens-per-microbatch 4096 --loss-type bnpo": "--loss-type bnpo needs --micro-batch-size",
 }

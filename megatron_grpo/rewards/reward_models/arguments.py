@@ -1,4 +1,4 @@
-"""Flags of reward models, the rules about them, and what each of them is."""
+"""Flags of reward models, the rules about them, and the specification of a reward model."""
 
 import json
 import re
@@ -13,13 +13,18 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive
 
 REWARD_MODELS: tuple[FlagRow, ...] = (
-    ("--reward-model", [str], None, "NAME=DIR or NAME=URL: reward models, to be named in --reward-funcs"),
-    ("--reward-model-template", [str], None, "NAME=FILE: it is a generative judge, and is asked this (Jinja)"),
+    ("--reward-model", [str], None, "NAME=DIR or NAME=URL: reward models, whose names --reward-funcs can use"),
+    ("--reward-model-template", [str], None, "NAME=FILE: the model is a generative judge with this prompt (Jinja)"),
     ("--reward-model-pattern", [str], None, "NAME=REGEX: the judge's score, in one group [Score: NUMBER]"),
-    ("--reward-model-plugin", [str], None, "NAME=JUDGE: it is a judge, asked and read by this one of a plugin"),
-    ("--reward-model-max-tokens", int, 512, "tokens that a judge with a template may answer"),
-    ("--reward-model-timeout", float, 120.0, "seconds for which a reward model that does not answer is asked again"),
-    ("--reward-model-concurrency", int, 64, "completions that a reward model is asked for at once, by each rank"),
+    (
+        "--reward-model-plugin",
+        [str],
+        None,
+        "NAME=JUDGE: the model is a judge, with requests and scores of this class of a plug-in",
+    ),
+    ("--reward-model-max-tokens", int, 512, "tokens of the answer of a judge with a template, at most"),
+    ("--reward-model-timeout", float, 120.0, "seconds for which requests to a reward model are retried"),
+    ("--reward-model-concurrency", int, 64, "concurrent requests of each rank to a reward model"),
 )
 
 _BY_NAME = ("reward_model_template", "reward_model_pattern", "reward_model_plugin")
@@ -28,9 +33,7 @@ _OF_MODELS = (*_BY_NAME, "reward_model_max_tokens", "reward_model_timeout", "rew
 
 @dataclass(frozen=True)
 class RewardModelSpec:
-    """One of --reward-model: a directory or an address, and for a judge its plugin, or its template's text and its
-    pattern.
-    """
+    """One reward model of --reward-model; a judge has a plug-in, or the text of a template and a pattern."""
 
     name: str
     place: str
@@ -40,22 +43,22 @@ class RewardModelSpec:
 
     @property
     def is_served(self) -> bool:
-        """Whether it is asked over HTTP."""
+        """Whether a server evaluates the model, over HTTP."""
         return "://" in self.place
 
     @property
     def is_judge(self) -> bool:
-        """Whether it is asked by chat, and not for a classifier's score."""
+        """Whether the model is a generative judge, not a classifier."""
         return self.template is not None or self.plugin is not None
 
     @property
     def key_variable(self) -> str:
-        """The variable of the environment that holds its API key."""
+        """The environment variable with the API key of its server."""
         return f"{re.sub(r'[^A-Za-z0-9]', '_', self.name).upper()}_API_KEY"
 
 
 def check_reward_models(args: Namespace) -> None:
-    """Refuse flags of reward models that do not go together, or would do nothing; GrpoError."""
+    """Check the flags of reward models; GrpoError for a conflict, or for a flag without effect."""
     positive(args, "reward_model_max_tokens reward_model_timeout reward_model_concurrency")
     for dest in _OF_MODELS:
         needs(args, dest, "reward_model", "it is about reward models")

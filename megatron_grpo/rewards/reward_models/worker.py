@@ -1,8 +1,8 @@
-"""The process of ``pool.RewardPool`` that asks reward models: like worker.py, but for many samples at once.
+"""The process of ``pool.RewardPool`` that queries reward models: like worker.py, but many samples at once.
 
-First comes ({function number: spec}, plugins, flags, sys.path), answered by ["ready"] when every model is there; then
-lists of (sample number, sample, numbers of functions). A report is [sample number, function number, ...] with what
-worker.py says of a call, in the order in which they end.
+The first task is ({function number: spec}, plugins, flags, sys.path); the report is ["ready"] once every model answers.
+All later tasks are lists of (sample number, sample, function numbers). The report of a call is that of worker.py;
+reports arrive in the order in which the calls end.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def _serve(tasks: BinaryIO, report: Report) -> None:
         report(["fatal", str(error)])
         return
     report(["ready"])
-    calls: set[asyncio.Task] = set()  # a task that nobody holds may be collected
+    calls: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks
 
     async def call(number: int, function: int, sample: Sample) -> None:
         report([number, function, *await _outcome(models[function], sample)])

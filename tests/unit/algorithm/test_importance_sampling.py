@@ -8,7 +8,7 @@ import torch
 from importance_sampling_loops import check_against_loops
 
 import pretrain_grpo
-from megatron_grpo.algorithm.arguments import CORRECTIONS
+from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
 from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
@@ -48,13 +48,13 @@ def test_weights_by_hand(mode, expected, clipped):
     assert result.clipped == clipped
 
 
-@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_equal_policies_are_not_weighed(mode):
     result = importance_weights(mode, *recorded([1.0] * 4), LOSS_MASK, CU_SEQLENS, 2.0, 0.5)
     assert (result.weights == 1).all() and result.clipped == 0
 
 
-@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_weights_against_loops(mode):
     rng = np.random.default_rng(4)
     cu_seqlens = np.concatenate([[0], np.cumsum(rng.integers(1, 40, 50))])

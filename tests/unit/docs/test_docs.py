@@ -124,6 +124,16 @@ def test_the_rewards_of_the_document(tmp_path):
     assert values.ravel().tolist() == [0.5, 0.0, 0.0]
 
 
+def test_the_group_reward_of_the_document(tmp_path):
+    block = re.findall(r"```python\n(.*?)```", (REPO / "docs/rewards.md").read_text(), re.S)[1]
+    (tmp_path / "diverse.py").write_text(block)
+    pool = RewardPool(["diverse", "exact_match"], [tmp_path / "diverse.py"])
+    values, failures = pool.score([Sample("", text, {"answer": "5"}) for text in "5553"], group_size=4)
+    pool.close()
+    np.testing.assert_allclose(values, [[1 / 3, 1], [1 / 3, 1], [1 / 3, 1], [1, 0]], rtol=1e-6)
+    assert failures == []
+
+
 def test_the_loss_of_the_document(tmp_path, plugins):
     """The plug-in of docs/algorithms.md: at most 15 lines of code, its flags parse, and numbers worked by hand."""
     block = re.search(r"```python\n(.*?)```", (REPO / "docs/algorithms.md").read_text(), re.S).group(1)
@@ -136,9 +146,10 @@ def test_the_loss_of_the_document(tmp_path, plugins):
     old, advantages = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1.0, 1.0, -2.0])
     log_probs = (old + torch.tensor([2.0, 1.0, 0.5]).log()).requires_grad_()  # ratios 2, 1 and 1/2
     batch = {"advantages": advantages, "completion": torch.tensor([0, 0, 1])}
-    loss = policy_term(args, log_probs, old, batch).loss
-    assert loss.tolist() == pytest.approx([-2.0, -0.5, 0.25])  # -ratio^2 A / 2
-    loss.sum().backward()
+    term = policy_term(args, log_probs, old, batch)
+    assert term.loss.tolist() == pytest.approx([-2.0, -0.5, 0.25])  # -ratio^2 A / 2
+    assert term.metrics["foo/power"].tolist() == pytest.approx([4.0, 1.0, 0.25])
+    term.loss.sum().backward()
     assert log_probs.grad.tolist() == pytest.approx([-4.0, -1.0, 0.5])  # -ratio^2 A
     rewards = np.array([1, 0, 0, np.nan, 5, 2, 3], np.float32)
     ids = np.array([0, 0, 0, 0, 1, 1, 1])

@@ -13,10 +13,10 @@ from megatron_grpo.utils import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 import pretrain_grpo
-from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_advantages
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.registry import register_loss
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.training.arguments import parse_args
