@@ -40,7 +40,7 @@ def blocks(text: str) -> Iterator[str]:
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """(program, the words after it) of each command of a page that starts a program of this repository."""
     for block in blocks(text):
-        for line in re.sub(r"\\\n *", "", block).splitlines():
+        for line in re.sub(r"\\\n *|\b2>&1", "", block).splitlines():
             try:
                 lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
                 lexer.whitespace_split = True
@@ -141,7 +141,7 @@ def test_the_commands_are_found():
 Run `DRY_RUN=1 bash examples/grpo/a.sh --lr 1`, not `tools/b.py`.
 
     torchrun --nproc-per-node 2 pretrain_grpo.py --lr 1 \\
-        --bf16 | tee log        # comment
+        --bf16 2>&1 | tee log        # comment
 
 ```bash
 .venv/bin/python tools/c.py "x y" && bash tools/d.sh

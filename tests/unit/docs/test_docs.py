@@ -33,6 +33,9 @@ OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
 OTHERS += ["--gpu"]  # of tests/run_tests.sh
+OTHERS += (
+    "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
+)  # nvidia-smi, hf, tensorboard, vllm
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
 OTHERS += ["--generate"]  # of tools/data/countdown.py
 OTHERS += ["--capture-range"]  # of nsys
