@@ -1,16 +1,18 @@
 """Train a language model by GRPO on Megatron-Core and vLLM: ``torchrun --nproc-per-node N pretrain_grpo.py FLAGS``.
 
-Read it from the bottom: ``main`` sets up, ``train`` is the algorithm. Per rollout:
+As in Megatron-LM's pretrain_gpt.py, `get_batch`, `loss_func` and `forward_step` define one micro-batch, and `main`
+passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algorithm. Per rollout:
 
-    prompts      the next rows of the data, in an order that every rank knows
-    sync         the new weights go to the engine
-    completions  the engine samples ``--num-generations`` for each; reward functions score them as they finish
-    advantages   each completion against the others of its prompt
+    plan         the next prompts of the data and how they are sampled, equal on all ranks
+    completions  the engine gets the newest weights and samples ``--num-generations`` completions of each prompt;
+                 reward functions score them as they finish
+    log-probs    forward passes of the old policy, the reference model and the teacher, where the flags need them
+    advantages   each completion is compared with the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
 
-The pieces lie in megatron_grpo/: algorithm/ (the maths), data/, models/, rollout/, rewards/, weights/,
-checkpointing/, and training/, whose train_step.py is one update, setup.py and trainer.py what is built once and kept,
-validation.py what is refused, and why. docs/arguments.md lists every flag.
+The parts are in megatron_grpo/, a folder for each capability. algorithm/ has the mathematics; training/ has the set-up
+(setup.py), the parts of a run and its position (trainer.py), one optimizer step (train_step.py), and the rules that
+refuse invalid configurations (validation.py). docs/arguments.md lists every flag.
 """
 
 from dataclasses import replace
@@ -28,8 +30,9 @@ from megatron.core import parallel_state
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.arguments import needs_old_log_probs
-from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch
-from megatron_grpo.algorithm.kl import kl_k3, kl_term
+from megatron_grpo.algorithm.importance_sampling import importance_weights
+from megatron_grpo.algorithm.kl import kl_term
+from megatron_grpo.algorithm.loss_metrics import report
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
@@ -39,43 +42,34 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
-from megatron_grpo.reference.teacher_server import TeacherServer
-from megatron_grpo.rollout.weight_sync import weight_check
+from megatron_grpo.rollout.plan import evaluation_plans
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import EngineLost
-from megatron_grpo.weights.stream import stream_hf
-
-# What loss_func reports of a micro-batch: sums over tokens, or the extreme where the name says so.
-REPORT = ("loss", "tokens", "kl", "entropy", "clip_low", "clip_high", "masked", "ratio/min", "ratio/max", *MISMATCH)
-
-# What only the host reads of a pack.
-ON_HOST = ("indices", "source", "cu_seqlens", "token_index")
 
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
-    """The next micro-batch: the pack itself (on the host), and its arrays as tensors on the device."""
+    """Return the next micro-batch: the pack itself, on the host, and its arrays as tensors on the device."""
     pack = next(data_iterator)
-    arrays = {name: a for name, a in vars(pack).items() if isinstance(a, np.ndarray) and name not in ON_HOST}
+    arrays = pack.device_arrays()
     return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
 
 
 def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, output, non_loss_data: bool = False):
-    """GRPO's loss of one micro-batch: the sum over its tokens of w (L + beta KL - c H), where w averages over the
-    global batch, L is the policy's loss by --loss-type, masked and corrected for the engine, and H the entropy.
+    """Return the loss of one micro-batch, and the named scalars that it reports (`loss_metrics`).
 
-    The schedule divides by the number of micro-batches and DDP by the data-parallel size: both are multiplied back
-    in, so that the gradient is exactly that of the sum over the whole global batch.
+    The loss is the sum over the tokens of w (L + beta KL - c H): w averages over the global batch, L is the policy term
+    of --loss-type, H the entropy. The schedule divides by the number of micro-batches and DDP by the data-parallel
+    size. Both are multiplied back in, so that the gradient is that of the sum over the whole global batch.
     """
     output = whole_pack(output, batch["own_labels"], len(batch["completion"]))
-    if non_loss_data:  # a forward-only pass wants log-probabilities and entropies themselves
+    if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
         return output
     log_probs, entropy, *mtp_log_probs = output
-    # Absent when there is one update per rollout: the ratio is then 1.
-    old = batch.get("old_log_probs", log_probs.detach())
+    old = batch.get("old_log_probs", log_probs.detach())  # absent with one update per rollout: the ratio is 1
     policy = policy_term(args, log_probs, old, batch)
     loss = policy.loss
     if args.beta > 0 and not args.kl_in_reward:
@@ -84,18 +78,12 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
         loss = loss - args.entropy_coef * entropy
     loss = (batch["weights"] * loss).sum()
     auxiliary = 0.0
-    if mtp_log_probs:  # of the multi-token-prediction layers, averaged over tokens as the policy's loss is
+    if mtp_log_probs:  # of the multi-token-prediction layers, with the token weights of the policy term
         likelihood = (batch["weights"] * torch.stack(mtp_log_probs).mean(0)).sum()
         auxiliary = -args.mtp_loss_scaling_factor * likelihood
 
-    with torch.no_grad():
-        ratio = (log_probs - old).exp()
-        kl = kl_k3(log_probs, batch["ref_log_probs"]) if args.beta > 0 else torch.zeros_like(log_probs)
-        extremes = (ratio.amin(), ratio.amax()) if len(ratio) else (ratio.new_tensor(1.0),) * 2  # of no tokens
-        report = (loss, loss.new_tensor(len(old)), kl.sum(), entropy.sum(), policy.clip_low.sum())
-        report += (policy.clip_high.sum(), policy.masked.sum(), *extremes, *mismatch(old, batch["rollout_log_probs"]))
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
-    return scale * (loss + auxiliary), {name: value.detach() for name, value in zip(REPORT, report, strict=True)}
+    return scale * (loss + auxiliary), report(loss, policy, log_probs, old, entropy, batch)
 
 
 def forward_step(data_iterator, model, args, num_microbatches: int):
@@ -116,45 +104,24 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
     """One optimizer step on a global batch: some of the rollout's completions, in packs over data-parallel ranks."""
     weights = np.zeros(batch.num_completions, np.float32)
-    lengths, aggregation = batch.loss_lengths[completions], LOSSES.get(args.loss_type).aggregation
+    lengths, aggregation = batch.response_lengths[completions], LOSSES.get(args.loss_type).aggregation
     weights[completions] = token_weights(aggregation, lengths, args.micro_batch_size, args.max_completion_length)
     batch = replace(batch, weights=weights)
-    batch = update_statistics(args, batch, completions, trainer.iteration, partial(scores, args, trainer))
+    scores = partial(forward.scores, args, trainer.model, forward_step)
+    batch = update_statistics(args, batch, completions, trainer.iteration, scores)
     packs = forward.micro_batches(args, batch, completions)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
-    report = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, REPORT)
-    return report.metrics() | {"tokens/update": int(batch.lengths[completions].sum())}
-
-
-def scores(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
-    """Log-probabilities and entropies of these completions' tokens under the weights that the model holds now,
-    ``[2, total]``.
-    """
-    packs = forward.micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
-    step = partial(forward_step, args=args, num_microbatches=len(packs))
-    return forward.forward_scores(step, packs, trainer.model, len(batch.tokens))
-
-
-def log_probs(args, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
-    """Log-probabilities of a rollout's tokens under the weights that the model holds now, ``[total]``."""
-    return scores(args, trainer, batch, np.arange(batch.num_completions))[0]
-
-
-def frozen_log_probs(frozen, trainer: Trainer, batch: RolloutBatch) -> np.ndarray:
-    """Log-probabilities of a rollout's tokens under the reference or a teacher, ``[total]``."""
-    if isinstance(frozen, TeacherServer):
-        return frozen.log_probs(batch)
-    with frozen.ready(trainer.model) as ready:
-        return log_probs(ready.args, ready, replace(batch, routed_experts=None))
+    metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler)
+    return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
 
 
 def correct(args, batch: RolloutBatch) -> dict[str, float]:
     """Weigh the rollout's policy terms by how the trainer that learns differs from the engine that sampled."""
-    batch.corrections, clipped = importance_weights(
+    batch.rollout_importance_weights, clipped = importance_weights(
         args.rollout_importance_sampling_mode,
         batch.old_log_probs,
         batch.rollout_log_probs,
-        batch.loss_mask,
+        batch.response_mask,
         batch.cu_seqlens,
         args.rollout_importance_sampling_threshold,
         args.rollout_importance_sampling_lower_bound,
@@ -162,51 +129,40 @@ def correct(args, batch: RolloutBatch) -> dict[str, float]:
     return {"mismatch/clipped": clipped}
 
 
-def sync(args, trainer: Trainer) -> None:
-    """Give the engine the trainer's weights: what it generates from now on carries this iteration as its version."""
-    with trainer.timers("sync"), forward.parameters_complete(args, trainer.model):
-        trainer.engine.update_weights(stream_hf(trainer.model, args), trainer.iteration)
-        trainer.synced_iteration = trainer.iteration
-        if args.check_weight_sync:
-            weight_check.compare_tensors(trainer.engine, stream_hf(trainer.model, args), trainer.iteration)
-
-
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
-    """Mean reward and accuracy (the first reward function gives 1) on the held-out prompts: greedy, and sampled if
-    asked.
+    """Return mean reward and accuracy (the first reward function gives 1) on the held-out prompts, for greedy
+    completions and with --eval-num-generations for sampled ones.
     """
     metrics = {}
-    with trainer.timers("eval"), trainer.engine_awake(partial(sync, args, trainer), log_probs):
-        for kind, sampling, num_generations in trainer.eval_samplings:
-            batch = trainer.collect(trainer.valid_prompts, num_generations, sampling, seed=args.seed)
+    with trainer.timers("eval"), trainer.engine_awake():
+        for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
+            batch = trainer.collect(plan)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
             first = batch.rewards[:, 0]  # NaN where it did not score
             metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
             whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts whose answers all are scored
-            for k in powers_of_two(num_generations) if kind == "sampled" and whole.any() else ():
+            for k in powers_of_two(plan.num_generations) if kind == "sampled" and whole.any() else ():
                 metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
     return metrics
 
 
 def train(args, trainer: Trainer) -> None:
-    """The algorithm: sync, roll out, score, compare, update, until ``--train-iters`` updates are done."""
+    """Repeat rollout, advantages and updates until ``--train-iters`` updates are done."""
     if args.val_before_train and trainer.iteration == 0:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        with trainer.engine_awake(partial(sync, args, trainer), log_probs):
-            prompts = trainer.next_prompts()
-            selection, seed = trainer.selection(), trainer.rollout_seed()
-            batch = trainer.collect(prompts, args.num_generations, trainer.sampling, seed, selection)
+        with trainer.engine_awake():  # with the newest weights
+            batch = trainer.collect(trainer.plan_rollout())
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
-                    batch.old_log_probs = log_probs(args, trainer, batch)
+                    batch.old_log_probs = trainer.log_probs(batch)
             if trainer.reference is not None:
-                batch.ref_log_probs = frozen_log_probs(trainer.reference, trainer, batch)
+                batch.ref_log_probs = trainer.reference_log_probs(batch)
             if trainer.teacher is not None:
-                batch.teacher_log_probs = frozen_log_probs(trainer.teacher, trainer, batch)
+                batch.teacher_log_probs = trainer.teacher_log_probs(batch)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
@@ -219,16 +175,17 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
-            row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.loss_lengths[completions])
+            row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.response_lengths[completions])
             trainer.check_engine(batch, row)
             trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
-                trainer.reference.move(args, trainer.model, args.ref_model_mixup_alpha)
+                trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
                 try:
                     row |= evaluate(args, trainer)
-                except EngineLost:  # the run was saved as of this update, and goes on behind it
-                    trainer.log(row)
+                except EngineLost as lost:
+                    if lost.saved:  # with this update: log it now, because a resumed run continues after it
+                        trainer.log(row)
                     raise
             trainer.log(row)
         if trainer.due(args.save_interval):
@@ -238,7 +195,7 @@ def train(args, trainer: Trainer) -> None:
 
 def main() -> None:
     args = parse_args()
-    trainer = setup(args, model_provider)
+    trainer = setup(args, model_provider, forward_step)
     if trainer is not None:  # None after --dry-run
         train(args, trainer)
 

@@ -19,7 +19,7 @@ if [[ ${1:-} == --gpu ]]; then
         || { echo "run_tests.sh --gpu: install requirements-gpu.txt and requirements-test.txt" >&2; exit 1; }
     step "GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)"
     failed=0
-    step "pytest: tests that measure memory, one by one"
+    step "pytest: tests that measure free memory, one by one"
     "$PYTHON" -m pytest tests/gpu -m alone "$@" || failed=1
     step "pytest: the other tests, five at a time"
     "$PYTHON" -m pytest tests/gpu -m "not alone" --numprocesses 5 --dist loadgroup "$@" || failed=1

@@ -28,6 +28,7 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.cpu_backend import device
@@ -52,7 +53,7 @@ def compare(flags: list[str], with_transformers: bool) -> str:
     engine.update_weights(stream_hf(model, args), version=1)
     engine.wake_cache()
     batch = sample(args, engine)
-    trainer = pretrain_grpo.log_probs(args, SimpleNamespace(model=model), batch)
+    trainer = forward.log_probs(args, model, pretrain_grpo.forward_step, batch)
     row = [Path(args.load_hf).name, *distance(trainer, batch.rollout_log_probs)]
     if with_transformers and dist.get_rank() == 0:
         row += distance(by_transformers(args, batch), batch.rollout_log_probs)
@@ -65,7 +66,7 @@ def sample(args, engine) -> RolloutBatch:
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
     prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
     sampling = Sampling(args.max_completion_length, args.temperature, ignore_eos=True, log_probs=True)
-    batch, _ = collect_rollout(engine, prompts, 1, sampling, None, None, args.seed, Timers())
+    batch, _ = collect_rollout(engine, RolloutPlan(prompts, 1, sampling, args.seed), None, None, Timers())
     return batch
 
 

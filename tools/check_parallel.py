@@ -43,6 +43,7 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
 from megatron_grpo.models import forward
+from megatron_grpo.observability.metric_guide import documented
 from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
 from megatron_grpo.training import train_step
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
@@ -249,6 +250,11 @@ def relative_gap(key: str, row: dict[str, float], want: dict[str, float], least:
     return abs(row[key] - want[key]) / max(abs(want[key]), least)
 
 
+def own_metrics(row: dict[str, float]) -> list[str]:
+    """The metrics that a loss of --external-plugins has returned."""
+    return [name for name in row if documented(name) is None]
+
+
 def verdict(result: dict, first: dict, tolerance: float) -> str:
     """ "same", or what differs by how much."""
     if "error" in result:
@@ -256,14 +262,14 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     # In 16 bits only the first update: Adam's first step makes rounding a whole learning rate, and flips experts.
     updates = result["updates"][: None if result["float32"] else 1]
     for number, (row, want) in enumerate(zip(updates, first["updates"], strict=False), start=1):
-        for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys())]:
+        for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys()), *own_metrics(want)]:
             if not (gap := relative_gap(key, row, want)) <= tolerance:
                 return f"DIFFERS: {key} of update {number} by {gap:.1e}"
     wanted = first.get("objectives", {})
     for objective, row in result.get("objectives", {}).items():
         if objective not in wanted:
             return f"DIFFERS: {objective} is not in {first['layout']}"
-        for key in COMPARED:
+        for key in (*COMPARED, *own_metrics(wanted[objective])):
             # In REAL's loss terms of order 1 cancel, and their rounding stays.
             least = 0.1 if (key, objective) == ("loss", "--loss-type real") else 1e-2
             if not (gap := relative_gap(key, row, wanted[objective], least)) <= tolerance:

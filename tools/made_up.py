@@ -24,7 +24,7 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.cpu_backend import device
-from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.arguments import merge_architecture
 
 # Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.
@@ -78,7 +78,7 @@ def perturbations(total: int) -> np.ndarray:
 
 def off_policy(args, trainer, batch: RolloutBatch) -> None:
     """Give a rollout log-probabilities of an old policy and a reference that lie near the present ones."""
-    before = pretrain_grpo.log_probs(args, trainer, batch)
+    before = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
     batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
 
 
@@ -95,14 +95,14 @@ def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = weight) -> None:
     """Give every weight of the model its ``value(name, shape)``; each rank takes its own part."""
-    weights = mapping.table(args)
-    shapes = {name: shape for row in weights for name, shape in row.hf.items()}
+    weights = model_weights.table(args)
+    shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
 
     def read(name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
         return value(name, shapes[name])[index]
 
-    for row, tensor in mapping.local_weights(model, weights):
-        row.fill(tensor, *mapping.tensor_parallel(row), read)
+    for weight, tensor in model_weights.local_weights(model, weights):
+        weight.fill(tensor, *model_weights.tensor_parallel(weight), read)
 
 
 def trainer(args) -> SimpleNamespace:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_loss
-from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
+from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
@@ -105,12 +105,12 @@ def our_batch(data: Data) -> RolloutBatch:
         sample_ids=list(range(len(lengths))),
         finish_reasons=[FinishReason.LENGTH if cut else FinishReason.STOP for cut in data.cut],
     )
-    there = batch.loss_mask == 1
+    there = batch.response_mask == 1
     for name, values in (("old", data.old), ("ref", data.ref), ("rollout", data.rollout)):
         flat = np.full(len(there), np.nan, np.float32)
         flat[there] = values[data.tokens == 1].numpy()
         setattr(batch, f"{name}_log_probs", flat)
-    batch.loss_mask[there] = data.mask[data.tokens == 1].numpy()
+    batch.response_mask[there] = data.mask[data.tokens == 1].numpy()
     batch.rewards = data.rewards.float().numpy()
     batch.advantages = data.advantages.float().numpy()
     return batch
@@ -132,19 +132,26 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
         drop_overlong(batch)
     mode = args.rollout_importance_sampling_mode
     if mode:
-        batch = replace(batch, corrections=_corrections(args, batch))
+        batch = replace(batch, rollout_importance_weights=_corrections(args, batch))
     everyone = np.arange(batch.num_completions)
     aggregation = LOSSES.get(args.loss_type).aggregation
-    weights = token_weights(aggregation, batch.loss_lengths, args.micro_batch_size, args.max_completion_length)
+    weights = token_weights(aggregation, batch.response_lengths, args.micro_batch_size, args.max_completion_length)
     flat = np.zeros((2, len(batch.tokens)))
     flat[:, np.concatenate([np.arange(a + 1, b) for a, b in _bounds(batch)])] = torch.stack(
         [data.log_probs[data.tokens == 1], data.entropies[data.tokens == 1]]
     )
     batch = update_statistics(args, batch, everyone, 0, lambda *_: flat)
-    tokens = batch.loss_positions(everyone)
+    tokens = batch.response_positions(everyone)
     owner = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
     tensors = {"advantages": batch.advantages_of(tokens, owner), "completion": owner}
-    for name in ("corrections", "policy_mask", "kl_cov", "rollout_log_probs", "ref_log_probs", "old_log_probs"):
+    for name in (
+        "rollout_importance_weights",
+        "policy_mask",
+        "kl_cov",
+        "rollout_log_probs",
+        "ref_log_probs",
+        "old_log_probs",
+    ):
         if getattr(batch, name) is not None:
             tensors[name] = getattr(batch, name)[tokens]
     tensors = {k: torch.from_numpy(v if v.dtype == np.int64 else v.astype(np.float64)) for k, v in tensors.items()}
@@ -158,7 +165,7 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     loss = (torch.from_numpy(weights)[owner] * loss).sum()
     loss.backward()
     gradient = torch.zeros_like(data.mask)
-    places = batch.loss_mask[batch.loss_mask >= 0] == 1
+    places = batch.response_mask[batch.response_mask >= 0] == 1
     inside = np.concatenate([places[a + 1 : b] for a, b in _bounds(batch)])
     gradient[tuple(index[inside] for index in (data.tokens == 1).nonzero(as_tuple=True))] = log_probs.grad
     return loss.detach(), gradient
@@ -176,9 +183,8 @@ def our_corrections(data: Data, flags: str) -> Tensor:
 def our_mismatch(data: Data, *names: str) -> Tensor:
     """Metrics of the rollout's mismatch."""
     there = data.mask == 1
-    metrics = mismatch_metrics(
-        dict(zip(MISMATCH, map(float, mismatch(data.old[there], data.rollout[there])), strict=True))
-    )
+    totals = mismatch(data.old[there], data.rollout[there])
+    metrics = mismatch_metrics({name: float(value) for name, value in totals.items()})
     return torch.tensor([metrics[name] for name in names]).double()
 
 
@@ -209,7 +215,7 @@ def _corrections(args, batch: RolloutBatch):
         args.rollout_importance_sampling_mode,
         batch.old_log_probs,
         batch.rollout_log_probs,
-        batch.loss_mask,
+        batch.response_mask,
         batch.cu_seqlens,
         *bounds,
     ).weights

@@ -24,7 +24,8 @@ def main() -> None:
     lag, history = int(sys.argv.pop(1)), {}
     evaluate = pretrain_grpo.evaluate
 
-    def sync(args, trainer: Trainer) -> None:
+    def sync(trainer: Trainer) -> None:
+        args = trainer.args
         with trainer.timers("sync"), forward.parameters_complete(args, trainer.model):
             history[trainer.iteration] = [
                 (name, weight.cpu().clone()) for name, weight in stream_hf(trainer.model, args)
@@ -36,12 +37,12 @@ def main() -> None:
             del history[iteration]
 
     def evaluate_the_newest(args, trainer: Trainer) -> dict[str, float]:
-        trainer.synced_iteration, pretrain_grpo.sync = -1, in_time
+        trainer.synced_iteration, Trainer.sync = -1, in_time
         metrics = evaluate(args, trainer)
-        trainer.synced_iteration, pretrain_grpo.sync = -1, sync
+        trainer.synced_iteration, Trainer.sync = -1, sync
         return metrics
 
-    in_time, pretrain_grpo.sync, pretrain_grpo.evaluate = pretrain_grpo.sync, sync, evaluate_the_newest
+    in_time, Trainer.sync, pretrain_grpo.evaluate = Trainer.sync, sync, evaluate_the_newest
     Trainer.check_engine = lambda self, batch, row: None
     pretrain_grpo.main()
 

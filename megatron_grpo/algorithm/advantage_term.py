@@ -20,7 +20,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
     metrics, penalties = {}, None
     estimator = ADVANTAGES.get(args.advantage_estimator)
     if args.kl_in_reward:
-        penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.loss_mask, args.beta)
+        penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, args.beta)
         penalty = np.bincount(batch.completion_of_tokens, penalties, minlength=batch.num_completions)
         metrics["reward/kl_penalty"] = float(penalty.mean())
         if "penalties" not in estimator.parameters:
@@ -33,7 +33,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
         inputs = {
             "rewards": rewards,
             "group_ids": batch.group_ids,
-            "loss_mask": batch.loss_mask,
+            "response_mask": batch.response_mask,
             "cu_seqlens": batch.cu_seqlens,
             "penalties": penalties,
         }
@@ -49,17 +49,17 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[
         else:
             batch.advantages = advantages
     if batch.teacher_log_probs is not None:
-        gaps = (batch.old_log_probs - batch.teacher_log_probs)[batch.loss_mask == 1]
+        gaps = (batch.old_log_probs - batch.teacher_log_probs)[batch.response_mask == 1]
         metrics["teacher/kl"] = float(gaps.mean())
         of_tokens = batch.token_advantages
         if of_tokens is None:
             of_tokens = np.repeat(batch.advantages, batch.lengths)
         batch.token_advantages = on_policy_distillation(
-            of_tokens, batch.teacher_log_probs, batch.old_log_probs, batch.loss_mask, args.teacher_kl_coef
+            of_tokens, batch.teacher_log_probs, batch.old_log_probs, batch.response_mask, args.teacher_kl_coef
         )
     if batch.token_advantages is not None:  # of a completion: the mean over its tokens in the loss
         sums = np.bincount(batch.completion_of_tokens, batch.token_advantages, minlength=batch.num_completions)
-        batch.advantages = (sums / np.maximum(batch.loss_lengths, 1)).astype(np.float32)
+        batch.advantages = (sums / np.maximum(batch.response_lengths, 1)).astype(np.float32)
     metrics["advantage/mean"] = float(batch.advantages.mean())
     metrics["advantage/std"] = float(batch.advantages.std(ddof=1)) if batch.num_completions > 1 else 0.0
     return metrics

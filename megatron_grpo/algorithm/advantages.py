@@ -119,7 +119,7 @@ def rloo_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) ->
 
 @register_advantage("reinforce_plus_plus", scale="batch", per_token=True, example="--kl-in-reward --gamma 0.9")
 def reinforce_plus_plus_advantages(
-    rewards: Float32, penalties: Float64 | None, loss_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
+    rewards: Float32, penalties: Float64 | None, response_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
 ) -> Float32:
     """REINFORCE++: what is still to come after each token, normalised over all tokens of the batch.
 
@@ -133,7 +133,7 @@ def reinforce_plus_plus_advantages(
     Args:
         rewards: [n], finite or NaN.
         penalties: [total], of `kl.kl_penalties`, or None for none.
-        loss_mask: [total], 1 on tokens in the loss.
+        response_mask: [total], 1 on tokens in the loss.
         cu_seqlens: [n + 1], where each sequence begins in the flat arrays; the last is the total.
         gamma: discount of a later token's reward, at most 1.
 
@@ -143,7 +143,7 @@ def reinforce_plus_plus_advantages(
     Source: Hu et al. 2025, "REINFORCE++", arXiv:2501.03262.
     """
     completion = np.repeat(np.arange(len(rewards)), np.diff(cu_seqlens))
-    tokens = np.flatnonzero((loss_mask == 1) & ~np.isnan(rewards)[completion])
+    tokens = np.flatnonzero((response_mask == 1) & ~np.isnan(rewards)[completion])
     owner = completion[tokens]
     lengths = np.bincount(owner, minlength=len(rewards))
     last = np.cumsum(lengths) - 1
@@ -153,7 +153,7 @@ def reinforce_plus_plus_advantages(
     for step in range(1, int(lengths.max(initial=0))):  # from the last token back, all completions at a time
         longer = last[lengths > step] - step
         returns[longer] += gamma * returns[longer + 1]
-    advantages = np.zeros(len(loss_mask), np.float32)
+    advantages = np.zeros(len(response_mask), np.float32)
     if len(returns) and returns.min() < returns.max():
         # Sums within a completion first: an exact sum over millions of tokens would take seconds.
         mean = math.fsum(np.bincount(owner, returns)) / len(returns)

@@ -7,7 +7,7 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.registry import Entry, Level, Loss, Registry, call
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, positive, within
 
@@ -15,7 +15,7 @@ LEVELS = get_args(Level)
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop")
 REPLAY = ("disabled", "R2", "R3")
 
-LOSS: tuple[Row, ...] = (
+LOSS: tuple[FlagRow, ...] = (
     ("--loss-type", LOSSES.entries, "grpo", "the policy's loss, and how tokens are weighted in it"),
     ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
     *(flag[:4] for flag in LOSSES.flags.values()),
@@ -57,7 +57,7 @@ LOSS: tuple[Row, ...] = (
 
 SCALES = ("group", "batch", "none", "gdpo")
 
-ADVANTAGE: tuple[Row, ...] = (
+ADVANTAGE: tuple[FlagRow, ...] = (
     ("--advantage-estimator", ADVANTAGES.entries, "grpo", "how rewards become advantages: docs/algorithms.md"),
     (
         "--scale-rewards",
@@ -171,7 +171,7 @@ def _check_covariance(args: Namespace) -> None:
         )
 
 
-def check_corrections(args: Namespace) -> None:
+def check_importance_sampling(args: Namespace) -> None:
     """Refuse bounds without what they bound, and fill in defaults."""
     mode = args.rollout_importance_sampling_mode
     needs(args, "rollout_importance_sampling_threshold", "rollout_importance_sampling_mode", "it bounds its weights")

@@ -12,7 +12,7 @@ def on_policy_distillation(
     advantages: Float32,
     teacher_log_probs: Float32,
     old_log_probs: Float32,
-    loss_mask: npt.NDArray[np.uint8],
+    response_mask: npt.NDArray[np.uint8],
     coefficient: float,
 ) -> Float32:
     """Advantage of each token with the teacher's opinion of it: A_t + C (log p(teacher) - log p(old policy)).
@@ -24,7 +24,7 @@ def on_policy_distillation(
         advantages: [total], of the rewards; zeros for distillation alone.
         teacher_log_probs: [total], of the sampled tokens under the teacher.
         old_log_probs: [total], under the policy that sampled.
-        loss_mask: [total], 1 on the tokens in the loss.
+        response_mask: [total], 1 on the tokens in the loss.
         coefficient: C.
 
     Returns:
@@ -36,8 +36,8 @@ def on_policy_distillation(
     Source: Thinking Machines Lab 2025, "On-policy distillation"; the divergence is that of Gu et al. 2023, "MiniLLM",
     arXiv:2306.08543.
     """
-    in_loss = loss_mask == 1
-    result = np.zeros(len(loss_mask))
+    in_loss = response_mask == 1
+    result = np.zeros(len(response_mask))
     difference = teacher_log_probs[in_loss].astype(np.float64) - old_log_probs[in_loss]
     if not np.isfinite(difference).all():
         raise GrpoError(

@@ -87,7 +87,7 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def kl_penalties(
     log_probs: npt.NDArray[np.float32],
     ref_log_probs: npt.NDArray[np.float32],
-    loss_mask: npt.NDArray[np.uint8],
+    response_mask: npt.NDArray[np.uint8],
     beta: float,
 ) -> npt.NDArray[np.float64]:
     """What each token's distance from the reference costs in the reward: beta (log_probs - ref_log_probs), that is k1.
@@ -98,7 +98,7 @@ def kl_penalties(
     Args:
         log_probs: [total], under the policy that sampled.
         ref_log_probs: [total], under the reference.
-        loss_mask: [total], 1 on the tokens in the loss.
+        response_mask: [total], 1 on the tokens in the loss.
         beta: weight.
 
     Returns:
@@ -107,8 +107,8 @@ def kl_penalties(
     Raises:
         GrpoError: a log-probability of a token in the loss is NaN or infinite.
     """
-    in_loss = loss_mask == 1
-    penalties = np.zeros(len(loss_mask))
+    in_loss = response_mask == 1
+    penalties = np.zeros(len(response_mask))
     penalties[in_loss] = beta * (log_probs[in_loss].astype(np.float64) - ref_log_probs[in_loss])
     if not np.isfinite(penalties).all():
         raise GrpoError(

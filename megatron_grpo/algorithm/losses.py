@@ -12,14 +12,12 @@ Everywhere d = log_probs - old_log_probs is the log of the ratio rho = exp(d) be
 the weights before the first update on the rollout; with a single update per rollout rho is 1.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithm.registry import LOSSES, Flag, Level, register_loss
+from megatron_grpo.algorithm.registry import LOSSES, Flag, Level, PolicyLoss, register_loss
 from megatron_grpo.utils.errors import GrpoError
 
 # exp(20) is about 5e8: no policy is meant to get there, and beyond it a float32 exp() soon is inf, whose product with
@@ -61,14 +59,6 @@ LOSSES.declare(
     ),
     Flag("--real-tau", float, 0.5, "real: temperature of the scores", positive=True),
 )
-
-
-class PolicyLoss(NamedTuple):
-    """A loss type's L of each token, [t], and which tokens it stops learning from: 1.0 or 0.0, [t]."""
-
-    loss: Tensor
-    clip_low: Tensor
-    clip_high: Tensor
 
 
 def completion_mean(values: Tensor, completion: Tensor) -> Tensor:
@@ -160,7 +150,7 @@ def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: fl
     """
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
     loss = -(4 / tau) * torch.sigmoid(tau * (_exp(log_ratio) - 1)) * advantages
-    return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
+    return PolicyLoss(loss)
 
 
 @register_loss(
@@ -349,8 +339,7 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """
-    loss = -advantages * log_probs
-    return PolicyLoss(loss, torch.zeros_like(loss), torch.zeros_like(loss))
+    return PolicyLoss(-advantages * log_probs)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The policy term of the loss as the flags ask for it: algorithm/'s functions, put together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,36 +9,40 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
-from megatron_grpo.algorithm.registry import LOSSES, call
+from megatron_grpo.algorithm.registry import LOSSES, PolicyLoss, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.utils.errors import GrpoError
 
 
 class PolicyTerm(NamedTuple):
-    """The policy's loss of each token of a pack, and 1.0 where it is clipped below or above, or left out: [L] each."""
+    """The policy term of the loss of one micro-batch; all tensors are [t]."""
 
-    loss: Tensor
-    clip_low: Tensor
-    clip_high: Tensor
-    masked: Tensor
+    loss: Tensor  # of each token, with rollout importance weights and masks
+    clip_low: Tensor  # 1.0 on tokens that the loss type clips below, else 0.0
+    clip_high: Tensor  # the same, above
+    masked: Tensor  # 1.0 on tokens that a mask leaves out, else 0.0
+    metrics: Mapping[str, Tensor]  # that the loss type itself returned: `PolicyLoss`
 
 
 def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) -> PolicyTerm:
-    """--loss-type's loss of each token, times the correction for the engine and the masks."""
-    loss, low, high = _policy_loss(args, log_probs, old, batch["advantages"], batch["completion"])
+    """Return the loss of --loss-type, times rollout importance weights and masks."""
+    policy = _policy_loss(args, log_probs, old, batch["advantages"], batch["completion"])
+    loss = policy.loss
     if "kl_cov" in batch:
         loss = loss + batch["kl_cov"] * (log_probs - old).abs()
     if args.rollout_importance_sampling_mode:
-        loss = batch["corrections"] * loss
+        loss = batch["rollout_importance_weights"] * loss
     mask = batch.get("policy_mask", torch.ones_like(old))
     if args.off_policy_sequence_mask_delta is not None:
         engine, delta = batch["rollout_log_probs"], args.off_policy_sequence_mask_delta
         mask = mask * masks.off_policy_sequences(log_probs, engine, batch["advantages"], batch["completion"], delta)
-    return PolicyTerm(mask * loss, low, high, 1 - mask)
+    no_clip = torch.zeros_like(old)
+    low, high = (no_clip if clipped is None else clipped for clipped in (policy.clip_low, policy.clip_high))
+    return PolicyTerm(mask * loss, low, high, 1 - mask, policy.metrics)
 
 
-def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, completion: Tensor) -> losses.PolicyLoss:
+def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, completion: Tensor) -> PolicyLoss:
     inputs = {
         "log_probs": log_probs,
         "old_log_probs": old,
@@ -47,20 +51,28 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, compl
         "completion": completion,
     }
     value = call(LOSSES.get(args.loss_type).function, inputs, args)
-    if not isinstance(value, losses.PolicyLoss):  # L alone: nothing is clipped
-        value = losses.PolicyLoss(value, torch.zeros_like(old), torch.zeros_like(old))
-    if value.loss.shape != log_probs.shape:
-        raise GrpoError(
-            f"--loss-type {args.loss_type} returned a loss of shape {tuple(value.loss.shape)} for "
-            f"{len(log_probs)} tokens: return the loss of each token"
-        )
+    if not isinstance(value, PolicyLoss):  # L alone: nothing is clipped
+        value = PolicyLoss(value)
+    for name, tensor in {"a loss": value.loss, **value.metrics}.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape:
+            shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{tensor!r:.80}"
+            raise GrpoError(
+                f"--loss-type {args.loss_type} returned {name} {shape} for {len(log_probs)} tokens: return one value "
+                "for each token"
+            )
+    for name in value.metrics:
+        if not name.startswith(f"{args.loss_type}/") or name.endswith(("/min", "/max")):
+            raise GrpoError(
+                f"--loss-type {args.loss_type} returned a metric {name!r}, which is logged as a mean over tokens: "
+                f'name it "{args.loss_type}/NAME", and not /min or /max'
+            )
     return value
 
 
 def drop_overlong(batch: RolloutBatch) -> None:
     """--overlong-filter: completions cut at the length limit leave the loss; advantages were made with them."""
     cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
-    batch.loss_mask = np.where(cut, 0, batch.loss_mask).astype(np.uint8)
+    batch.response_mask = np.where(cut, 0, batch.response_mask).astype(np.uint8)
 
 
 def update_statistics(
@@ -76,7 +88,7 @@ def update_statistics(
     ``scores(batch, completions)`` is a forward-only pass at the present weights, [2, total]: log-probabilities and
     entropies. It runs where one of these flags is given.
     """
-    tokens = batch.loss_positions(completions)
+    tokens = batch.response_positions(completions)
     user = uses_engine_log_probs(args)
     if user is not None and not np.isfinite(batch.rollout_log_probs[tokens]).all():
         missing = int((~np.isfinite(batch.rollout_log_probs[tokens])).sum())
@@ -129,7 +141,7 @@ def _with_update_advantages(
 ) -> RolloutBatch:
     """The batch with the advantages that the loss makes of an update, from d of each of its ``tokens``."""
     sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
-    scores = (sums / np.maximum(batch.loss_lengths, 1))[completions]
+    scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
     signs = np.where(unscored, np.nan, batch.advantages[completions])
     advantages = batch.advantages.copy()
@@ -140,6 +152,6 @@ def _with_update_advantages(
 
 def _draws(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
     """A random number for each token in the loss, a function of the seed, the update, the completion and the place."""
-    lengths = batch.loss_lengths
+    lengths = batch.response_lengths
     seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in completions)
     return np.concatenate([np.random.default_rng(s).random(lengths[i]) for s, i in zip(seeds, completions)])

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_grpo.utils.errors import GrpoError
@@ -28,16 +29,16 @@ Level = Literal["token", "sequence", "sequence_token"]
 LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion")
 # Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
 UPDATE_INPUTS = ("scores", "advantages", "group_ids")
-# Inputs of an estimator: rewards and group_ids [n], loss_mask and penalties (None without --kl-in-reward) [total],
+# Inputs of an estimator: rewards and group_ids [n], response_mask and penalties (None without --kl-in-reward) [total],
 # cu_seqlens [n + 1]: all completions of the rollout.
-ADVANTAGE_INPUTS = ("rewards", "group_ids", "loss_mask", "cu_seqlens", "penalties")
+ADVANTAGE_INPUTS = ("rewards", "group_ids", "response_mask", "cu_seqlens", "penalties")
 
 
 class Flag(NamedTuple):
     """A flag of a loss or an estimator: a row of the parser, and the range of its values."""
 
     name: str  # with hyphens: --foo-alpha
-    kind: Any  # as in utils.arguments.Row
+    kind: Any  # as in utils.arguments.FlagRow
     default: Any
     help: str
     positive: bool = False
@@ -47,6 +48,16 @@ class Flag(NamedTuple):
     def dest(self) -> str:
         """The attribute of the parsed arguments, and the parameter of functions that read the flag."""
         return self.name.removeprefix("--").replace("-", "_")
+
+
+class PolicyLoss(NamedTuple):
+    """What a loss returns of one micro-batch: tensors of its tokens, [t] each."""
+
+    loss: Any  # L of each token
+    clip_low: Any = None  # 1.0 on tokens without gradient because the ratio fell too far, else 0.0
+    clip_high: Any = None  # 1.0 on tokens whose ratio rose too far; None: the loss clips nothing
+    # Further metrics, logged as means over the tokens of an update. Names begin with the loss type: "foo/strength".
+    metrics: Mapping[str, Any] = MappingProxyType({})
 
 
 @cache
@@ -72,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Loss(Entry):
-    """A policy loss: ``function`` returns a ``losses.PolicyLoss``, or L of each token alone, [t]."""
+    """A policy loss: ``function`` returns a `PolicyLoss`, or only L of each token, [t]."""
 
     aggregation: Aggregation = "grpo"  # how weighting.token_weights averages over tokens
     level: Level | None = None  # ratio level that is part of the loss; None: --importance-sampling-level chooses

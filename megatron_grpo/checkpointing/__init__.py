@@ -1,1 +1,1 @@
-"""Checkpoints on megatron.core.dist_checkpointing: save, load, directory, optimizer state."""
+"""Checkpoints in the format of megatron.core.dist_checkpointing: save, load, directory, optimizer state."""

@@ -1,40 +1,42 @@
-"""Flags and rules of what a run starts from and what it leaves: checkpoints and Hugging Face directories."""
+"""Flags and rules of checkpoints and Hugging Face directories: the origin of the weights, saves and exports."""
 
 from argparse import Namespace
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, needs, positive
 
-CHECKPOINTS: tuple[Row, ...] = (
-    ("--save", str, None, "directory for checkpoints, metrics and completions"),
-    ("--load", str, None, "directory to resume from, when it holds a checkpoint"),
-    ("--save-interval", int, None, "save when the number of updates is a multiple of this; always at the end"),
-    ("--max-checkpoints-to-keep", int, None, "delete the oldest beyond this many [keep all]"),
-    ("--pretrained-checkpoint", str, None, "Megatron checkpoint to take the first weights from"),
-    ("--load-hf", str, None, "Hugging Face model directory to take the first weights, shape and tokenizer from"),
-    ("--save-hf", str, None, "directory of the Hugging Face export at the end [{save}/hf_model]"),
-    ("--no-save-hf", bool, False, "no Hugging Face export at the end"),
-    ("--finetune", bool, False, "take only the weights of --load, and start from update 0"),
-    ("--use-checkpoint-args", bool, False, "take the model's shape from the checkpoint"),
-    ("--no-load-optim", bool, False, "do not restore the optimizer from --load"),
-    ("--no-load-rng", bool, False, "do not restore the random state from --load"),
+CHECKPOINTS: tuple[FlagRow, ...] = (
+    ("--save", str, None, "directory to write checkpoints, metrics and completions to"),
+    ("--load", str, None, "directory to resume from; a new run starts if it holds no checkpoint"),
+    ("--save-interval", int, None, "updates between two checkpoints; one is always saved at the end"),
+    ("--max-checkpoints-to-keep", int, None, "number of checkpoints to keep; older ones are deleted [all]"),
+    ("--pretrained-checkpoint", str, None, "directory of a Megatron checkpoint to load the initial weights from"),
+    ("--load-hf", str, None, "Hugging Face model directory to load initial weights, architecture and tokenizer from"),
+    ("--save-hf", str, None, "directory of the Hugging Face export at the end of the run [{save}/hf_model]"),
+    ("--no-save-hf", bool, False, "do not export to Hugging Face format at the end of the run"),
+    ("--finetune", bool, False, "load only the weights of --load, and start at update 0"),
+    ("--use-checkpoint-args", bool, False, "read the model's architecture from the checkpoint"),
+    ("--no-load-optim", bool, False, "do not restore the optimizer state from --load"),
+    ("--no-load-rng", bool, False, "do not restore the random states from --load"),
 )
 
 
 def check_checkpoints(args: Namespace) -> None:
-    """Refuse two origins or destinations where there is one, and fill in the export's."""
+    """Raise GrpoError for conflicting origins or destinations of weights; set the default of --save-hf."""
     positive(args, "max_checkpoints_to_keep")
     for dest in ("save_interval", "max_checkpoints_to_keep"):
         needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
-        needs(args, dest, "load", "it says what to take from there")
-    one_place = "the first weights come from one place"
+        needs(args, dest, "load", "it restricts what is loaded from there")
+    one_place = "the initial weights have one origin"
     excludes(args, "load_hf", "pretrained_checkpoint", one_place)
     excludes(args, "load_hf", "finetune", one_place)
     excludes(args, "pretrained_checkpoint", "finetune", one_place)
     if args.use_checkpoint_args and not (args.load or args.pretrained_checkpoint):
-        raise GrpoError("--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint that has them")
-    excludes(args, "save_hf", "no_save_hf", "one asks for the export, the other for none")
+        raise GrpoError(
+            "--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint with stored arguments"
+        )
+    excludes(args, "save_hf", "no_save_hf", "one enables the export, the other disables it")
     if args.save and not args.save_hf and not args.no_save_hf:
         args.save_hf = f"{args.save}/hf_model"

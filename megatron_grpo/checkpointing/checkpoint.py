@@ -1,9 +1,9 @@
-"""Save, load and resume on megatron.core.dist_checkpointing: model, optimizer, schedule, random states, position.
+"""Save and load checkpoints with megatron.core.dist_checkpointing: model, optimizer, scheduler, random states.
 
-A checkpoint can be loaded into any other layout of tensor, pipeline (also with virtual stages), context, expert and
-data parallelism. Its state dict has Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``,
-``iteration``, ``rng_state``). The optimizer's part is in checkpoint_optimizer.py; what lies where on the disk, and why
-a kill does no harm, in checkpoint_directory.py. All ranks must see the directory.
+A checkpoint can be loaded with any other parallel configuration: tensor, pipeline (also with virtual stages), context,
+expert and data parallelism. Its state dict has Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``,
+``iteration``, ``rng_state``). optimizer_state.py handles the optimizer's part; checkpoint_directory.py handles the
+files, and makes a save atomic. All ranks must see the directory.
 
 **Checkpoints are trusted input.** Tensors and common.pt are read with ``weights_only=True``, but the index (.metadata)
 and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
@@ -44,10 +44,10 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 
-__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "moved_reference", "read_checkpoint_args"]
+__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights"]
 
-# How megatron-core lays the tensors out. Not its defaults: these are what can be loaded into another layout.
+# How megatron-core stores the tensors. Its defaults cannot be loaded with another parallel configuration; these can.
 CONTENT_METADATA = {
     "distrib_optim_sharding_type": optimizer_state.FULLY_RESHARDABLE,
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -55,9 +55,9 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-REFERENCE = "reference"  # the directory of a moved reference's weights within a checkpoint
+REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
-# Arguments that decide which weights there are; the built model's configuration has them too.
+# Arguments that determine the set of weights and their shapes; the built model's configuration has them, too.
 ARCHITECTURE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "qk_layernorm add_bias_linear add_qkv_bias num_experts moe_ffn_hidden_size moe_router_topk "
@@ -75,11 +75,11 @@ def save_checkpoint(
     extra_state: dict,
     save_reference: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a checkpoint under ``--save`` and make it the newest; collective: every rank calls it.
+    """Write a checkpoint under ``--save`` and make it the newest. Collective.
 
-    Optimizer and scheduler may be None (a converted model). ``extra_state``, equal on all ranks and JSON-able, is what
-    ``load_checkpoint`` gives back; ``save_reference`` writes a reference that has moved into a directory within the
-    checkpoint. Raises GrpoError when the disk refuses.
+    ``optimizer`` and ``opt_param_scheduler`` may be None (a converted model). ``extra_state``: JSON-serializable, equal
+    on all ranks, returned by ``load_checkpoint``. ``save_reference`` writes an updated reference model into a subfolder
+    of the checkpoint. Raises GrpoError when writing fails.
     """
     temporary = _on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
@@ -90,7 +90,7 @@ def save_checkpoint(
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     state["rng_state"] = _rng_object(_rng_state())
     state["extra_state"] = extra_state
-    state["layout"] = _layout()
+    state["layout"] = _parallel_configuration()
     state["optimizer_type"] = optimizer_state.type_name(optimizer)
     _write(state, temporary, metadata)
     if save_reference is not None:
@@ -100,14 +100,14 @@ def save_checkpoint(
 
 
 def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple[int, dict]:
-    """Restore everything from the newest checkpoint under ``--load``; returns its iteration and ``extra_state``.
+    """Restore everything from the newest checkpoint under ``--load``; return its iteration and ``extra_state``.
 
-    Collective. ``--no-load-optim`` leaves Adam's moments at zero (the learning-rate schedule still goes on),
-    ``--no-load-rng`` the random states as they are. Hyper-parameters are those of the present flags.
+    Collective. With ``--no-load-optim`` Adam's moments stay zero, but the learning-rate schedule is restored; with
+    ``--no-load-rng`` the random states stay unchanged. Hyper-parameters are those of the current flags.
     """
     if args.save:
         _on_rank_0(checkpoint_directory.clean_up, args.save)
-    iteration, directory = _on_rank_0(_find_whole, args.load)
+    iteration, directory = _on_rank_0(_find_verified, args.load)
     common = dist_checkpointing.load_common_state_dict(str(directory))
     _check_architecture(directory, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
@@ -116,37 +116,37 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
         optimizer_state.check(directory, common, metadata, optimizer)
         request["optimizer"] = optimizer_state.state_to_load(optimizer, request, metadata)
         common["optimizer"] = optimizer_state.plain_values(request["optimizer"], common.get("optimizer", {}))
-    same_layout = common.get("layout") == _layout()
-    if same_layout and not args.no_load_rng:
+    same_configuration = common.get("layout") == _parallel_configuration()
+    if same_configuration and not args.no_load_rng:
         request["rng_state"] = _rng_object(None)
 
     state = _load(request, common, directory)
     _set_model_state(model_chunks, state)
     if args.no_load_optim:
-        optimizer.reload_model_params()  # the float32 copies of 16-bit weights
+        optimizer.reload_model_params()  # updates the float32 copies of 16-bit weights
     else:
         optimizer.load_state_dict(state["optimizer"])
     if "opt_param_scheduler" in state:
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
     if not args.no_load_rng:
-        if same_layout:
+        if same_configuration:
             _set_rng_state(state["rng_state"])
         else:
             set_random_seed(args.seed + iteration)
             print_rank_0(
-                f"{directory} was written in the layout {common.get('layout')}, this one is {_layout()}: "
-                f"random states are seeded anew, with {args.seed} + {iteration}"
+                f"{directory} was written with the parallel configuration {common.get('layout')}, this run has "
+                f"{_parallel_configuration()}: random states are seeded again, with {args.seed} + {iteration}"
             )
     return iteration, state.get("extra_state", {})
 
 
 def load_weights(directory: str | Path, model_chunks) -> None:
-    """Load only the weights of the newest checkpoint under ``directory``; collective, before the optimizer is built."""
-    read_weights(_on_rank_0(_find_whole, directory)[1], model_chunks)
+    """Load only the weights of the newest checkpoint under ``directory``, before the optimizer is built. Collective."""
+    read_weights(_on_rank_0(_find_verified, directory)[1], model_chunks)
 
 
 def read_weights(checkpoint: Path, model_chunks) -> None:
-    """Load the weights that lie in one checkpoint's own directory; collective."""
+    """Load the weights from the directory of a single checkpoint (``iter_*``, or one of save_weights). Collective."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _check_architecture(checkpoint, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
@@ -154,15 +154,15 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
 
 
 def save_weights(directory: Path, model_chunks) -> None:
-    """Write weights alone, to be read by `read_weights`; collective, in a directory that is not there yet."""
+    """Write only the weights into a new directory, for `read_weights`. Collective."""
     _on_rank_0(directory.mkdir)
     metadata = _with_group(CONTENT_METADATA)
     _write({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
 
 
-def moved_reference(root: str | Path) -> Path | None:
-    """Where the newest checkpoint under ``root`` holds a reference that had moved, if it does; collective."""
-    directory = _on_rank_0(_find_whole, root)[1] / REFERENCE
+def updated_reference(root: str | Path) -> Path | None:
+    """Return the folder of an updated reference model in the newest checkpoint under ``root``, or None. Collective."""
+    directory = _on_rank_0(_find_verified, root)[1] / REFERENCE
     return directory if _on_rank_0(directory.is_dir) else None
 
 
@@ -176,11 +176,11 @@ def _write(state: dict, directory: Path, metadata: dict) -> None:
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):
-    """megatron-core's torch_dist format, written by this process with torch's own writer.
+    """Save strategy for megatron-core's torch_dist format that writes in this process, with torch's own writer.
 
-    Its stock strategy is made for saving in the background. It forks the trainer, which is no good idea beside CUDA,
-    gloo and vLLM threads, and starts a helper that imports the whole program again (3 s at the first save of a tiny
-    model, against 0.3 s here) and outlives a trainer that is killed.
+    megatron-core's strategy is designed for background saves. It forks the trainer, which is unsafe with CUDA, gloo and
+    vLLM threads. It also starts a helper process that imports the program again (3 s at the first save of a tiny model,
+    compared with 0.3 s here) and survives a killed trainer.
     """
 
     def save(self, sharded_state_dict, checkpoint_dir) -> None:
@@ -193,7 +193,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
 
 
 def _on_rank_0(function: Callable, *arguments):
-    """Call a function on rank 0 alone; all ranks return its result, or raise its GrpoError or OSError as GrpoError."""
+    """Call a function on rank 0 only; return its result on all ranks, or raise its GrpoError or OSError there."""
     outcome: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -206,14 +206,14 @@ def _on_rank_0(function: Callable, *arguments):
     return outcome[0]
 
 
-def _find_whole(root: str | Path) -> tuple[int, Path]:
+def _find_verified(root: str | Path) -> tuple[int, Path]:
     iteration, directory = checkpoint_directory.find(root)
     checkpoint_directory.verify(directory)
     return iteration, directory
 
 
-class _Plain(TorchCommonLoadStrategy):
-    """Gives megatron-core a checkpoint's plain values (not tensors, nor objects of single ranks) as prepared here."""
+class _PreparedCommonState(TorchCommonLoadStrategy):
+    """Load strategy that returns given values as a checkpoint's common state (no tensors, no per-rank objects)."""
 
     def __init__(self, values: dict):
         super().__init__()
@@ -224,13 +224,18 @@ class _Plain(TorchCommonLoadStrategy):
 
 
 def _load(request: dict, common: dict, directory: Path) -> dict:
-    """``common`` with the requested sharded state; GrpoError on all ranks if a tensor is absent or of another shape."""
+    """Return ``common`` with the requested sharded state; raise GrpoError on all ranks if a tensor does not fit."""
     _check_presence(request, directory)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # megatron-core calls torch's function by its older name
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # megatron-core calls torch's function by its deprecated name
             state, *_ = dist_checkpointing.load(
-                request, str(directory), common_strategy=_Plain(common), strict=StrictHandling.RETURN_UNEXPECTED
+                request,
+                str(directory),
+                common_strategy=_PreparedCommonState(common),
+                strict=StrictHandling.RETURN_UNEXPECTED,
             )
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}") from error
@@ -238,8 +243,8 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
 
 
 def _check_presence(request: dict, directory: Path) -> None:
-    """Refuse a checkpoint that lacks what any rank requests; megatron-core's own message comes after other errors."""
-    # Transformer Engine's modules ask for an extra state (FP8 scales), which a checkpoint of plain layers lacks.
+    """Raise GrpoError when a key that any rank requests is missing; megatron-core's own error is less clear."""
+    # Transformer Engine's modules request an extra state (FP8 scales), which a checkpoint of local layers lacks.
     wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
     absent = {key for key in wanted - _on_rank_0(_stored_keys, directory) if "_extra_state" not in key}
     everywhere: list = [None] * dist.get_world_size()
@@ -262,17 +267,17 @@ def _stored_keys(directory: Path) -> set[str]:
 
 
 def _check_architecture(directory: Path, model_chunks) -> None:
-    """Compare the stored arguments with the model that was built; a checkpoint of Megatron-LM's has none."""
+    """Compare the stored arguments with the built model; a checkpoint written by Megatron-LM has no args.json."""
     file = directory / checkpoint_directory.ARGS
     stored = checkpoint_directory.read_json(file) if file.exists() else {}
     model = unwrap_model(model_chunks)[0]
     fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
     built = {name: getattr(model.config, field, None) for name, field in fields.items()}
-    built["swiglu"] = model.config.gated_linear_unit and model.config.activation_func is F.silu  # Gemma's is GeGLU
+    built["swiglu"] = model.config.gated_linear_unit and model.config.activation_func is F.silu  # Gemma uses GeGLU
     built["vocab_size"] = getattr(model, "vocab_size_without_padding", None)
     built["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
     different = [
-        f"{name} is {stored[name]} there and {value} here"
+        f"{name} is {stored[name]} in the checkpoint and {value} in this run"
         for name, value in built.items()
         if stored.get(name) is not None and value is not None and stored[name] != value
     ]
@@ -283,8 +288,8 @@ def _check_architecture(directory: Path, model_chunks) -> None:
         )
 
 
-def _layout() -> dict[str, int]:
-    """What a rank's random numbers were drawn for; the order of the ranks does not matter, see ``_rng_object``."""
+def _parallel_configuration() -> dict[str, int]:
+    """Return the sizes that decide whether random states can be restored; order of ranks: see ``_rng_object``."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -301,7 +306,7 @@ def _with_group(metadata: dict) -> dict:
 
 
 def _model_state(model_chunks, metadata: dict) -> dict:
-    """Megatron-LM's keys: ``model``, or ``model0``, ``model1`` ... for the chunks of a virtual pipeline."""
+    """Return the model's sharded state under Megatron-LM's keys: ``model``, or ``model0``, ... for virtual stages."""
     names = ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
     chunks = unwrap_model(model_chunks)
     return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
@@ -314,18 +319,18 @@ def _set_model_state(model_chunks, state: dict) -> None:
 
 
 def _rng_object(data) -> ShardedObject:
-    """The random states as one object for each rank, placed by its coordinates."""
-    layout = _layout()
+    """Return the random states as one sharded object per rank, indexed by the rank's coordinates."""
+    configuration = _parallel_configuration()
     place = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    return ShardedObject("rng_state", data, (layout["pp"], layout["tp"], layout["dp"]), place)
+    return ShardedObject("rng_state", data, (configuration["pp"], configuration["tp"], configuration["dp"]), place)
 
 
 def _rng_state() -> dict:
-    """This rank's random states, under Megatron-LM's names."""
+    """Return this rank's random states, under Megatron-LM's names."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -344,7 +349,7 @@ def _set_rng_state(state: dict) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong; torch's exception holds one for each rank that failed."""
+    """Return the message of an error; torch's exception holds one for each failed rank: return the first."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
         return f"rank {rank}: {error}"

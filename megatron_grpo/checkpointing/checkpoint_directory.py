@@ -1,14 +1,15 @@
-"""A checkpoint as files: Megatron-LM's layout, written so that a kill at any moment leaves a whole checkpoint.
+"""Files of a checkpoint, with Megatron-LM's names; a save is atomic, so a killed run leaves a complete checkpoint.
 
-    {root}/latest_checkpointed_iteration.txt     the iteration of the checkpoint that counts
+    {root}/latest_checkpointed_iteration.txt     iteration of the newest complete checkpoint
     {root}/iter_0000020/                         common.pt, metadata.json, .metadata, *.distcp (megatron-core's)
-                        args.json                the arguments of the run that wrote it
-                        files.json               every file with its size, to tell a damaged checkpoint from a whole one
+                        args.json                arguments of the run that wrote the checkpoint
+                        files.json               every file with its size, to detect a damaged checkpoint
 
-A checkpoint is written as ``iter_0000020.tmp``, brought to the disk, renamed, and only then named in the first file.
-``iter_0000020.old`` is, for a moment, an earlier checkpoint of the same iteration that is being replaced.
+A checkpoint is written to ``iter_0000020.tmp``, flushed to the disk (fsync), renamed, and then named in
+latest_checkpointed_iteration.txt. ``iter_0000020.old`` is an earlier checkpoint of the same iteration while it is being
+replaced.
 
-These functions run on one process and touch only files. They raise GrpoError for what is wrong with a checkpoint.
+These functions run on one process and access only files. They raise GrpoError for a missing or damaged checkpoint.
 """
 
 import hashlib
@@ -23,17 +24,17 @@ from megatron_grpo.utils.errors import GrpoError
 LATEST = "latest_checkpointed_iteration.txt"
 ARGS = "args.json"
 MANIFEST = "files.json"
-# megatron-core's own files beside the data; small, and the first two are unpickled, so their content is checked too.
+# megatron-core's files beside the data: small, and two of them are unpickled, so verify() checks their content.
 CORE_FILES = (".metadata", "common.pt", "metadata.json")
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """Iteration of the newest checkpoint under ``root`` (a --save directory), or None when there is none."""
+    """Return the iteration of the newest checkpoint under ``root`` (a --save directory), or None without one."""
     file = Path(root, LATEST)
     if not file.exists():
         return None
     text = file.read_text(encoding="utf-8", errors="replace").strip()
-    if text == "release":  # what Megatron-LM's converters write
+    if text == "release":  # written by Megatron-LM's converters
         return 0
     if not re.fullmatch(r"[0-9]+", text):
         raise GrpoError(f"{file} holds {text[:40]!r}, not an iteration; in {root}: {_present(root)}")
@@ -41,11 +42,13 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def find(root: str | Path) -> tuple[int, Path]:
-    """The newest checkpoint under ``root``: its iteration and directory."""
+    """Return iteration and directory of the newest checkpoint under ``root``."""
     root = Path(root)
     iteration = latest_iteration(root)
     if iteration is None:
-        hint = f"; it is a checkpoint itself: give {root.parent}" if (root / "metadata.json").exists() else ""
+        hint = (
+            f"; this directory is a single checkpoint: give {root.parent}" if (root / "metadata.json").exists() else ""
+        )
         raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}{hint}")
     directory = iteration_directory(root, iteration)
     candidates = [directory, directory.with_suffix(".old")] + ([root / "release"] if iteration == 0 else [])
@@ -54,23 +57,23 @@ def find(root: str | Path) -> tuple[int, Path]:
             return iteration, candidate
     raise GrpoError(
         f"{root / LATEST} names iteration {iteration}, but {directory} does not exist; "
-        f"to go back to another one, write its number there: {_present(root)}"
+        f"to use another checkpoint, write its number to that file: {_present(root)}"
     )
 
 
 def verify(directory: Path) -> None:
-    """Check that every file is there and has the size, and the small ones the content, that they were written with."""
+    """Raise GrpoError unless every file exists with its original size, and small files with their original content."""
     if not (directory / MANIFEST).exists():  # written by Megatron-LM
         missing = [name for name in CORE_FILES if not (directory / name).exists()]
         if missing and any(directory.glob("*.distcp")):
             raise GrpoError(
-                f"checkpoint {directory} is unfinished: {missing[0]} is missing; to go back to another one, write its "
+                f"checkpoint {directory} is incomplete: {missing[0]} is missing; to use another checkpoint, write its "
                 f"number into {directory.parent / LATEST}: {_present(directory.parent, besides=directory)}"
             )
         if missing:
             raise GrpoError(
-                f"{directory} is no checkpoint of megatron.core.dist_checkpointing: {missing[0]} is missing "
-                "(Megatron-LM's older formats have to be converted to torch_dist with Megatron-LM)"
+                f"{directory} is not a checkpoint of megatron.core.dist_checkpointing: {missing[0]} is missing "
+                "(convert Megatron-LM's older formats to torch_dist with Megatron-LM)"
             )
         return
     for name, (size, digest) in read_json(directory / MANIFEST).items():
@@ -80,23 +83,23 @@ def verify(directory: Path) -> None:
         elif file.stat().st_size != size:
             problem = f"{name} has {file.stat().st_size} bytes instead of {size}"
         elif digest and _digest(file) != digest:
-            problem = f"the content of {name} is not what was written"
+            problem = f"the content of {name} has changed since it was written"
         else:
             continue
         raise GrpoError(
-            f"checkpoint {directory} is damaged: {problem}; to go back to another one, write its number into "
+            f"checkpoint {directory} is damaged: {problem}; to use another checkpoint, write its number into "
             f"{directory.parent / LATEST}: {_present(directory.parent, besides=directory)}"
         )
 
 
 def read_checkpoint_args(root: str | Path) -> dict:
-    """The arguments stored with the newest checkpoint under ``root``; empty for a checkpoint that Megatron-LM wrote."""
+    """Return the arguments stored with the newest checkpoint under ``root``; {} for one written by Megatron-LM."""
     _, directory = find(root)
     return read_json(directory / ARGS) if (directory / ARGS).exists() else {}
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file; GrpoError when it is not one."""
+    """Return the JSON object in a file; raise GrpoError when it cannot be read or is not an object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -107,7 +110,7 @@ def read_json(file: Path) -> dict:
 
 
 def start(root: str | Path, iteration: int) -> Path:
-    """Clear away what a killed run left, and make the empty directory that a new checkpoint is written into."""
+    """Delete the leftovers of a killed run; create and return the empty directory for a new checkpoint."""
     clean_up(root)
     temporary = iteration_directory(root, iteration).with_suffix(".tmp")
     temporary.mkdir(parents=True)
@@ -115,7 +118,7 @@ def start(root: str | Path, iteration: int) -> Path:
 
 
 def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
-    """Make the written directory the newest checkpoint, and delete the oldest beyond ``keep`` (None: keep all)."""
+    """Make the written directory the newest checkpoint; delete the oldest beyond ``keep`` (None: keep all)."""
     _write(temporary / ARGS, json.dumps(args, indent=1, sort_keys=True))
     manifest = {}
     for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
@@ -128,7 +131,7 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     final, root = temporary.with_suffix(""), temporary.parent
     old = final.with_suffix(".old")
     if final.exists():
-        os.replace(final, old)  # a directory that is not empty cannot be replaced in one step; find() knows this name
+        os.replace(final, old)  # os.replace needs an empty target directory; find() accepts this name, too
     os.replace(temporary, final)
     _sync(root)
     _write(root / (LATEST + ".tmp"), str(int(final.name.removeprefix("iter_"))))
@@ -142,7 +145,7 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
 
 
 def clean_up(root: str | Path) -> None:
-    """Delete half-written and half-deleted checkpoints, which a kill leaves behind."""
+    """Delete partly written and partly deleted checkpoints of a killed run."""
     for directory in Path(root).glob("iter_*.tmp"):
         _remove(directory)
     for old in Path(root).glob("iter_*.old"):
@@ -154,18 +157,18 @@ def clean_up(root: str | Path) -> None:
 
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
-    """``{root}/iter_0000020``."""
+    """Return ``{root}/iter_0000020`` for iteration 20."""
     return Path(root, f"iter_{iteration:07d}")
 
 
 def _iterations(root: str | Path) -> list[Path]:
-    """The checkpoints under ``root``, oldest iteration first."""
+    """Return the checkpoints under ``root``, oldest iteration first."""
     found = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def _present(root: str | Path, besides: Path | None = None) -> str:
-    return ", ".join(path.name for path in _iterations(root) if path != besides) or "there is none"
+    return ", ".join(path.name for path in _iterations(root) if path != besides) or "there is no other checkpoint"
 
 
 def _write(file: Path, text: str) -> None:
@@ -174,7 +177,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file's content, or a directory's names, to the disk."""
+    """Flush a file's content, or a directory's entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,7 +186,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Delete a directory; its name goes first, so that half of it is never taken for a checkpoint."""
+    """Delete a directory; rename it first, so that a partly deleted one is never taken for a checkpoint."""
     if directory.exists():
         doomed = directory.with_suffix(".tmp")
         os.replace(directory, doomed)

@@ -1,7 +1,8 @@
-"""What a checkpoint holds of the optimizer, in a form that loads into any other layout.
+"""The optimizer's state in a checkpoint, in a form that can be loaded with any other parallel configuration.
 
-megatron-core names the state's tensors after the model's weights, so they find their places themselves. Corrected here
-are where its distributed optimizer looks for them, and the values that are no tensors: each layout arranges its own.
+megatron-core names the state's tensors after the model's weights, so tensors need no conversion. This module corrects
+the positions at which megatron-core's distributed optimizer reads them, and arranges the values that are not tensors,
+which depend on the parallel configuration.
 """
 
 import contextlib
@@ -15,34 +16,35 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 
 from megatron_grpo.utils.errors import GrpoError
 
-FULLY_RESHARDABLE = "fully_reshardable"  # megatron-core's word for that form of the distributed optimizer's state
+FULLY_RESHARDABLE = "fully_reshardable"  # megatron-core's name of this form of the distributed optimizer's state
 
 
 def check(directory: Path, common: dict, metadata: dict, optimizer) -> None:
-    """Refuse an optimizer state that is absent or of another kind, where the checkpoint says which kind it is."""
+    """Raise GrpoError when the optimizer state is absent or of another kind; without a stored kind, check nothing."""
     kind = metadata.get("distrib_optim_sharding_type", FULLY_RESHARDABLE)
     if kind != FULLY_RESHARDABLE:
         raise GrpoError(
-            f"{directory} has the distributed optimizer's state as {kind}, which is tied to the layout that wrote it: "
-            "write it by Megatron-LM with --dist-ckpt-optim-fully-reshardable, or start Adam anew with --no-load-optim"
+            f"{directory} has the distributed optimizer's state as {kind}, which only the same parallel "
+            "configuration can load: save it in Megatron-LM with --dist-ckpt-optim-fully-reshardable, or reset Adam "
+            "with --no-load-optim"
         )
     if "optimizer_type" not in common:  # written by Megatron-LM
         return
     stored, built = common["optimizer_type"], type_name(optimizer)
     if stored is None:
         raise GrpoError(
-            f"{directory} holds weights only, there is no optimizer to resume: "
-            "give it as --pretrained-checkpoint, or add --finetune"
+            f"{directory} holds weights only, no optimizer state to resume from: "
+            "give the directory as --pretrained-checkpoint, or add --finetune"
         )
     if stored != built:
         raise GrpoError(
             f"{directory} was written with {stored}, this run has {built}: give the same --use-distributed-optimizer, "
-            "--bf16 and --fp16 as before, or --no-load-optim to start Adam anew"
+            "--bf16 and --fp16 as before, or --no-load-optim to reset Adam"
         )
 
 
 def type_name(optimizer) -> str | None:
-    """megatron-core's class of the (first) optimizer: what decides the layout of its state."""
+    """Return the name of megatron-core's class of the (first) optimizer, which determines the form of its state."""
     return None if optimizer is None else type(_optimizers(optimizer)[0]).__name__
 
 
@@ -51,30 +53,30 @@ def _optimizers(optimizer) -> list:
 
 
 def state_to_save(optimizer, model_state: dict, metadata: dict) -> dict:
-    """The optimizer's sharded state, beside the sharded state of the model."""
+    """Return the optimizer's sharded state for the model's sharded state."""
     for part in _optimizers(optimizer):
-        if part.init_state_fn is not None:  # None where this rank has no parameter of the part's
-            part.init_state_fn(part.optimizer, part.config)  # a run that saves before its first update has none yet
+        if part.init_state_fn is not None:  # None when this rank has no parameter of this optimizer
+            part.init_state_fn(part.optimizer, part.config)  # the state does not exist before the first update
     with _positions_without_padding(optimizer):
         return optimizer.sharded_state_dict(model_state, metadata=metadata)
 
 
 def state_to_load(optimizer, model_state: dict, metadata: dict) -> dict:
-    """The same as a request, to be filled from a checkpoint and given to ``optimizer.load_state_dict``."""
+    """Return the state to be filled from a checkpoint and passed to ``optimizer.load_state_dict``."""
     with _positions_without_padding(optimizer):
         return optimizer.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
 
 
 def plain_values(request: dict, stored: dict) -> dict:
-    """The plain values of the optimizer's state as this rank arranges them: hyper-parameters are those of the present
-    flags, the step count and the loss scale those ``stored``.
+    """Return the values of the optimizer's state that are not tensors, in this rank's arrangement.
 
-    Each rank has its own arrangement, and rank 0's is stored. megatron-core makes an optimizer of their own for experts
-    whose gradients are averaged over other ranks than the rest's (EP > 1, or ETP other than TP), and none on a pipeline
-    stage without experts; where that differs between the two runs, it would not find its values again.
+    Hyper-parameters are those of the current flags; step count and loss scale are the ``stored`` ones. The arrangement
+    differs between ranks, and only rank 0's is stored: megatron-core builds a separate optimizer for experts whose
+    gradients are averaged over other ranks (EP > 1, or ETP other than TP), and none on a pipeline stage without
+    experts. Without this function, a run with another arrangement would not find the stored values.
     """
     _, plain = extract_matching_values(request, lambda v: isinstance(v, (ShardedBase, LocalNonpersistentObject)))
-    steps = [*_values(stored, "step"), *_values(stored, "common_step")]  # the latter from torch's own Adam
+    steps = [*_values(stored, "step"), *_values(stored, "common_step")]  # common_step: torch's own Adam
     for group in itertools.chain(*_values(plain, "param_groups")):
         if steps:  # none before the first update
             group["step"] = int(max(steps))
@@ -84,7 +86,7 @@ def plain_values(request: dict, stored: dict) -> dict:
 
 
 def _values(state: dict | list, name: str) -> Iterator[Any]:
-    """What nested dicts and lists hold under a name."""
+    """Yield every value with this key in nested dicts and lists."""
     for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         if key == name:
             yield value
@@ -94,10 +96,10 @@ def _values(state: dict | list, name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _positions_without_padding(optimizer) -> Iterator[None]:
-    """Correct where megatron-core 0.16.1 looks for a parameter's state in the distributed optimizer.
+    """Context that corrects the positions at which megatron-core 0.16.1 reads state in the distributed optimizer.
 
-    It strings a buffer's buckets together without the padding at their ends, but cuts parameters out at positions that
-    count it: with several buckets (``--overlap-grad-reduce``) it would store other numbers than the state's.
+    megatron-core concatenates a buffer's buckets without their padding, but its parameter positions include the
+    padding. With several buckets (``--overlap-grad-reduce``) it would store wrong values.
     """
     buffers = [buffer for part in _optimizers(optimizer) for buffer in getattr(part, "buffers", [])]
     maps = [buffer.param_index_map for buffer in buffers]

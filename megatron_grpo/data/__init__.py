@@ -1,1 +1,1 @@
-"""Prompts in, flat rollout batches out: tokenizers, prompt files, the sampler, batches and their packing."""
+"""The data path: tokenizers, prompt files, the prompt sampler, rollout batches and their packing."""

@@ -1,20 +1,23 @@
 """One record for a rollout: everything that passes between the engine, the rewards and the update.
 
-`RolloutBatch` holds n completions, each with its prompt in front, as flat arrays: no padding, no pickles, no order that
-carries a meaning (groups have explicit ids). It can be exchanged between ranks, saved, inspected and replayed. Arrays
-are [total], one entry per token of all sequences laid end to end, or [n], one entry per completion.
+`RolloutBatch` holds n completions, each after its prompt, as flat arrays: no padding, no pickles, no order that carries
+a meaning (groups have explicit ids). It can be exchanged between ranks, saved, inspected and replayed. Arrays are
+[total], one entry per token of all sequences laid end to end, or [n], one entry per completion.
 
 In the flat arrays every per-token value lies at the token that it is about: `rollout_log_probs[k]` is the
-log-probability of `tokens[k]` given the tokens before it. What a model is given is laid out by `pack`.
+log-probability of `tokens[k]` given the tokens before it. `pack` lays out the input of the model.
+
+**A function never changes a batch that it receives: it returns a new one**, `dataclasses.replace(batch, ...)`.
 """
 
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -29,27 +32,6 @@ Int16 = npt.NDArray[np.int16]
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 
-# Which arrays a batch has, in the order in which they travel. The optional ones are None until they have been computed.
-PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_version": np.int32}
-PER_COMPLETION = {
-    "prompt_lengths": np.int32,
-    "group_ids": np.int64,
-    "row_ids": np.int64,
-    "sample_ids": np.int64,
-    "rewards": np.float32,
-    "finish_reasons": np.uint8,
-    "turns": np.int32,
-}
-SCORES = {"old_log_probs": np.float32, "ref_log_probs": np.float32}
-FACTORS = {"corrections": np.float32, "policy_mask": np.float32, "kl_cov": np.float32}
-CREDIT = {"teacher_log_probs": np.float32, "token_advantages": np.float32}
-PER_TOKEN_OPTIONAL = SCORES | FACTORS | CREDIT | {"routed_experts": np.int16}
-PER_COMPLETION_OPTIONAL = {"advantages": np.float32, "weights": np.float32}
-OPTIONAL = PER_TOKEN_OPTIONAL | PER_COMPLETION_OPTIONAL
-OF_TOKENS = PER_TOKEN | PER_TOKEN_OPTIONAL
-COLUMNS = {"rewards": 1, "routed_experts": 2}  # axes behind the first
-DTYPES = {"cu_seqlens": np.int64} | PER_TOKEN | PER_COMPLETION | OPTIONAL
-
 
 class FinishReason(IntEnum):
     """Why a completion ended."""
@@ -59,32 +41,64 @@ class FinishReason(IntEnum):
     ABORT = 2  # given up by the engine or by us
 
 
+@dataclass(frozen=True)
+class ArrayField:
+    """How one array of a `RolloutBatch` is stored and checked, and what `pack` copies of it."""
+
+    axis: Literal["offset", "completion", "token"]  # the first axis has length n + 1, n or total
+    columns: int = 0  # number of axes after the first
+    packed: Literal["label", "token"] | None = None  # a pack holds one value per label, or one per token
+    complete: bool = False  # NaN is an error on a token in the loss
+    padding: int = 0  # value of padding tokens in a pack
+    dtype: Any = None  # of the annotated type
+    optional: bool = False  # None until it is computed: the default is None
+
+
+PER_TOKEN = ArrayField("token")
+PER_COMPLETION = ArrayField("completion")
+PER_LABEL = ArrayField("token", packed="label")
+
+
 @dataclass(eq=False)
 class RolloutBatch:
-    """n completions with their prompts, as flat numpy arrays of fixed types (see the module)."""
+    """n completions with their prompts, as flat numpy arrays (see the module).
 
-    cu_seqlens: Int64  # [n + 1], where each sequence (prompt + completion) begins; the last is the total
-    tokens: Int32  # [total]
-    loss_mask: UInt8  # [total], 1 on the tokens in the loss: those that the policy sampled
-    rollout_log_probs: Float32  # [total], as the engine sampled; NaN where unknown or not asked for
-    weight_version: Int32  # [total], which weights the engine held when it made the token
-    prompt_lengths: Int32  # [n], at least 1
-    group_ids: Int64  # [n], equal for the completions of one draw of a prompt
-    row_ids: Int64  # [n], row of the data set
-    sample_ids: Int64  # [n], index of the completion in the whole rollout, unique: its global order
-    rewards: Float32  # [n, f], one column per reward function; NaN = not scored; f = 0 before scoring
-    finish_reasons: UInt8  # [n], FinishReason
-    turns: Int32  # [n], how many times the policy spoke
-    old_log_probs: Float32 | None = None  # [total], under the weights before the first update; NaN elsewhere
-    ref_log_probs: Float32 | None = None  # [total], under the reference; NaN elsewhere
-    corrections: Float32 | None = None  # [total], factors of the policy term: algorithm/corrections.py
-    policy_mask: Float32 | None = None  # [total], 0 where an update leaves the policy term out: algorithm/masks.py
-    kl_cov: Float32 | None = None  # [total], factor of |lp - lp_old| in the policy term, of one update
-    teacher_log_probs: Float32 | None = None  # [total], under the teacher; NaN elsewhere
-    token_advantages: Float32 | None = None  # [total], where tokens of one completion differ; 0 elsewhere
-    routed_experts: Int16 | None = None  # [total, moe layers, topk], to be replayed; a token's are -1 where unknown
-    advantages: Float32 | None = None  # [n]; with token_advantages their mean over the tokens in the loss
-    weights: Float32 | None = None  # [n], w of every token of the completion within its update
+    A field is declared here and nowhere else. The order of the fields is that of exchange between ranks.
+    """
+
+    # Start of each sequence (prompt + completion); the last value is the total.
+    cu_seqlens: Annotated[Int64, ArrayField("offset")]
+    tokens: Annotated[Int32, PER_TOKEN]
+    response_mask: Annotated[UInt8, PER_TOKEN]  # 1 on the tokens in the loss: those that the policy sampled
+    rollout_log_probs: Annotated[Float32, PER_LABEL]  # as the engine sampled; NaN where unknown or not requested
+    weight_version: Annotated[Int32, PER_TOKEN]  # version of the engine's weights at this token
+    prompt_lengths: Annotated[Int32, PER_COMPLETION]  # at least 1
+    group_ids: Annotated[Int64, PER_COMPLETION]  # equal for the completions of one draw of a prompt
+    row_ids: Annotated[Int64, PER_COMPLETION]  # row of the data set
+    # Index of the completion in the whole rollout, unique: its global order.
+    sample_ids: Annotated[Int64, PER_COMPLETION]
+    # One column per reward function; NaN: not scored. No columns before scoring.
+    rewards: Annotated[Float32, ArrayField("completion", columns=1)]
+    finish_reasons: Annotated[UInt8, PER_COMPLETION]  # FinishReason
+    turns: Annotated[Int32, PER_COMPLETION]  # number of turns of the policy
+    # Under the weights before the first update; NaN on other tokens.
+    old_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
+    # Under the reference model; NaN on other tokens.
+    ref_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
+    # Factors of the policy term: algorithm/importance_sampling.py.
+    rollout_importance_weights: Annotated[Float32 | None, PER_LABEL] = None
+    # 0 where an update leaves the policy term out: algorithm/masks.py.
+    policy_mask: Annotated[Float32 | None, PER_LABEL] = None
+    kl_cov: Annotated[Float32 | None, PER_LABEL] = None  # factor of |lp - lp_old| in the policy term of one update
+    teacher_log_probs: Annotated[Float32 | None, PER_TOKEN] = None  # under the teacher; NaN on other tokens
+    # Where tokens of one completion differ in their advantage; 0 on other tokens. A pack has them as ``advantages``.
+    token_advantages: Annotated[Float32 | None, PER_TOKEN] = None
+    # [total, MoE layers, topk], to be replayed; -1 where unknown.
+    routed_experts: Annotated[Int16 | None, ArrayField("token", columns=2, packed="token", padding=-1)] = None
+    # With token_advantages their mean over the tokens in the loss.
+    advantages: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
+    # w of every token of the completion in its update: algorithm/weighting.py.
+    weights: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
 
     @classmethod
     def from_completions(
@@ -113,7 +127,7 @@ class RolloutBatch:
         batch = cls(
             cu_seqlens=cu_seqlens,
             tokens=np.zeros(total, np.int32),
-            loss_mask=np.zeros(total, np.uint8),
+            response_mask=np.zeros(total, np.uint8),
             rollout_log_probs=np.full(total, np.nan, np.float32),
             weight_version=np.repeat(np.broadcast_to(np.array(weight_version, np.int32), lengths.shape), lengths),
             prompt_lengths=prompt_lengths,
@@ -128,7 +142,7 @@ class RolloutBatch:
             begin, middle, end = cu_seqlens[i], cu_seqlens[i] + len(prompt), cu_seqlens[i + 1]
             batch.tokens[begin:middle] = prompt
             batch.tokens[middle:end] = completion
-            batch.loss_mask[middle:end] = 1
+            batch.response_mask[middle:end] = 1
             if values is not None:
                 batch.rollout_log_probs[middle:end] = values
         if routed_experts:
@@ -156,9 +170,9 @@ class RolloutBatch:
         return self.lengths - self.prompt_lengths
 
     @property
-    def loss_lengths(self) -> Int64:
+    def response_lengths(self) -> Int64:
         """[n], tokens in the loss: T_i of the formulas."""
-        return np.diff(offsets(self.loss_mask)[self.cu_seqlens])
+        return np.diff(offsets(self.response_mask)[self.cu_seqlens])
 
     @property
     def completion_of_tokens(self) -> Int64:
@@ -171,10 +185,10 @@ class RolloutBatch:
         starts = offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
 
-    def loss_positions(self, indices: Int64) -> Int64:
+    def response_positions(self, indices: Int64) -> Int64:
         """Where the tokens in the loss of these completions lie in the flat arrays, one completion after the other."""
         flat = self.token_positions(indices)
-        return flat[self.loss_mask[flat] == 1]
+        return flat[self.response_mask[flat] == 1]
 
     def advantages_of(self, tokens: Int64, completion: Int64) -> Float32:
         """Advantage of tokens at these places in the flat arrays, each of which belongs to such a completion."""
@@ -187,7 +201,9 @@ class RolloutBatch:
         """The completions with these positions in the batch, in this order, as a new batch."""
         chosen = np.asarray(indices, dtype=np.int64)
         flat = self.token_positions(chosen)
-        arrays = {name: array[flat if name in OF_TOKENS else chosen] for name, array in self._arrays().items()}
+        arrays = {
+            name: array[flat if FIELDS[name].axis == "token" else chosen] for name, array in self._arrays().items()
+        }
         return RolloutBatch(**arrays | {"cu_seqlens": offsets(self.lengths[chosen])})
 
     def sorted_by_sample(self) -> "RolloutBatch":
@@ -208,25 +224,27 @@ class RolloutBatch:
     def to_buffers(self) -> list[Array]:
         """The batch as 1-D arrays for exchange by ranks: always as many, in the same order and of the same types.
 
-        The first, int64, says how to read the rest: the number of reward columns, the MoE layers and experts of a
-        token, then 0 or 1 for each optional array. An array that is None travels empty.
+        The first, int64, says how to read the rest: the sizes of the columns (of rewards, then the MoE layers and
+        experts of a token), then 0 or 1 for each optional array. An array that is None travels empty.
         """
         arrays = self._arrays()
-        per_token = (0, 0) if self.routed_experts is None else self.routed_experts.shape[1:]
-        header = np.array([self.rewards.shape[1], *per_token, *(name in arrays for name in OPTIONAL)], np.int64)
-        return [header, *(np.ravel(arrays.get(name, np.empty(0, dtype))) for name, dtype in DTYPES.items())]
+        columns = [_columns(arrays.get(name), spec) for name, spec in FIELDS.items()]
+        present = [name in arrays for name, spec in FIELDS.items() if spec.optional]
+        header = np.array([*chain.from_iterable(columns), *present], np.int64)
+        return [header, *(np.ravel(arrays.get(name, np.empty(0, spec.dtype))) for name, spec in FIELDS.items())]
 
     @classmethod
     def from_buffers(cls, buffers: Sequence[Array]) -> "RolloutBatch":
         """Undo `to_buffers`; the arrays are taken as they are, without a copy."""
         header, *rest = buffers
-        num_rewards, layers, topk, *present = header.tolist()
-        arrays = dict(zip(DTYPES, rest, strict=True))
-        arrays["rewards"] = arrays["rewards"].reshape(len(arrays["cu_seqlens"]) - 1, num_rewards)
-        arrays["routed_experts"] = arrays["routed_experts"].reshape(len(arrays["tokens"]), layers, topk)
-        for name, here in zip(OPTIONAL, present, strict=True):
-            if not here:
-                del arrays[name]
+        num_columns = sum(spec.columns for spec in FIELDS.values())
+        columns, present = iter(header[:num_columns].tolist()), iter(header[num_columns:].tolist())
+        sizes = _sizes(rest[0])
+        arrays = {}
+        for (name, spec), flat in zip(FIELDS.items(), rest, strict=True):
+            shape = sizes[spec.axis], *(next(columns) for _ in range(spec.columns))
+            if not spec.optional or next(present):
+                arrays[name] = flat.reshape(shape)
         return cls(**arrays)
 
     def save(self, path: str | Path) -> None:
@@ -245,7 +263,8 @@ class RolloutBatch:
                 arrays = {name: content[name] for name in content.files}
         except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise GrpoError(f"cannot read the rollout {path}: {error}") from error
-        wrong = (DTYPES.keys() - OPTIONAL.keys() - arrays.keys()) | (arrays.keys() - DTYPES.keys())
+        required = {name for name, spec in FIELDS.items() if not spec.optional}
+        wrong = (required - arrays.keys()) | (arrays.keys() - FIELDS.keys())
         if wrong:
             raise GrpoError(f"{path} is not a saved rollout: missing or unknown arrays {sorted(wrong)}")
         batch = cls(**arrays)
@@ -255,15 +274,15 @@ class RolloutBatch:
     def validate(self) -> None:
         """Check shapes, types and values; raises GrpoError that names the first rule broken, else does nothing."""
         for name, array in self._arrays().items():
-            if array.dtype != DTYPES[name]:
-                raise GrpoError(f"rollout batch: {name} is {array.dtype}, expected {np.dtype(DTYPES[name])}")
+            if array.dtype != FIELDS[name].dtype:
+                raise GrpoError(f"rollout batch: {name} is {array.dtype}, expected {np.dtype(FIELDS[name].dtype)}")
         n, total = self.num_completions, len(self.tokens)
         cu = self.cu_seqlens
         if cu.ndim != 1 or n < 0 or cu[0] != 0 or cu[-1] != total or (np.diff(cu) < 0).any():
             raise GrpoError(f"rollout batch: cu_seqlens must rise from 0 to the {total} tokens that there are")
+        sizes = _sizes(cu)
         for name, array in self._arrays().items():
-            columns = (*array.shape[1:], 0, 0)[: COLUMNS.get(name, 0)]
-            shape = (n + 1,) if name == "cu_seqlens" else (total if name in OF_TOKENS else n, *columns)
+            shape = (sizes[FIELDS[name].axis], *_columns(array, FIELDS[name]))
             if array.shape != shape:
                 raise GrpoError(f"rollout batch: {name} has shape {array.shape}, expected {shape}")
 
@@ -272,8 +291,8 @@ class RolloutBatch:
             "a prompt has at least one token": self.prompt_lengths >= 1,
             "a prompt is no longer than its sequence": self.completion_lengths >= 0,
             "token ids are not negative": self.tokens >= 0,
-            "loss_mask is 0 or 1": self.loss_mask <= 1,
-            "loss_mask is 0 on prompts": (self.loss_mask == 0) | ~in_prompt,
+            "response_mask is 0 or 1": self.response_mask <= 1,
+            "response_mask is 0 on prompts": (self.response_mask == 0) | ~in_prompt,
             "log-probabilities are not above 0": ~(self.rollout_log_probs > 1e-3),  # engines round; NaN passes
             "sample_ids are unique": np.array([len(np.unique(self.sample_ids)) == n]),
             "rewards are not infinite": ~np.isinf(self.rewards),
@@ -292,8 +311,32 @@ class RolloutBatch:
     # ---- helpers
 
     def _arrays(self) -> dict[str, Any]:
-        """Every array that is not None, by name, in the order of DTYPES."""
-        return {name: array for name in DTYPES if (array := getattr(self, name)) is not None}
+        """Return every array that is not None, by name, in the order of FIELDS."""
+        return {name: array for name in FIELDS if (array := getattr(self, name)) is not None}
+
+
+def _declared() -> dict[str, ArrayField]:
+    """Return the arrays of `RolloutBatch` by name, each with the dtype of its annotation."""
+    declared = {}
+    for name, hint in get_type_hints(RolloutBatch, include_extras=True).items():
+        array, spec = get_args(hint)
+        optional = type(None) in get_args(array)
+        array = get_args(array)[0] if optional else array  # NDArray[x] is ndarray[shape, dtype[x]]
+        declared[name] = replace(spec, dtype=get_args(get_args(array)[1])[0], optional=optional)
+    return declared
+
+
+FIELDS = _declared()  # in the order of exchange
+
+
+def _sizes(cu_seqlens: Int64) -> dict[str, int]:
+    """Return the length of the first axis by `ArrayField.axis`."""
+    return {"offset": len(cu_seqlens), "completion": len(cu_seqlens) - 1, "token": int(cu_seqlens[-1])}
+
+
+def _columns(array: Array | None, spec: ArrayField) -> tuple[int, ...]:
+    """Return the sizes of the axes after the first; 0 for each that the array lacks."""
+    return (*(() if array is None else array.shape[1:]), *(0,) * spec.columns)[: spec.columns]
 
 
 def offsets(lengths: Array) -> Int64:

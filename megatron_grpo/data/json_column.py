@@ -1,11 +1,14 @@
-"""JSON text in a column of a row."""
+"""JSON text in a column of a data row."""
 
 import json
 from typing import Any
 
 
 def json_column(column: Any) -> Any:
-    """A row's column, or its text read as JSON (Parquet needs text where rows differ in shape); None for other text."""
+    """Return the value of a column, with text parsed as JSON; None for text that is not JSON.
+
+    Parquet needs JSON text for values that differ in structure between rows.
+    """
     if not isinstance(column, str):
         return column
     try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.data.batch import SCORES, Float32, Int16, Int32, Int64, RolloutBatch, offsets
+from megatron_grpo.data.batch import FIELDS, Array, Int32, Int64, RolloutBatch, offsets
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple, zigzag
 from megatron_grpo.utils.errors import GrpoError
 
@@ -43,20 +43,18 @@ class Pack:
     own_labels: Int64  # [l], which of the L labels are this rank's
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
     completion: Int64  # [L], whose label it is, by its number in the pack
-    rollout_log_probs: Float32  # [L], NaN where the engine gave none
-    old_log_probs: Float32 | None  # [L]; here and below None where the batch has None
-    ref_log_probs: Float32 | None  # [L]
-    corrections: Float32 | None  # [L]
-    policy_mask: Float32 | None  # [L]
-    kl_cov: Float32 | None  # [L]
-    advantages: Float32 | None  # [L], of each token or of its completion
-    weights: Float32 | None  # [L]
-    routed_experts: Int16 | None  # [T, moe layers, topk], of the tokens themselves (not labels); -1 on padding
+    of_labels: dict[str, Array]  # [L] each: the fields that `RolloutBatch` declares with packed="label"
+    of_tokens: dict[str, Array]  # [T, ...] each: those with packed="token", of the tokens themselves
 
     @property
     def num_labels(self) -> int:
         """L, the number of tokens in the loss, over all context ranks."""
         return len(self.token_index)
+
+    def device_arrays(self) -> dict[str, Array]:
+        """Return the arrays that model and loss read, by name."""
+        names = ("tokens", "position_ids", "labels", "padding", "own_labels", "completion")
+        return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
 
 
 def pack_completions(
@@ -102,7 +100,7 @@ def pack_completions(
     source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
     source[at] = flat
     label_source = np.full(total, -1)
-    in_loss = batch.loss_mask[flat] == 1  # never a sequence's first token: prompts are not empty
+    in_loss = batch.response_mask[flat] == 1  # never a sequence's first token: prompts are not empty
     label_source[at[in_loss] - 1] = flat[in_loss]
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
@@ -118,10 +116,6 @@ def pack_completions(
     tokens[~padding] = batch.tokens[source[~padding]]
     labels = np.full(len(source), IGNORED_LABEL, np.int64)
     labels[labelled[held]] = batch.tokens[token_index[own_labels]]
-    experts = None
-    if batch.routed_experts is not None:
-        experts = np.full((len(source), *batch.routed_experts.shape[1:]), -1, np.int16)
-        experts[~padding] = batch.routed_experts[source[~padding]]
     pack = Pack(
         indices=chosen,
         tokens=tokens,
@@ -134,22 +128,37 @@ def pack_completions(
         own_labels=own_labels,
         token_index=token_index,
         completion=sequence,
-        rollout_log_probs=batch.rollout_log_probs[token_index],
-        old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[token_index],
-        ref_log_probs=None if batch.ref_log_probs is None else batch.ref_log_probs[token_index],
-        corrections=None if batch.corrections is None else batch.corrections[token_index],
-        policy_mask=None if batch.policy_mask is None else batch.policy_mask[token_index],
-        kl_cov=None if batch.kl_cov is None else batch.kl_cov[token_index],
-        advantages=None if batch.advantages is None else batch.advantages_of(token_index, completion),
-        weights=None if batch.weights is None else batch.weights[completion],
-        routed_experts=experts,
+        of_labels=_of_labels(batch, token_index, completion),
+        of_tokens=_of_tokens(batch, source),
     )
-    for name in SCORES:
-        values = getattr(pack, name)
-        if values is not None and np.isnan(values).any():
+    for name, values in pack.of_labels.items():
+        if FIELDS[name].complete and np.isnan(values).any():
             samples = batch.sample_ids[chosen].tolist()
             raise GrpoError(
                 f"{name} is NaN for {np.isnan(values).sum()} of {pack.num_labels} tokens in the loss of samples "
                 f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
             )
     return pack
+
+
+def _of_labels(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:
+    """Return the values of the label tokens, [L] each; ``completion`` [L] is the completion in the batch."""
+    values = {}
+    for name, spec in FIELDS.items():
+        array = getattr(batch, name)
+        if spec.packed == "label" and array is not None:
+            values[name] = array[token_index if spec.axis == "token" else completion]
+    if batch.advantages is not None:
+        values["advantages"] = batch.advantages_of(token_index, completion)
+    return values
+
+
+def _of_tokens(batch: RolloutBatch, source: Int64) -> dict[str, Array]:
+    """Return the values of the tokens at ``source`` in the flat arrays, [T, ...] each."""
+    values = {}
+    for name, spec in FIELDS.items():
+        array = getattr(batch, name)
+        if spec.packed == "token" and array is not None:
+            values[name] = np.full((len(source), *array.shape[1:]), spec.padding, spec.dtype)
+            values[name][source >= 0] = array[source[source >= 0]]
+    return values

@@ -1,4 +1,4 @@
-"""Prompt files (JSON lines, Parquet) as tokenised prompts: checked at the start, or while they stream."""
+"""Tokenised prompts of JSON-lines and Parquet files: checked at the start, or when they are read (streaming)."""
 
 import argparse
 import os
@@ -20,18 +20,18 @@ from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampl
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.utils.errors import GrpoError
 
-if TYPE_CHECKING:  # it brings torch, for which the data tools need not wait
+if TYPE_CHECKING:  # it imports torch, which takes seconds and which the data tools do not need
     from megatron_grpo.data.tokenizer import Tokenizer
 
-CHECKED_BYTES = 64 * 2**20  # up to so many, all rows are checked at the start
-_PROGRESS_FROM = 10_000  # rows
-_NAMED = 10  # bad rows
+CHECKED_BYTES = 64 * 2**20  # files of up to this size have all rows checked at the start
+_PROGRESS_FROM = 10_000  # rows from which a progress bar is shown
+_MAX_REPORTED = 10  # bad rows in a message
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One tokenised prompt: its number in the data set, its tokens, the file's row, where that stands, and the fields
-    of `Sampling` that the row sets.
+    """A tokenised prompt: number in the data set, token ids, row, place of the row (file and line), and the fields of
+    `Sampling` that the row sets.
     """
 
     id: int
@@ -41,12 +41,12 @@ class Prompt:
     sampling_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def sampling(self, sampling: Sampling) -> Sampling:
-        """How its completions are sampled, in a run that samples others so."""
+        """Return the sampling parameters of this prompt: the run's ``sampling`` with the fields that the row sets."""
         return with_row(sampling, self.sampling_fields)
 
 
 class LeftOut(Exception):
-    """Why a row gives no prompt: the ``reason`` is "bad", "long" or "rate", the text says where and what."""
+    """A row that is skipped: ``reason`` is "bad", "long" or "rate"; the message has the place and the error."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -54,12 +54,12 @@ class LeftOut(Exception):
 
 
 class PromptDataset:
-    """The prompts of several files one after the other, by number; None for a row that is left out.
+    """The prompts of the concatenated files, by number; None for a skipped row.
 
-    Files of up to `CHECKED_BYTES` together (of any size with --curriculum) are checked at the start, and only rows that
-    can be used get numbers. Of more, ``streamed``, every row has a number, and is checked when it is asked for. A row
-    is left out when it is bad (--bad-rows skip), longer than --max-prompt-length (--truncation-strategy delete) or,
-    with ``training``, outside --min-pass-rate and --max-pass-rate. GrpoError names bad rows by file and line.
+    Files of up to `CHECKED_BYTES` in total (of any size with --curriculum) are checked at the start, and only valid
+    rows get numbers. Larger files are ``streamed``: every row has a number and is checked when it is read. A row is
+    skipped if it is invalid (--bad-rows skip), longer than --max-prompt-length (--truncation-strategy delete) or, with
+    ``training``, outside --min-pass-rate and --max-pass-rate. GrpoError lists invalid rows by file and line.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class PromptDataset:
         self._high = 1.0 if args.max_pass_rate is None else args.max_pass_rate
         curriculum = training and args.curriculum
         self._rated = curriculum or (training and (self._low, self._high) != (0.0, 1.0))
-        self._counts: Counter[str] = Counter()  # rows that were left out, by reason, or "cut"
-        self._bad: list[str] = []  # the first bad rows
-        self._numbers: np.ndarray | None = None  # of the rows that can be used; None when streamed
-        self._bounds = self._files.row_bounds  # of each file's numbers
+        self._counts: Counter[str] = Counter()  # skipped rows by reason, and rows that were cut ("cut")
+        self._bad: list[str] = []  # messages about the first bad rows
+        self._numbers: np.ndarray | None = None  # row numbers of the valid rows; None when streamed
+        self._bounds = self._files.row_bounds  # bounds of the prompt numbers of each file
         self.pass_rates: np.ndarray | None = None
         size = int(self._files.blocks.bytes.sum())
         self.streamed = streamed or (size > CHECKED_BYTES and not curriculum)
         if self.streamed:
-            # Whether a row sets stop words or a constraint is not known yet.
+            # A row that is not read yet may set stop words or a constraint.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
-            say(f"{', '.join(words)}: {len(self._files):,} rows, checked when their turn comes")
+            say(f"{', '.join(words)}: {len(self._files):,} rows, each checked when it is read")
         else:
             self._files.held_bytes = size
             self._numbers, rates = self._check_all()
@@ -98,12 +98,12 @@ class PromptDataset:
             self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
-            raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path, and no prompts: leave it out")
+            raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path but no prompts: leave it out")
 
     def _check_all(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the rows that can be used, and their pass rates (1 where none is asked for)."""
+        """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
-        for number in tqdm(range(total), "checking prompts", disable=not speaks() or total < _PROGRESS_FROM):
+        for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
             try:
                 prompt = self.read(number)
             except LeftOut as left:
@@ -111,7 +111,7 @@ class PromptDataset:
                 continue
             numbers.append(number)
             rates.append(prompt.row["pass_rate"] if self._rated else 1.0)
-            # For these the engine needs the tokenizer.
+            # The engine needs the tokenizer for stop words and constraints.
             self.engine_decodes |= bool({"stop", "structured_outputs"} & prompt.sampling_fields.keys())
         if self._bad and self._args.bad_rows == "raise":
             raise self._bad_rows()
@@ -134,9 +134,9 @@ class PromptDataset:
             self._note(left)
             if left.reason == "bad" and self._args.bad_rows == "raise":
                 raise self._bad_rows() from left
-            if left.reason == "bad" and self._counts["bad"] <= _NAMED:
+            if left.reason == "bad" and self._counts["bad"] <= _MAX_REPORTED:
                 say(f"left out {left}")
-        if self._counts.total() > before and str(before + 1).rstrip("0") == "1":  # at powers of ten
+        if self._counts.total() > before and str(before + 1).rstrip("0") == "1":  # report at powers of ten
             for line in self.summary():
                 say(f"so far {line}")
         return prompt
@@ -145,11 +145,11 @@ class PromptDataset:
         return (prompt for index in range(len(self)) if (prompt := self[index]) is not None)
 
     def first(self, count: int | None) -> list[Prompt]:
-        """The first prompts of the files; None: all."""
+        """Return the first ``count`` prompts of the files, or all for None."""
         return list(islice(self, count))
 
     def sampler(self) -> PromptSampler | BlendedSampler:
-        """The order in which a run takes the prompts: --seed, --no-shuffle, --curriculum and the files' weights."""
+        """Build the sampler of the prompt order, from --seed, --no-shuffle, --curriculum and the weights of files."""
 
         def of(first: int, last: int) -> PromptSampler:
             begin, end = int(self._bounds[first]), int(self._bounds[last])
@@ -163,18 +163,18 @@ class PromptDataset:
         return BlendedSampler([of(f, f + 1) for f in range(count)], self._weights, self._bounds[:-1].tolist())
 
     def summary(self) -> list[str]:
-        """What was left out or cut, and why: a line for each reason."""
+        """Return one line for each reason for which rows were skipped or cut."""
         limit, total = self._args.max_prompt_length, f"of {len(self._files):,} prompts"
         lines = {
-            "bad": ("left out", f"{total} that cannot be used: {'; '.join(self._bad)}"),
+            "bad": ("left out", f"{total} that are invalid: {'; '.join(self._bad)}"),
             "long": (
                 "left out",
-                f"{total} that are longer than --max-prompt-length {limit} (raise it, or choose --truncation-strategy "
+                f"{total} that are longer than --max-prompt-length {limit} (raise it, or give --truncation-strategy "
                 "left to keep their last tokens)",
             ),
             "rate": (
                 "left out",
-                f"{total} whose pass_rate is below --min-pass-rate ({self._low:g}) or above --max-pass-rate "
+                f"{total} with a pass_rate below --min-pass-rate ({self._low:g}) or above --max-pass-rate "
                 f"({self._high:g})",
             ),
             "cut": ("cut", f"{total} on the left to --max-prompt-length {limit}"),
@@ -184,16 +184,16 @@ class PromptDataset:
 
     def _note(self, left: LeftOut) -> None:
         self._counts[left.reason] += 1
-        if left.reason == "bad" and len(self._bad) < _NAMED:
+        if left.reason == "bad" and len(self._bad) < _MAX_REPORTED:
             self._bad.append(str(left))
 
     def _bad_rows(self) -> GrpoError:
         more = self._counts["bad"] - len(self._bad)
         rows = "\n".join(self._bad) + (f"\nand {more:,} more" if more else "")
-        return GrpoError(f"{rows} (--bad-rows skip leaves such rows out)")
+        return GrpoError(f"{rows} (give --bad-rows skip to skip such rows)")
 
     def read(self, number: int) -> Prompt:
-        """The prompt of a row, whether or not rows before it have one; LeftOut if there is none."""
+        """Return the prompt of row ``number`` of the files; raise LeftOut for a row that is skipped."""
         file, block, position, where = self._files.find(number)
         try:
             row = file.row(block, position)
@@ -224,36 +224,37 @@ class PromptDataset:
         limit = self._args.max_prompt_length
         if limit is not None and len(ids) > limit and self._args.truncation_strategy == "raise":
             raise GrpoError(
-                f"the prompt has {len(ids)} tokens, more than --max-prompt-length {limit}; raise it, or choose "
-                "--truncation-strategy left (keep the last tokens) or delete (leave such rows out)"
+                f"the prompt has {len(ids)} tokens, more than --max-prompt-length {limit}; raise it, or give "
+                "--truncation-strategy left (keep the last tokens) or delete (skip such rows)"
             )
         return ids
 
 
 def draw(dataset: PromptDataset, sampler: PromptSampler | BlendedSampler, count: int) -> list[Prompt]:
-    """The next prompts in the sampler's order; for a row that is left out comes the next one, of its file if files have
-    weights.
+    """Return the next ``count`` prompts in the sampler's order.
+
+    The next row replaces a skipped row; if files have weights, the next row of the same file.
     """
     prompts: list[Prompt] = []
     while len(prompts) < count:
         (number,) = sampler.next(1)
-        for _ in range(2 * len(dataset)):  # an epoch, wherever it begins
+        for _ in range(2 * len(dataset)):  # at least one whole epoch, from any position
             prompt = dataset[number]
             if prompt is not None:
                 prompts.append(prompt)
                 break
-            number = sampler.instead_of(number)
+            number = sampler.replace(number)
         else:
-            raise GrpoError(f"no prompts left in the whole data: {'; '.join(dataset.summary())}")
+            raise GrpoError(f"no prompts left in all files: {'; '.join(dataset.summary())}")
     return prompts
 
 
-def speaks() -> bool:
-    """Whether this process is the one that prints."""
+def is_rank_0() -> bool:
+    """Return whether this process prints for the run; needs no process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
-    """Print, on one rank."""
-    if speaks():
+    """Print ``text`` on rank 0 only."""
+    if is_rank_0():
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Which reward functions score the rows of which data_source (--reward-routing)."""
+"""Routing of rows to reward functions by their column data_source (--reward-routing)."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 def reward_routes(routing: list[str] | None, functions: list[str]) -> dict[str, list[str]]:
-    """--reward-routing as {source: names}; GrpoError for what is not SOURCE=NAME,NAME with names of --reward-funcs."""
+    """Parse --reward-routing to {source: names of reward functions}.
+
+    Raises GrpoError for a value that is not SOURCE=NAME,NAME or has a name that is not in --reward-funcs.
+    """
     routes: dict[str, list[str]] = {}
     for word in routing or []:
         source, equals, listed = word.partition("=")
@@ -19,16 +22,16 @@ def reward_routes(routing: list[str] | None, functions: list[str]) -> dict[str, 
                 f'--reward-routing {word}: "{unknown[0]}" is not among --reward-funcs {" ".join(functions)}'
             )
         routes[source] = names
-    idle = [name for name in functions if routes and not any(name in names for names in routes.values())]
-    if idle:
+    unused = [name for name in functions if routes and not any(name in names for names in routes.values())]
+    if unused:
         raise GrpoError(
-            f"--reward-routing sends no source to {idle[0]}: leave it out of --reward-funcs, or route to it"
+            f"--reward-routing sends no source to {unused[0]}: leave it out of --reward-funcs, or route a source to it"
         )
     return routes
 
 
 def check_source(routes: dict[str, list[str]], row: dict[str, Any]) -> None:
-    """Refuse a row whose "data_source" has no route."""
+    """Refuse a row with a "data_source" that has no route."""
     source = row.get("data_source")
     if routes and not (isinstance(source, str) and source in routes):
-        raise GrpoError(f'no --reward-routing for "data_source" {source!r:.200}, only for {", ".join(routes)}')
+        raise GrpoError(f'--reward-routing has no "data_source" {source!r:.200}, only {", ".join(routes)}')

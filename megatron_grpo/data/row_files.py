@@ -1,7 +1,7 @@
-"""Rows of JSON-lines and Parquet files of any size, by number: what is held in memory of them is bounded.
+"""Random access to rows of JSON-lines and Parquet files of any size, in bounded memory.
 
-A file is an index of blocks of some MiB (so many lines, or a part of a Parquet row group), and a row is had by reading
-its block. The sampler visits rows in an order that reads each block once an epoch (sampler.py).
+The index of a file divides its rows into blocks of some MiB: a number of lines, or a slice of a Parquet row group. To
+return a row, its block is read. The sampler orders rows so that each block is read once in an epoch (sampler.py).
 """
 
 import json
@@ -23,17 +23,18 @@ from megatron_grpo.utils.errors import GrpoError
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 8 * 2**20
-# A row counts as so many bytes at least: what Parquet says of a column that repeats itself is next to nothing.
-LEAST_ROW_BYTES = 1024
+# Lower bound of the size of a row: Parquet reports almost no bytes for a column with repeated values.
+MIN_ROW_BYTES = 1024
 _SCAN_BYTES = 2**24
 _OPEN_ROW_GROUPS = 8
-_DEEPEST = 200  # levels of JSON in a row: of more, pickle could not send all to the processes that score
+_MAX_DEPTH = 200  # levels of JSON in a row: pickle, which sends rows to the reward workers, fails for deeper ones
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows that lie one after the other: rows, bytes, and the row group ``[blocks]``, of which each is a part
-    that can be read only by going through those before it.
+    """Consecutive blocks of rows: number of rows, bytes and row group of each, ``[blocks]``.
+
+    The blocks of one row group can only be read in order.
     """
 
     rows: Int64
@@ -41,12 +42,12 @@ class Blocks:
     groups: Int64
 
     def part(self, begin: int, end: int) -> "Blocks":
-        """The blocks ``begin`` to ``end``."""
+        """Return the blocks ``begin`` to ``end`` (exclusive)."""
         return Blocks(self.rows[begin:end], self.bytes[begin:end], self.groups[begin:end])
 
 
 class JsonLines:
-    """The lines of a file that are not blank: an index of 8 bytes a line."""
+    """The lines of a JSON-lines file, except blank ones; the index takes 8 bytes for each line."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -56,14 +57,14 @@ class JsonLines:
             self._starts, self._blanks = self._scan()
         except OSError as error:
             raise GrpoError(f"{path}: cannot be read: {error.strerror}") from error
-        size = np.maximum(np.diff(self._starts, append=self._size), LEAST_ROW_BYTES)
+        size = np.maximum(np.diff(self._starts, append=self._size), MIN_ROW_BYTES)
         self._firsts = np.flatnonzero(np.diff((np.cumsum(size) - size) // BLOCK_BYTES, prepend=-1))
         rows = np.diff(self._firsts, append=len(self._starts))
         sums = np.add.reduceat(size, self._firsts) if len(rows) else rows
         self.blocks = Blocks(rows, sums, np.arange(len(rows)))
 
     def _scan(self) -> tuple[Int64, Int64]:
-        """Where the lines begin that are not blank, and for each blank one how many of these come before it."""
+        """Return the offsets of non-blank lines, and for each blank line the number of non-blank lines before it."""
         starts, blanks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         offset, count, at_start = 0, 0, True
         while chunk := self._file.read(_SCAN_BYTES):
@@ -73,7 +74,7 @@ class JsonLines:
                 begins = np.concatenate([[0], begins])
             at_start = bool(data[-1] == ord("\n"))
             blank = np.zeros(len(begins), bool)
-            for i in np.flatnonzero(data[begins] <= ord(" ")):  # white space, or nothing else at all
+            for i in np.flatnonzero(data[begins] <= ord(" ")):  # the line begins with white space or is empty
                 blank[i] = self._is_blank(offset + int(begins[i]))
             starts.append(begins[~blank] + offset)
             blanks.append(count + np.cumsum(~blank)[blank])
@@ -89,7 +90,7 @@ class JsonLines:
         return True
 
     def read(self, block: int) -> list[bytes]:
-        """The lines of a block."""
+        """Return the lines of a block."""
         first = self._firsts[block]
         bounds = self._starts[first : first + self.blocks.rows[block] + 1].tolist()
         if len(bounds) == self.blocks.rows[block]:
@@ -98,35 +99,35 @@ class JsonLines:
         return [data[a - bounds[0] : b - bounds[0]] for a, b in pairwise(bounds)]
 
     def where(self, number: int) -> str:
-        """The place of a row."""
+        """Return the place of a row for messages: file and line or row."""
         return f"{self.path}:{number + 1 + np.searchsorted(self._blanks, number, 'right')}"
 
     @staticmethod
     def row(lines: list[bytes], index: int) -> dict[str, Any]:
-        """A row of a block; GrpoError when the line is no JSON object."""
+        """Return a row of a block; raise GrpoError if the line is not a JSON object."""
         return parse_line(lines[index])
 
 
 class ParquetRows:
-    """The rows of a Parquet file, a part of a row group at a time; GrpoError when it cannot be read."""
+    """The rows of a Parquet file, read one slice of a row group at a time; GrpoError for an unreadable file."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            # Not read_table, which takes directories named like "split=train" for columns. Buffered: never a whole
-            # row group in memory, however long.
+            # read_table would interpret directories such as "split=train" as columns. The buffer avoids loading a whole
+            # row group, which can be of any size.
             self._file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
             metadata = self._file.metadata
             names = self._file.schema_arrow.names
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise GrpoError(f"{path}: not a readable Parquet file: {error}") from error
         if len(set(names)) < len(names):
-            raise GrpoError(f"{path}: has two columns of one name: {', '.join(names)}")
+            raise GrpoError(f"{path}: two columns have the same name: {', '.join(names)}")
         rows, sizes, groups = [], [], []
-        self._steps: list[int] = []  # rows of a block in each row group
+        self._steps: list[int] = []  # rows of a block, for each row group
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
-            size = max(group.total_byte_size / max(group.num_rows, 1), LEAST_ROW_BYTES)
+            size = max(group.total_byte_size / max(group.num_rows, 1), MIN_ROW_BYTES)
             step = max(int(BLOCK_BYTES / size), 1)
             self._steps.append(step)
             for begin in range(0, group.num_rows, step):
@@ -134,10 +135,15 @@ class ParquetRows:
                 sizes.append(int(rows[-1] * size))
                 groups.append(number)
         self.blocks = Blocks(*(np.array(column, np.int64) for column in (rows, sizes, groups)))
-        self._open: OrderedDict[int, tuple[Iterator[pyarrow.Table], int]] = OrderedDict()  # by row group: next block
+        self._open: OrderedDict[int, tuple[Iterator[pyarrow.Table], int]] = (
+            OrderedDict()
+        )  # row group -> (its reader, next block)
 
     def read(self, block: int) -> pyarrow.Table:
-        """The rows of a block; those before it in its row group are gone through again unless they were read last."""
+        """Return the rows of a block.
+
+        The earlier blocks of its row group are read again unless the previous block was read before this one.
+        """
         group = int(self.blocks.groups[block])
         first = int(np.searchsorted(self.blocks.groups, group))
         tables, at = self._open.pop(group, (iter(()), block + 1))
@@ -155,11 +161,11 @@ class ParquetRows:
         return table
 
     def _tables(self, group: int) -> Iterator[pyarrow.Table]:
-        """The row group in pieces of a block's rows; Arrow's own batches may be shorter."""
+        """Yield the blocks of a row group; batches of Arrow may be shorter than a block and are joined."""
         step, held = self._steps[group], []
         for batch in self._file.iter_batches(step, row_groups=[group], use_threads=False):
             held.append(batch)
-            while sum(piece.num_rows for piece in held) >= step:
+            while sum(part.num_rows for part in held) >= step:
                 table = pyarrow.Table.from_batches(held)
                 yield table.slice(0, step)
                 held = table.slice(step).to_batches()
@@ -167,12 +173,15 @@ class ParquetRows:
             yield pyarrow.Table.from_batches(held)
 
     def where(self, number: int) -> str:
-        """The place of a row."""
+        """Return the place of a row for messages: file and line or row."""
         return f"{self.path}, row {number + 1}"
 
     @staticmethod
     def row(table: pyarrow.Table, index: int) -> dict[str, Any]:
-        """A row of a block; GrpoError when Python has no such values (text that is not UTF-8, dates beyond reach)."""
+        """Return a row of a block; raise GrpoError for values that Python cannot represent.
+
+        Such values are text that is not UTF-8 and dates outside Python's range.
+        """
         try:
             return table.slice(index, 1).to_pylist()[0]
         except (pyarrow.ArrowException, ValueError, OverflowError) as error:
@@ -180,10 +189,10 @@ class ParquetRows:
 
 
 class RowFiles:
-    """The rows of files one after the other, by number; blocks of up to ``held_bytes`` are kept for the next."""
+    """The rows of the concatenated files, by number, with a cache of recently read blocks of ``held_bytes``."""
 
     def __init__(self, paths: Sequence[str | Path], held_bytes: int):
-        self.held_bytes = held_bytes  # and the largest block
+        self.held_bytes = held_bytes  # limit of the cache, in addition to the largest block
         self.files = [open_rows(Path(path)) for path in paths]
         blocks = [file.blocks for file in self.files]
         groups = np.cumsum([0] + [int(b.groups[-1]) + 1 if len(b.groups) else 0 for b in blocks])
@@ -192,8 +201,8 @@ class RowFiles:
             np.concatenate([b.bytes for b in blocks]),
             np.concatenate([b.groups + begin for b, begin in zip(blocks, groups[:-1], strict=True)]),
         )
-        self.block_bounds = np.cumsum([0] + [len(b.rows) for b in blocks])  # of each file
-        self.row_bounds = np.cumsum([0] + [int(b.rows.sum()) for b in blocks])  # of each file
+        self.block_bounds = np.cumsum([0] + [len(b.rows) for b in blocks])  # bounds of the blocks of each file
+        self.row_bounds = np.cumsum([0] + [int(b.rows.sum()) for b in blocks])  # bounds of the rows of each file
         self._begins = np.cumsum(self.blocks.rows) - self.blocks.rows
         self._held: OrderedDict[int, Any] = OrderedDict()
         self._bytes = 0
@@ -203,9 +212,9 @@ class RowFiles:
         return int(self.row_bounds[-1])
 
     def find(self, number: int) -> tuple["JsonLines | ParquetRows", Any, int, str]:
-        """The file of a row, its block as read, the row's index in that, and its place; GrpoError for a damaged file.
+        """Return (file, block, index in the block, place) of a row; ``file.row(block, index)`` is the row.
 
-        ``file.row(block, index)`` is the row.
+        Raises GrpoError for a damaged file.
         """
         block = int(np.searchsorted(self._begins, number, "right")) - 1
         number_of_file = int(np.searchsorted(self.block_bounds, block, "right")) - 1
@@ -221,9 +230,9 @@ class RowFiles:
 
 
 def open_rows(path: Path) -> JsonLines | ParquetRows:
-    """The index of a .jsonl, .json (one object per line) or .parquet file; GrpoError for anything else."""
+    """Open a .jsonl, .json (one object per line) or .parquet file; raise GrpoError for any other path."""
     if path.is_dir():
-        raise GrpoError(f"{path} is a directory: name the .jsonl or .parquet files in it")
+        raise GrpoError(f"{path} is a directory: give the .jsonl or .parquet files in it")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise GrpoError(f"{path}: prompts are read from .jsonl or .parquet files, not from {path.suffix or 'this'}")
     if not path.is_file():
@@ -232,7 +241,7 @@ def open_rows(path: Path) -> JsonLines | ParquetRows:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (where, row) for every row of a file, in its order; GrpoError that names the first that is none."""
+    """Yield (place, row) for every row of a file, in order; raise GrpoError with the place of an invalid row."""
     rows = RowFiles([path], BLOCK_BYTES)
     for number in range(len(rows)):
         file, block, index, where = rows.find(number)
@@ -244,13 +253,16 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The JSON object in a line; GrpoError when it holds anything else, a key twice, or text that is not Unicode."""
+    """Parse the JSON object in a line.
+
+    Raises GrpoError for any other value, a duplicate key, or text that is not Unicode.
+    """
     try:
         text = line.decode("utf-8-sig")
         row = json.loads(text, object_pairs_hook=_object)
-        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair could be written nowhere
+        if "\\ud" in text or "\\uD" in text:  # a lone surrogate cannot be encoded, and fails here
             json.dumps(row, ensure_ascii=False).encode()
-        if text.count("[") + text.count("{") > _DEEPEST:
+        if text.count("[") + text.count("{") > _MAX_DEPTH:
             _check_depth(row)
     except (ValueError, RecursionError) as error:
         raise GrpoError(f"not valid JSON ({error}); expected one object per line") from error
@@ -263,8 +275,8 @@ def _check_depth(row: Any) -> None:
     level, depth = [row], 0
     while level:
         depth += 1
-        if depth > _DEEPEST:
-            raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
         inside = [value.values() if isinstance(value, dict) else value for value in level]
         level = [value for values in inside for value in values if isinstance(value, dict | list)]
 
@@ -274,11 +286,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'the key "{twice}" is there twice')
+        raise ValueError(f'the key "{twice}" occurs twice')
     return found
 
 
 def kind(value: Any) -> str:
-    """What a value is called in a message."""
+    """Return the name of a value's JSON type for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

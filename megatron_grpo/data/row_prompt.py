@@ -1,4 +1,4 @@
-"""What a row of the data says of its prompt: text or chat messages, tools, and how often it was solved."""
+"""Parsing of a data row: the prompt (text or chat messages), the tools and the pass rate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> str | list[dict[str, Any]]:
-    """The row's prompt, from column ``key`` or else ``messages``: a string as it stands, or chat messages.
+    """Return the prompt of column ``key``, or of column ``messages`` if it is absent: a string or chat messages.
 
-    With a system prompt, a string becomes the user's message after it. Raises GrpoError saying what was expected.
+    With a system prompt, a string becomes the user's message after it. Raises GrpoError with the expected format.
     """
     column = key if row.get(key) is not None else "messages"
     prompt = row.get(column)
@@ -31,11 +31,13 @@ def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> st
         raise GrpoError(f'"{column}" is an empty list of messages')
     messages = [_check_message(f'message {number} of "{column}"', message) for number, message in enumerate(prompt, 1)]
     if messages[-1]["role"] == "assistant":
-        raise GrpoError(f'"{column}" ends with an assistant message; that one is to be generated, so leave it out')
+        raise GrpoError(
+            f'"{column}" ends with an assistant message, but the model generates that message: leave it out'
+        )
     if system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise GrpoError(f'"{column}" has a system message of its own; leave out either that or --system-prompt')
+        raise GrpoError(f'"{column}" has a system message, and --system-prompt is given: leave one of them out')
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -49,7 +51,7 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
     if message["role"] not in ROLES:
         raise GrpoError(f'"role" of {name} is {message["role"]!r}: expected one of {", ".join(ROLES)}')
     if message["role"] == "assistant" and message.get("tool_calls") and not message.get("content"):
-        return message | {"content": ""}  # it did nothing but call
+        return message | {"content": ""}  # a message of tool calls only
     if "content" not in message:
         raise GrpoError(f'{name} has no "content"')
     _check_text(f'"content" of {name}', message["content"])
@@ -68,8 +70,10 @@ def _check_text(name: str, text: Any) -> None:
 
 
 def parse_tools(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The row's ``tools`` for the chat template: a list of objects, or JSON text of one, as Parquet needs it where
-    they differ in shape; None without. GrpoError saying what was expected.
+    """Return the row's ``tools`` for the chat template: a list of objects; None without tools.
+
+    The column holds the list or its JSON text, which Parquet needs for tools that differ in structure. Raises GrpoError
+    with the expected format.
     """
     column = row.get("tools")
     tools = json_column(column)
@@ -78,12 +82,15 @@ def parse_tools(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> l
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
         raise GrpoError(f'"tools" must be a list of objects, or JSON text of one, found {column!r:.200}')
     if isinstance(prompt, str):
-        raise GrpoError('"tools" needs a prompt of chat messages: a chat template tells the model of them')
+        raise GrpoError('"tools" needs a prompt of chat messages: only a chat template shows tools to the model')
     return tools if isinstance(column, str) else _without_nulls(tools)
 
 
 def pass_rate(row: Mapping[str, Any]) -> float:
-    """How often some policy solved the row, 0 to 1; GrpoError without it."""
+    """Return the row's pass rate, the fraction of a policy's attempts that solved it (0 to 1).
+
+    Raises GrpoError for a missing or invalid value.
+    """
     rate = row.get("pass_rate")
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
         raise GrpoError(
@@ -94,7 +101,10 @@ def pass_rate(row: Mapping[str, Any]) -> float:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every object the keys of all of them, and templates ask whether a key is there."""
+    """Remove keys with null values, in all levels.
+
+    Parquet gives every object the keys of all objects, and chat templates test for the presence of a key.
+    """
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""What a row of the data may say about the sampling of its completions: its column ``sampling_params``.
+"""Sampling parameters of a single data row: its column ``sampling_params``.
 
     {"prompt": "Yes or no? ...", "sampling_params": {"max_tokens": 4, "structured_outputs": {"choice": ["yes", "no"]}}}
 
-The temperature and what else shapes the probabilities cannot differ by row: the trainer's log-probabilities are taken
-at --temperature for all completions, and the log-probability contract (rollout/engine.py) holds for all alike.
+The temperature and other parameters of the distribution cannot differ by row: the trainer computes all
+log-probabilities at --temperature, and the log-probability contract (rollout/engine.py) is the same for all rows.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron_grpo.data.sampling_params import Sampling, constraint_refused
 from megatron_grpo.utils.errors import GrpoError
 
 COLUMN = "sampling_params"
-SHAPES = set("temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split())
+DISTRIBUTION = set("temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split())
 # vLLM's names of constraints, and the type of each.
 CONSTRAINTS: dict[str, Any] = {
     "regex": str,
@@ -28,15 +28,15 @@ CONSTRAINTS: dict[str, Any] = {
 
 
 def structured_json(constraint: Mapping[str, Any]) -> str:
-    """`Sampling.structured_outputs` of a constraint such as ``{"regex": ...}``; "" when it is of None."""
+    """Return `Sampling.structured_outputs` for a constraint such as ``{"regex": ...}``; "" if all values are None."""
     given = {name: value for name, value in constraint.items() if value is not None}
     return json.dumps(given, sort_keys=True) if given else ""
 
 
 def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
-    """The fields of `Sampling` that a row sets, as `Sampling` has them; GrpoError for what it cannot set.
+    """Return the fields of `Sampling` that a row sets; raise GrpoError for a field that a row cannot set.
 
-    Parquet gives every row the keys of all of them: None is as good as absent.
+    None counts as absent, because Parquet gives every row the keys of all rows.
     """
     given = row.get(COLUMN)
     if given is None:
@@ -59,17 +59,20 @@ def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
             if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
                 raise GrpoError(f"stop of {COLUMN} is {value!r:.200}: give a string, or a list of strings")
             if args.tokenizer_type != "HuggingFaceTokenizer":
-                raise GrpoError(f"stop of {COLUMN} needs a HuggingFaceTokenizer: the engine looks for it in the text")
+                raise GrpoError(
+                    f"stop of {COLUMN} needs --tokenizer-type HuggingFaceTokenizer: the engine searches stop words in "
+                    "the text"
+                )
             fields["stop"] = tuple(words)
         elif name == "structured_outputs":
             fields["structured_outputs"] = _constraint(value, args)
-        elif name in SHAPES:
+        elif name in DISTRIBUTION:
             raise GrpoError(
-                f"{name} of {COLUMN} cannot differ by row: the trainer computes all log-probabilities at one "
-                f"--temperature; give --{name.replace('_', '-')} for all rows"
+                f"{name} of {COLUMN} cannot differ by row: the trainer computes all log-probabilities with one "
+                f"distribution; give --{name.replace('_', '-')} for all rows"
             )
         else:
-            raise GrpoError(f"{COLUMN} has {name!r}: max_tokens, stop and structured_outputs can be set by a row")
+            raise GrpoError(f"{COLUMN} has {name!r}: a row can set max_tokens, stop and structured_outputs only")
     return fields
 
 
@@ -82,7 +85,7 @@ def _constraint(value: Any, args: Namespace) -> str:
         raise GrpoError(f"{where} is {value!r:.200}: give an object with one of {', '.join(CONSTRAINTS)}")
     name, content = next(iter(given.items()))
     if not isinstance(content, CONSTRAINTS[name]) or not content:
-        raise GrpoError(f"{name} of {where} is {content!r:.200}: it has the wrong type, or is empty")
+        raise GrpoError(f"{name} of {where} is {content!r:.200}: the value has the wrong type or is empty")
     if name == "choice" and not all(isinstance(word, str) and word for word in content):
         raise GrpoError(f"choice of {where} is {content!r:.200}: give a list of strings")
     try:
@@ -99,7 +102,11 @@ def _constraint(value: Any, args: Namespace) -> str:
 
 
 def with_row(sampling: Sampling, fields: Mapping[str, Any]) -> Sampling:
-    """A run's sampling with what a row sets; a constrained request is not asked for log-probabilities."""
+    """Return the run's sampling parameters with the fields of a row.
+
+    A request with a constraint does not return log-probabilities, because they are those of the constrained
+    distribution.
+    """
     if not fields:
         return sampling
     changed = replace(sampling, **fields)

@@ -1,4 +1,4 @@
-"""The order of prompts: the same on every rank, a function of the seed, and resumed exactly from a saved position."""
+"""The order of prompts: a function of the seed, equal on every rank, with a position that a checkpoint saves."""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ import numpy as np
 from megatron_grpo.data.row_files import Blocks, Int64
 from megatron_grpo.utils.errors import GrpoError
 
-WINDOW_BYTES = 64 * 2**20  # of blocks whose rows are shuffled among each other
+WINDOW_BYTES = 64 * 2**20  # size of a window of blocks; rows are shuffled within a window
 
 
 class PromptSampler:
-    """Numbers of prompts without end: every epoch a fresh permutation, the same on every rank.
+    """An endless sequence of prompt numbers: a new permutation in every epoch, equal on every rank.
 
-    With ``pass_rates`` (``[num_prompts]``) each epoch goes from easy to hard, in its permutation where rates are equal.
-    With ``blocks``, which hold the prompts in their order, it is the blocks that are permuted, and then the prompts of
-    each window of them: prompts that follow each other lie in few blocks. Blocks of one row group keep their order.
-    The order is a function of (seed, epoch) alone, so a checkpoint keeps the position, counted in prompts, and the
-    prompts that were given back.
+    With ``pass_rates`` (``[num_prompts]``) each epoch is sorted from easy to hard; prompts with equal rates keep the
+    order of the permutation. With ``blocks``, which hold the prompts in order, the blocks are permuted first, then the
+    prompts within each window of blocks, so that consecutive prompts are in few blocks. Blocks of one row group keep
+    their order. The order depends only on (seed, epoch). A checkpoint therefore saves only the position, counted in
+    prompts, and the returned prompts.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class PromptSampler:
         self.curriculum, self._pass_rates = pass_rates is not None, pass_rates
         self._blocks = blocks
         self.epoch = 0
-        self.position = 0  # prompts of this epoch already handed out, below num_prompts
-        self.returned: list[int] = []  # handed out and given back: the next ones
-        self.left_out = 0  # handed out, and no prompt
+        self.position = 0  # prompts drawn in this epoch, below num_prompts
+        self.returned: list[int] = []  # unused prompts that were given back; drawn before all others
+        self.left_out = 0  # numbers drawn for rows that were skipped
         self._load()
 
     def _load(self) -> None:
-        """Make the part of the epoch's order in which the position lies, and say where that begins."""
+        """Compute the window of the epoch's order that contains the position, and the position of its first prompt."""
         if self._blocks is None:
             self._begin, self._order = 0, self._permutation()
             return
@@ -48,7 +48,8 @@ class PromptSampler:
         order = np.arange(len(blocks.rows))
         if self.shuffle:
             order = rng.permutation(len(order))
-            # Where parts of a row group came, they come from front to back: each is read on from the one before.
+            # The blocks of a row group keep their places in the permutation, but come in file order, so that each block
+            # is read after the previous one.
             order[np.argsort(blocks.groups[order], kind="stable")] = np.arange(len(order))
         before = np.cumsum(blocks.rows[order]) - blocks.rows[order]
         windows = (np.cumsum(blocks.bytes[order]) - blocks.bytes[order]) // WINDOW_BYTES
@@ -70,15 +71,15 @@ class PromptSampler:
 
     @property
     def consumed(self) -> int:
-        """Prompts handed out and kept, over all epochs."""
+        """Return the number of prompts that were drawn and used, over all epochs."""
         return self.epoch * self.num_prompts + self.position - len(self.returned) - self.left_out
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Put prompts that were not used in front of those to come, in this order."""
+        """Return unused prompts to the sampler, which draws them next, in this order."""
         self.returned = [*numbers, *self.returned]
 
     def next(self, n: int) -> list[int]:
-        """The next n prompt numbers; runs into the following epochs when this one ends."""
+        """Draw the next n prompt numbers, across the end of an epoch if necessary."""
         numbers, self.returned = self.returned[:n], self.returned[n:]
         while len(numbers) < n:
             begin = self.position - self._begin
@@ -92,39 +93,40 @@ class PromptSampler:
                 self._load()
         return numbers
 
-    def instead_of(self, number: int) -> int:
-        """The next number, for one that stands for no prompt."""
+    def replace(self, number: int) -> int:
+        """Draw a replacement for ``number``, the number of a skipped row."""
         self.left_out += 1
         return self.next(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands and what its order depends on."""
+        """Return the position of the sampler and the parameters of its order."""
         names = "num_prompts seed shuffle curriculum epoch position returned left_out".split()
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position; GrpoError when that belongs to another order."""
+        """Continue at a saved position; raise GrpoError if the position belongs to another order."""
         flags = {
             "num_prompts": "--train-data-path (number of prompts)",
             "seed": "--seed",
             "shuffle": "shuffling (--no-shuffle)",
             "curriculum": "--curriculum",
         }
-        # These three are younger than the first checkpoints.
+        # Older checkpoints lack these three keys.
         state = dict[str, Any](curriculum=False, returned=[], left_out=0) | state
         for name, flag in flags.items():
-            _same(state.get(name), getattr(self, name), flag)
+            _check_same(state.get(name), getattr(self, name), flag)
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self.returned, self.left_out = list(state["returned"]), state["left_out"]
         self._load()
 
 
 class BlendedSampler:
-    """Numbers of prompts of several sources, weighted; source s begins at number ``begins[s]``.
+    """An endless sequence of prompt numbers of several weighted sources; source s begins at number ``begins[s]``.
 
-    After n draws k sources have had n times their weights to within 1 - 1/(2k - 2). Of those that lag far enough behind
-    that comes which must come soonest (Tijdeman 1980, The chairman assignment problem); the largest lag first, as in
-    Megatron-LM's blended data sets, is the same with two sources, and is more than 1 off at times with five.
+    After n draws each of k sources has been drawn n times its weight, to within 1 - 1/(2k - 2). Among the sources that
+    lag far enough, the source with the earliest deadline is drawn (Tijdeman 1980, The chairman assignment problem).
+    Megatron-LM's blended data sets draw the source with the largest lag: for two sources this is the same; for five
+    sources its error can exceed 1.
     """
 
     def __init__(self, samplers: Sequence[PromptSampler], weights: Sequence[float], begins: Sequence[int]):
@@ -136,71 +138,78 @@ class BlendedSampler:
 
     @property
     def consumed(self) -> int:
-        """Prompts handed out and kept."""
+        """Return the number of prompts that were drawn and used."""
         return sum(sampler.consumed for sampler in self.samplers) - len(self.returned)
 
     @property
     def left_out(self) -> int:
-        """Numbers handed out that were no prompts."""
+        """Return the number of draws that were skipped rows."""
         return sum(sampler.left_out for sampler in self.samplers)
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Put prompts that were not used in front of those to come, in this order."""
+        """Return unused prompts to the sampler, which draws them next, in this order."""
         self.returned = [*numbers, *self.returned]
 
     def next(self, n: int) -> list[int]:
-        """The next n prompt numbers."""
+        """Draw the next n prompt numbers."""
         numbers, self.returned = self.returned[:n], self.returned[n:]
         while len(numbers) < n:
-            source = self._due()
+            source = self._next_source()
             self.drawn[source] += 1
             numbers.append(self.begins[source] + self.samplers[source].next(1)[0])
         return numbers
 
-    def _due(self) -> int:
+    def _next_source(self) -> int:
         nth, least = sum(self.drawn) + 1, 1 / max(2 * len(self.weights) - 2, 1)
         lags = [weight * nth - drawn for weight, drawn in zip(self.weights, self.drawn, strict=True)]
         late = [s for s, lag in enumerate(lags) if lag >= least - 1e-9] or [lags.index(max(lags))]
         return min(late, key=lambda s: (1 - least - lags[s]) / self.weights[s])
 
-    def instead_of(self, number: int) -> int:
-        """The next number of the same source, for one that stands for no prompt."""
+    def replace(self, number: int) -> int:
+        """Draw a replacement for ``number``, the number of a skipped row, from the same source."""
         source = int(np.searchsorted(self.begins, number, "right")) - 1
-        return self.begins[source] + self.samplers[source].instead_of(number)
+        return self.begins[source] + self.samplers[source].replace(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands and what its order depends on."""
+        """Return the position of the sampler and the parameters of its order."""
         sources = [sampler.state_dict() for sampler in self.samplers]
         return {"weights": self.weights, "drawn": self.drawn, "returned": self.returned, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position; GrpoError when that belongs to another order."""
-        _same(state.get("weights"), self.weights, "--train-data-path (weights)")
+        """Continue at a saved position; raise GrpoError if the position belongs to another order."""
+        _check_same(state.get("weights"), self.weights, "--train-data-path (weights)")
         for sampler, source in zip(self.samplers, state["sources"], strict=True):
             sampler.load_state_dict(source)
         self.drawn, self.returned = list(state["drawn"]), list(state["returned"])
 
 
-def _same(was: Any, now: Any, flag: str) -> None:
+def _check_same(was: Any, now: Any, flag: str) -> None:
     if was != now:
         raise GrpoError(
             f"the checkpoint's data position belongs to other data: {flag} was {was} and is now {now}; restore it, or "
-            "start the data anew with --finetune"
+            "restart the data with --finetune"
         )
 
 
 def read_blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """The paths of --train-data-path and their weights (None without): all paths have one before them, or none has."""
+    """Split the words of --train-data-path into paths and weights; the weights are None if there are none.
+
+    Raises GrpoError unless all paths follow a weight or none does.
+    """
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
         return list(words), None
     if len(words) % 2 or None in numbers[::2] or any(number is not None for number in numbers[1::2]):
         raise GrpoError(
-            f"--train-data-path {' '.join(words)}: give a weight before each file (0.7 a.parquet 0.3 b.jsonl), or none"
+            f"--train-data-path {' '.join(words)}: give a weight before each file (0.7 a.parquet 0.3 b.jsonl), or no "
+            "weights"
         )
     weights = [number for number in numbers[::2] if number is not None]
     if not all(0 < weight < math.inf for weight in weights):
-        raise GrpoError(f"--train-data-path {' '.join(words)}: weights are above 0; leave a file of weight 0 out")
+        raise GrpoError(
+            f"--train-data-path {' '.join(words)}: weights must be finite and greater than 0; leave out a file with "
+            "weight 0"
+        )
     return list(words[1::2]), weights
 
 

@@ -1,4 +1,4 @@
-"""How completions are sampled, and which flags that excludes."""
+"""Sampling parameters of completions, and the flags that they exclude."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from megatron_grpo.utils.rules import flag
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1, ``min_p`` 0 and penalties of
-    1 (repetition) and 0 (presence, frequency) are off.
+    """Sampling parameters of one request.
+
+    ``temperature`` 0 is greedy decoding. ``top_k`` -1, ``top_p`` 1, ``min_p`` 0, a repetition penalty of 1, and a
+    presence or frequency penalty of 0 have no effect.
     """
 
     max_tokens: int
@@ -21,13 +23,13 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
-    structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams that the text has to match; "": any text
+    structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams, a constraint of the text; "": none
     ignore_eos: bool = False
     log_probs: bool = False
 
 
 def uses_engine_log_probs(args: Namespace) -> str | None:
-    """The flag, if one is given, that needs the engine's log-probabilities of every sampled token."""
+    """Return a given flag that needs the rollout log-probabilities of every sampled token; None without one."""
     for dest in ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "m2po_threshold"):
         if getattr(args, dest) is not None:
             return flag(dest)
@@ -35,17 +37,20 @@ def uses_engine_log_probs(args: Namespace) -> str | None:
 
 
 def constraint_refused(args: Namespace) -> str | None:
-    """Why completions cannot be constrained in this run, with the cure; None if they can."""
+    """Return the reason why this run cannot constrain completions, with the cure; None if it can."""
     if args.rollout_engine != "vllm":
-        return f"needs --rollout-engine vllm: {args.rollout_engine} is not asked for constrained completions here"
+        return f"needs --rollout-engine vllm: constraints are not implemented for {args.rollout_engine}"
     if args.tokenizer_type != "HuggingFaceTokenizer":
-        return "needs a HuggingFaceTokenizer: vLLM builds the constraint from its vocabulary"
+        return (
+            "needs --tokenizer-type HuggingFaceTokenizer: vLLM builds the constraint from the vocabulary of the "
+            "tokenizer"
+        )
     user = uses_engine_log_probs(args)
     if user:
         return (
-            f"cannot go with {user}: the engine's log-probabilities are those of the constrained distribution, and "
-            "not the policy's: leave one of them out"
+            f"cannot go with {user}: the rollout log-probabilities are those of the constrained distribution, not of "
+            "the policy; leave one of them out"
         )
     if args.ignore_eos:
-        return "cannot go with --ignore-eos: a completion that has matched must be able to end"
+        return "cannot go with --ignore-eos: a completion must end when it matches the constraint; leave one out"
     return None

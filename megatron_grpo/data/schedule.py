@@ -1,9 +1,9 @@
-"""Which rank computes which completions, and in which micro-batches.
+"""Assignment of completions to data-parallel ranks and micro-batches.
 
-Completions differ in length by an order of magnitude, and an update is as slow as its slowest rank. `schedule` deals
-them out so that every rank, and every micro-batch, has about the same amount of work. It is a pure function of the
-lengths, so each rank computes the whole schedule by itself and reads its own row. Which schedule is chosen changes
-the time that an update takes, never its result: see `megatron_grpo.algorithm.weighting`.
+The lengths of completions differ by an order of magnitude, and an update is as slow as its slowest rank. `schedule`
+distributes the completions so that every rank and every micro-batch has about the same amount of work. It is a pure
+function of the lengths: each rank computes the whole schedule and takes its own row. The schedule changes the duration
+of an update, never its result: see `megatron_grpo.algorithm.weighting`.
 """
 
 import heapq
@@ -18,23 +18,23 @@ Schedule = list[list[list[int]]]  # [rank][micro-batch] -> completion indices
 
 
 def attention_coefficient(hidden_size: int, query_size: int, key_value_size: int, ffn_size: int) -> float:
-    """The work of attention beside that of the linear layers: c in `schedule`'s work = length + c length^2.
+    """Return c, the ratio of attention work to linear-layer work, in `schedule`'s work = length + c length^2.
 
     Training takes three times the flops of a forward pass, which per layer and sequence of length l are
 
     * linear layers: 2 parameters l, with parameters = hidden_size (2 query_size + 2 key_value_size + 3 ffn_size) for
       queries and output, keys and values, and the three matrices of a gated feed-forward;
     * attention: 2 query_size for the score of each pair of query and key and 2 query_size for its share of the
-      output, over the l^2 / 2 pairs that causality leaves: 2 query_size l^2.
+      output, over the l^2 / 2 pairs under the causal mask: 2 query_size l^2.
 
-    The ratio of the second to the first is c l with c = query_size / parameters; 1 / c is the length at which both are
-    the same. The head is left out: it is computed for the completions' tokens only.
+    The ratio of attention to linear layers is c l with c = query_size / parameters; at length 1 / c both are equal. The
+    head is not counted, because it is computed only for the tokens of completions.
 
     Args:
         hidden_size: width of the residual stream.
         query_size: attention heads x head size.
         key_value_size: query groups x head size.
-        ffn_size: inner width of the feed-forward that one token passes; of its active experts together.
+        ffn_size: inner width of the feed-forward layer; for experts, the sum over the active experts of a token.
     """
     return query_size / (hidden_size * (2 * query_size + 2 * key_value_size + 3 * ffn_size))
 
@@ -49,44 +49,44 @@ def schedule(
 ) -> Schedule:
     """Divide n completions over data-parallel ranks and micro-batches, balanced by work = length + c length^2.
 
-    Each completion comes exactly once, every rank gets the same number M of micro-batches, a multiple of
-    `microbatch_multiple`, and none is empty. The result is the same on every rank: ties are broken by index. Each
-    rank's micro-batches come heaviest first, so that ranks are in step.
+    Each completion is assigned exactly once. Every rank gets the same number M of micro-batches, a multiple of
+    `microbatch_multiple`, and no micro-batch is empty. The result is the same on every rank: ties are broken by index.
+    Each rank computes its micro-batches in descending order of work, so that ranks stay synchronous.
 
     *Fixed* (`micro_batch_size` b): M = n / (dp_size b), each micro-batch with exactly b completions.
 
     *Budget* (`max_tokens`, replaces `micro_batch_size` when both are given): the smallest M for which the greedy
     packing below succeeds; no micro-batch has more than `max_tokens` tokens.
 
-    What is promised, with P = M dp_size micro-batches, whose mean work is `mean`, and "longest", "shortest" the work of
-    the longest and the shortest completion:
+    Bounds, for P = M dp_size micro-batches of mean work `mean`, where "longest" and "shortest" denote the work of the
+    longest and the shortest completion:
 
     * Fixed: micro-batches differ by at most longest - shortest.
-    * Budget: a micro-batch exceeds another by more than the work of its own shortest completion only if that one has
-      no room in the other. The heaviest is below 2 mean + longest, so below 3 times that of the best division into P.
-      While the lightest always has room, as at c = 0, micro-batches differ by at most longest, and the heaviest is at
-      most 4/3 - 1/(3P) times the best (Graham 1969).
-    * Budget: M is at most 2 total tokens / (dp_size max_tokens), twice what the tokens alone need, rounded up to a
-      multiple of `microbatch_multiple`, if n allows so many. When n is a multiple of dp_size microbatch_multiple,
-      there always is a schedule.
+    * Budget: a micro-batch exceeds another by more than the work of its own shortest completion only if this
+      completion does not fit into the other. The heaviest micro-batch is below 2 mean + longest, so below 3 times the
+      heaviest of the optimal division into P. While the lightest always has room, as at c = 0, micro-batches differ by
+      at most longest, and the heaviest is at most 4/3 - 1/(3P) times the optimal one (Graham 1969).
+    * Budget: M is at most 2 total tokens / (dp_size max_tokens), twice the minimum for that number of tokens, rounded
+      up to a multiple of `microbatch_multiple`, if n is large enough. If n is a multiple of dp_size
+      microbatch_multiple, a schedule always exists.
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
-      the mean, maxima exceed the best possible ones by no more than these differences.
+      the mean, maxima exceed the optimal ones by no more than these differences.
 
     Args:
-        lengths: [n], tokens of each sequence, prompt included, at least 1. Under context parallelism as they are in
-            a pack, `zigzag.padded_lengths`: then the budget holds for all but the pack's last, padding sequence.
+        lengths: [n], tokens of each sequence, prompt included, at least 1. Under context parallelism the padded
+            lengths, `zigzag.padded_lengths`: the budget then covers all but the pack's last sequence, the padding.
         dp_size: number of data-parallel ranks.
         micro_batch_size: completions in a micro-batch.
-        max_tokens: most tokens in a micro-batch.
-        microbatch_multiple: the pipeline size when stages are interleaved (virtual stages), for which megatron-core
-            wants whole groups of micro-batches; else 1.
-        attention_coefficient: c >= 0, from the function of this name; 0 balances tokens.
+        max_tokens: maximum number of tokens in a micro-batch.
+        microbatch_multiple: the pipeline size with virtual stages, because megatron-core's interleaved schedule needs
+            whole groups of micro-batches; else 1.
+        attention_coefficient: c >= 0, from the function of this name; 0 balances the numbers of tokens.
 
     Returns:
         [rank][micro-batch] -> list of completion indices, ascending.
 
     Raises:
-        GrpoError: a completion is longer than the budget; n does not divide, or is too small, for dp_size and
+        GrpoError: a completion is longer than the budget, or n is too small for, or not divisible by, dp_size and
             microbatch_multiple.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -127,26 +127,28 @@ def _budget_packs(sizes: list[int], work: list[float], dp_size: int, max_tokens:
             f"--max-tokens-per-microbatch {max_tokens}: raise it to at least "
             f"--max-prompt-length + --max-completion-length"
         )
-    at_least = max(-(-total // max_tokens), sum(2 * size > max_tokens for size in sizes))  # no two of these in a pack
+    at_least = max(
+        -(-total // max_tokens), sum(2 * size > max_tokens for size in sizes)
+    )  # two completions above max_tokens / 2 never share a pack
     fewest = -(-at_least // (dp_size * multiple)) * multiple
     for num_microbatches in range(fewest, most + 1, multiple):
         packs = _longest_first(sizes, work, dp_size * num_microbatches, max_tokens)
         if packs is not None:
             return packs
     raise GrpoError(
-        f"{n} completions do not fit into {dp_size} x {most} micro-batches of {max_tokens} tokens, the most that they "
-        f"can fill evenly on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
+        f"{n} completions do not fit into {dp_size} x {most} micro-batches of {max_tokens} tokens, the largest number "
+        f"of micro-batches without an empty one on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
         f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
     )
 
 
 def _deal(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Deal items to bins, equally many to each, in rounds: of the next `bins` largest items the largest goes to the
-    least loaded bin, the second largest to the second least loaded, and so on.
+    """Deal items to bins, the same number to each, in rounds of the next `bins` largest items.
 
-    The loads differ by at most the largest difference within one round, so by no more than max(costs) - min(costs). For
-    take two bins whose loads differ by D: the lighter one gets the larger of two items that differ by s <= the
-    difference within the round, after which the loads differ by |D - s| <= max(D, s).
+    In a round the largest item goes to the least loaded bin, the second largest to the second least loaded, and so on.
+    The loads differ by at most the largest difference within one round, so by no more than max(costs) - min(costs).
+    Proof: let the loads of two bins differ by D. The lighter bin gets the larger of two items that differ by s, at most
+    the difference within the round. Afterwards the loads differ by |D - s| <= max(D, s).
     """
     order = _descending(costs)
     dealt: list[list[int]] = [[] for _ in range(bins)]
@@ -160,22 +162,24 @@ def _deal(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def _longest_first(sizes: list[int], work: list[float], bins: int, room: int) -> list[list[int]] | None:
-    """Put each item, longest first, into the bin of least work among those with room for its tokens: the LPT rule of
-    Graham (SIAM J. Appl. Math. 17, 1969) under a capacity. None when an item finds no room.
+    """Put each item, longest first, into the bin with the least work that has room for the item's tokens.
+
+    This is the LPT rule of Graham (SIAM J. Appl. Math. 17, 1969) under a capacity. Returns None if an item fits into no
+    bin.
 
     *Every item finds room* if none exceeds `room` = B and bins >= 2 sum(sizes) / B: fewer than `bins` items are above
-    B / 2, and they come first, so each of them finds an empty bin; a smaller one would have to find more than B / 2 in
-    every bin. Empty bins are lightest and have room: with at least `bins` items none stays empty.
+    B / 2. They come first, so each of them finds an empty bin. A smaller item would fail only if every bin held more
+    than B / 2. Empty bins are lightest and have room: with at least `bins` items no bin stays empty.
 
-    *The heaviest bin is below 2 mean + longest.* Its items that went to the lightest bin of all leave it at most at
-    mean + longest. Let the first that passed by a lighter, full bin have s tokens. All bins then hold more than
-    X = (B - s)(1 + c s): full ones have more than B - s tokens in items no shorter than s, the others are no lighter
-    than this one, which is heavier than a full one. So X < mean. From then on this bin, which holds an item no shorter
-    than s, gets at most B - s tokens in items no longer than s: at most X.
+    *The heaviest bin is below 2 mean + longest.* The items that it got while it was the lightest bin of all give it at
+    most mean + longest. Let s be the tokens of its first item that was placed although a lighter bin existed, which was
+    full. All bins then hold more than X = (B - s)(1 + c s): full bins have more than B - s tokens in items no shorter
+    than s, and the other bins are no lighter than this bin, which is heavier than a full bin. So X < mean. From then
+    on this bin, which holds an item no shorter than s, gets at most B - s tokens in items no longer than s: at most X.
     """
     packed: list[list[int]] = [[] for _ in range(bins)]
     roomy = [(0.0, b, room) for b in range(bins)]  # heap of (work, bin, room)
-    full: list[tuple[int, float, int]] = []  # heap of (-room, work, bin): had no room for an earlier, longer item
+    full: list[tuple[int, float, int]] = []  # heap of (-room, work, bin): bins without room for an earlier, longer item
     for item in _descending(sizes):
         while full and -full[0][0] >= sizes[item]:
             minus_room, load, b = heapq.heappop(full)

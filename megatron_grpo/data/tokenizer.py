@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face directory, a SentencePiece model or a tiktoken vocabulary, always from local disk."""
+"""Tokenizers of a Hugging Face directory, a SentencePiece model or a tiktoken vocabulary, all from local files."""
 
 import argparse
 import base64
@@ -11,63 +11,63 @@ from transformers import AutoTokenizer
 
 from megatron_grpo.utils.errors import GrpoError
 
-# Any of these makes a directory a tokenizer; without one transformers would build an empty tokenizer and not complain.
+# A tokenizer directory has at least one of these; without them transformers builds an empty tokenizer without an error.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer; ids are Python ints in [0, vocab_size)."""
+    """Interface of all tokenizers; ids are Python ints in [0, vocab_size)."""
 
     vocab_size: int
     eos_id: int
     pad_id: int
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued, with the special tokens the tokenizer itself puts first (BOS)."""
+        """Return the ids of a text to be continued, after the special tokens that the tokenizer adds (BOS)."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids; end-of-sequence and the like are left out unless asked for."""
+        """Return the text of ids, without special tokens such as end-of-sequence by default."""
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        """The ids of a conversation up to where the assistant's answer begins."""
+        """Return the ids of a conversation, with the generation prompt of the assistant's answer at the end."""
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory as transformers reads it, offline and without running code that it brings."""
+    """A Hugging Face tokenizer directory, read by transformers offline and without running code in the directory."""
 
     def __init__(self, path: str | Path):
         self.directory = Path(path)
         if not self.directory.is_dir():
             raise GrpoError(
                 f"--tokenizer-model {path}: no such directory. HuggingFaceTokenizer reads a local directory; "
-                "fetch a model from the hub first (hf download NAME --local-dir DIR)"
+                "download the model first (hf download NAME --local-dir DIR)"
             )
         if not any(any(self.directory.glob(pattern)) for pattern in _VOCABULARY_FILES):
             raise GrpoError(f"--tokenizer-model {path}: the directory has none of {', '.join(_VOCABULARY_FILES)}")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        # The reader in Rust raises plain Exception for a damaged file.
+        # The Rust parser raises plain Exception for a damaged file.
         except Exception as error:
             raise GrpoError(f"--tokenizer-model {path}: transformers cannot read this tokenizer: {error}") from error
         if self._tokenizer.eos_token_id is None:
-            raise GrpoError(f"--tokenizer-model {path}: no eos_token; name one in tokenizer_config.json")
+            raise GrpoError(f"--tokenizer-model {path}: no eos_token; set it in tokenizer_config.json")
         self.eos_id: int = self._tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
-        # The largest id and not the number of entries: ids may have gaps.
+        # Not the number of entries, because ids may have gaps.
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         if self.encode("1")[-1:] == [self.eos_id]:
             raise GrpoError(
-                f"--tokenizer-model {path}: it ends every text with its end-of-sequence token, so no prompt could be "
-                "continued; set add_eos_token to false in tokenizer_config.json"
+                f"--tokenizer-model {path}: the tokenizer ends every text with its end-of-sequence token, so the model "
+                "could not continue a prompt; set add_eos_token to false in tokenizer_config.json"
             )
 
     @staticmethod
     def is_in(directory: str | Path) -> bool:
-        """Whether a directory holds a tokenizer."""
+        """Return whether a directory contains a tokenizer."""
         return any(any(Path(directory).glob(name)) for name in _VOCABULARY_FILES)
 
     def vocabulary(self) -> dict[str, int]:
-        """Token -> id."""
+        """Return {token: id}."""
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
@@ -79,23 +79,23 @@ class HuggingFaceTokenizer:
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         if not self._tokenizer.chat_template:
             raise GrpoError(
-                f"chat messages need a chat template and the tokenizer in {self.directory} has none; "
+                f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
                 "give the prompts as plain strings or add a chat_template.jinja"
             )
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        # A template is a program: on what it does not expect it fails as programs do.
+        # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece .model file; as in Megatron-LM no BOS is put before a text, and there is no chat template."""
+    """A SentencePiece .model file, without a chat template; as in Megatron-LM no BOS precedes a text."""
 
     def __init__(self, path: str | Path):
-        from sentencepiece import SentencePieceProcessor  # only those who use it need it
+        from sentencepiece import SentencePieceProcessor  # only this tokenizer needs it
 
         self.file = Path(path)
         if not self.file.is_file():
@@ -119,21 +119,21 @@ class SentencePieceTokenizer:
         return self._tokenizer.encode(text)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(ids)  # control pieces have no text, wanted or not
+        return self._tokenizer.decode(ids)  # control tokens never have text
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         raise GrpoError(
-            "chat messages need a chat template and a SentencePiece model has none; give the prompts as plain strings "
+            "chat messages need a chat template, and a SentencePiece model has none; give the prompts as plain strings "
             "(and no --system-prompt), or use --tokenizer-type HuggingFaceTokenizer"
         )
 
 
 class TikTokenizer:
-    """A byte-pair vocabulary in Megatron-LM's JSON form, with its ids: special tokens, then their number + rank.
+    """A byte-pair vocabulary in Megatron-LM's JSON format, without a chat template.
 
-    megatron-core's own reader makes the encoding, with its patterns v1 and v2. As there, no BOS is put before a text,
-    and special tokens in a text count as such. ``vocab_size`` (None: no limit) cuts the vocabulary off behind. There is
-    no chat template.
+    The ids are those of Megatron-LM: special tokens first, then num_special_tokens + rank. The encoding comes from
+    megatron-core's reader, with its patterns v1 and v2. As in megatron-core, no BOS precedes a text, and special tokens
+    in a text are encoded as special tokens. ``vocab_size`` (None: no limit) drops the last entries of the vocabulary.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class TikTokenizer:
         special_tokens: list[str] | None = None,
         vocab_size: int | None = None,
     ):
-        from megatron.core.tokenizers.text.libraries import tiktoken_tokenizer as core  # only those who use it need it
+        from megatron.core.tokenizers.text.libraries import tiktoken_tokenizer as core  # only this tokenizer needs it
 
         special = list(special_tokens or core.SPECIAL_TOKENS)
         missing = [token for token in core.SPECIAL_TOKENS if token not in special]
         if missing or len(set(special)) < len(special):
             raise GrpoError(
-                f"--tiktoken-special-tokens {' '.join(special)}: each once, with {' '.join(core.SPECIAL_TOKENS)} "
-                "among them"
+                f"--tiktoken-special-tokens {' '.join(special)}: give each token once, and include all of "
+                f"{' '.join(core.SPECIAL_TOKENS)}"
             )
         if len(special) > num_special_tokens:
             raise GrpoError(
@@ -163,8 +163,8 @@ class TikTokenizer:
             count = min(count, vocab_size - num_special_tokens)
         if count < 256:
             raise GrpoError(
-                f"--vocab-size ({vocab_size}) leaves no room for the 256 bytes behind --tiktoken-num-special-tokens "
-                f"({num_special_tokens}): correct one of them"
+                f"--vocab-size ({vocab_size}) must be at least --tiktoken-num-special-tokens ({num_special_tokens}) + "
+                "256 byte tokens"
             )
         self.vocab_size = num_special_tokens + count
         reader = core.TikTokenTokenizer(str(path), special, num_special_tokens, None, pattern, self.vocab_size)
@@ -180,18 +180,18 @@ class TikTokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         raise GrpoError(
-            "chat messages need a chat template and a tiktoken vocabulary has none; give the prompts as plain strings "
+            "chat messages need a chat template, and a tiktoken vocabulary has none; give the prompts as plain strings "
             "(and no --system-prompt), or use --tokenizer-type HuggingFaceTokenizer"
         )
 
 
 def _check_tiktoken(path: Path) -> int:
-    """The number of tokens in a vocabulary of Megatron-LM's JSON form; GrpoError that says what is wrong with it."""
+    """Return the number of tokens in a vocabulary of Megatron-LM's JSON format; raise GrpoError for an invalid one."""
     form = 'a list of {"rank": 0, "token_bytes": BASE64, "token_str": ..}, rank by rank, the 256 bytes first'
     if not path.is_file() or path.suffix != ".json":
         raise GrpoError(
-            f"--tokenizer-model {path}: TikTokenizer reads Megatron-LM's vocabulary file, .json with {form}; a "
-            ".tiktoken file or a directory with a tokenizer.json is for --tokenizer-type HuggingFaceTokenizer"
+            f"--tokenizer-model {path}: TikTokenizer reads Megatron-LM's vocabulary file, .json with {form}; for a "
+            ".tiktoken file or a directory with a tokenizer.json give --tokenizer-type HuggingFaceTokenizer"
         )
     try:
         tokens = json.loads(path.read_bytes())
@@ -213,7 +213,7 @@ def _check_tiktoken(path: Path) -> int:
 
 
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of --tokenizer-type at --tokenizer-model."""
+    """Build the tokenizer of --tokenizer-type from --tokenizer-model."""
     match args.tokenizer_type:
         case "HuggingFaceTokenizer":
             return HuggingFaceTokenizer(args.tokenizer_model)
@@ -231,9 +231,9 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer that can produce ids for which the model, of vocab_size entries, has no embedding."""
+    """Refuse a tokenizer with ids at or above ``vocab_size``, for which the model has no embedding."""
     if tokenizer.vocab_size > vocab_size:
         raise GrpoError(
             f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary holds {vocab_size}; "
-            "give the tokenizer that belongs to the model (--tokenizer-model) or raise --vocab-size"
+            "give the tokenizer of the model (--tokenizer-model) or raise --vocab-size"
         )

@@ -1,1 +1,1 @@
-"""What a run will take, computed without running it: memory, the dry run, FLOPs."""
+"""Estimates without a run: memory, FLOPs, and the report of --dry-run."""

@@ -1,5 +1,5 @@
 """The flag of the dry run."""
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 
-DRY_RUN: Row = ("--dry-run", bool, False, "print the batch arithmetic, the layout and the memory, and end")
+DRY_RUN: FlagRow = ("--dry-run", bool, False, "print batch sizes, rank coordinates and estimated memory, then exit")

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints: the batch arithmetic, what each rank holds, and how much memory that takes."""
+"""Report of ``--dry-run``: batch arithmetic, model parts on each rank, and an estimate of memory."""
 
 import math
 from argparse import Namespace
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from megatron_grpo.estimate.memory import Chunk, Memory, Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.arguments import generating_width
-from megatron_grpo.reference.arguments import has_own_layout
+from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 
 GIB = 2**30
-MOST_RANKS = 64  # of a larger world only the first and the last ranks are listed
+MOST_RANKS = 64  # a larger world is listed with its first and last ranks only
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank stands in each dimension, and its place in which engine replica."""
+    """Coordinates of a rank in each parallel dimension; its engine replica and its rank in that replica."""
 
     rank: int
     tp: int
@@ -31,11 +31,12 @@ class Rank:
 
 
 def ranks(args: Namespace, world_size: int) -> list[Rank]:
-    """Coordinates of every rank; engine replicas are consecutive blocks of --vllm-tensor-parallel-size ranks, or, when
-    the training model generates, blocks of each pipeline stage.
+    """Return the coordinates of every rank.
 
-    Neighbours differ in TP, then in CP, DP and PP (with --use-tp-pp-dp-mapping in PP before DP). Experts divide the
-    ranks of a pipeline stage anew: by expert tensor parallelism, EP, and copies.
+    The order of the dimensions, innermost first, is TP, CP, DP, PP; with --use-tp-pp-dp-mapping it is TP, CP, PP, DP.
+    Experts divide the ranks of a pipeline stage separately: expert tensor parallelism, EP, replicas. Engine replicas
+    are consecutive blocks of --vllm-tensor-parallel-size ranks; with --rollout-engine megatron, blocks within each
+    pipeline stage.
     """
     pp = args.pipeline_model_parallel_size
     sizes = {"tp": args.tensor_model_parallel_size, "cp": args.context_parallel_size}
@@ -58,7 +59,7 @@ def ranks(args: Namespace, world_size: int) -> list[Rank]:
 
 
 def dry_run_report(args: Namespace, world_size: int) -> str:
-    """The whole report, for validated arguments."""
+    """Return the whole report as text, for validated arguments."""
     plan = Plan(args)
     sections = [
         "batch arithmetic",
@@ -77,7 +78,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
 
 
 def holds(chunk: Chunk) -> str:
-    """What a stage holds, in words."""
+    """Return a description of the model parts that a stage holds."""
     parts = ["embedding"] if chunk.embedding else []
     if chunk.layers:
         parts.append(f"layers {chunk.layers[0]}-{chunk.layers[-1]}")
@@ -113,51 +114,53 @@ def _rank_lines(plan: Plan, everyone: list[Rank]) -> list[str]:
 
 
 def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
-    """What the engine takes of a GPU, and what that makes in all."""
+    """Return the lines about the engine's memory, and about the memory that a GPU must have in total."""
     args, most = plan.args, max(max(memory.total, memory.stays) for memory in memories) / GIB
     if args.rollout_engine == "megatron":
         caches = [plan.cache(stage) / GIB for stage in range(len(plan.stages))]
         most = max(most, *(memory.stays / GIB + cache for memory, cache in zip(memories, caches, strict=True)))
         return [
-            f"engine: the training model; while it generates, a cache of {max(caches):.2f}",
+            f"engine: the training model, with a cache of {max(caches):.2f} during generation",
             f"a GPU must have {most:.1f}",
         ]
     if server_urls(args):
-        return ["engine: servers, which have memory of their own", f"a GPU must have {most:.1f}"]
+        return ["engine: servers, not counted here", f"a GPU must have {most:.1f}"]
     engine = plan.engine() * params_dtype(args).itemsize / GIB
     utilization = args.vllm_gpu_memory_utilization
     keeps = (
-        "which it keeps",
-        "and asleep nothing: its weights are then in host memory",
-        "and asleep nothing: it is given its weights anew",
+        "also during training",
+        "0 while asleep, with its weights in host memory",
+        "0 while asleep, its weights are sent again on wake-up",
     )
-    share = f"with its cache {utilization:g} of a GPU's memory, {keeps[args.sleep_level]}"
+    share = f"weights and cache use {utilization:g} of a GPU's memory, {keeps[args.sleep_level]}"
     lines = [f"engine: {engine:.2f} of weights; {share}"]
-    if args.sleep_level:  # what stays of the trainer is beside the engine that is awake, all of it when it sleeps
+    if args.sleep_level:  # an awake engine shares the GPU with the trainer's remaining tensors
         most_awake = max(memory.stays for memory in memories) / GIB
         needed = max(most, most_awake / (1 - utilization) if utilization < 1 else math.inf, engine / utilization)
-        lines.append(f"a GPU must have {needed:.1f}, for the trainer by itself and for the engine with what stays")
+        lines.append(
+            f"a GPU must have {needed:.1f}: for the trainer alone, and for the engine beside the trainer's rest"
+        )
     elif utilization < 1:
         needed = max(most / (1 - utilization), engine / utilization)
-        lines.append(f"a GPU must have {needed:.1f}, so that both shares suffice, the engine's and the trainer's")
+        lines.append(f"a GPU must have {needed:.1f}, for the engine's share and the trainer's")
     return lines
 
 
-def _frozen_lines(args: Namespace) -> list[str]:
-    """What reference and teacher take beside the policy."""
-    frozen = {}
+def _reference_lines(args: Namespace) -> list[str]:
+    """Return the lines about the memory of reference model and teacher."""
+    models = {}
     if args.beta > 0:
-        frozen["reference policy"] = reference_args(args)
+        models["reference model"] = reference_args(args)
     if args.teacher_load_hf:
-        frozen["teacher"] = teacher_args(args)
+        models["teacher"] = teacher_args(args)
     lines = []
-    for name, own in frozen.items():
+    for name, own in models.items():
         plan = Plan(own)
         most = max(plan.parameters(stage).total for stage in range(len(plan.stages)))
-        swapped = name != "teacher" and not has_own_layout(args, "ref")
-        where = "the policy's are there" if swapped else "they are on the GPU too"
+        swapped = name != "teacher" and not has_own_parallel_configuration(args, "ref")
+        where = "the policy's are there" if swapped else "they are on the GPU, too"
         size = most * params_dtype(own).itemsize / GIB
-        lines.append(f"{name}: {size:.2f} of parameters in host memory; during its pass {where}")
+        lines.append(f"{name}: {size:.2f} of parameters in host memory; during its forward pass {where}")
     return lines
 
 
@@ -180,13 +183,13 @@ def _memory_lines(plan: Plan) -> list[str]:
         lines.append(f"{stage:>6} {plan.parameters(stage).total / 1e6:>12.1f} {cells}")
     recomputing = {"full": ", every layer recomputed", "selective": ", some parts recomputed"}
     lines += [
-        f"activations: of micro-batches of {plan.tokens()} tokens{recomputing.get(args.recompute_granularity, '')}; "
-        f"at a time at most {', '.join(f'{plan.in_flight(stage):g}' for stage in range(len(plan.stages)))}",
-        "generating: what the trainer keeps on the GPU while the engine generates; host: what it has in host memory",
+        f"activations: micro-batches of {plan.tokens()} tokens{recomputing.get(args.recompute_granularity, '')}; "
+        f"at most {', '.join(f'{plan.in_flight(stage):g}' for stage in range(len(plan.stages)))} at a time, by stage",
+        "generating: the trainer's tensors on the GPU while the engine generates; host: those in host memory",
     ]
     lines += _engine_lines(plan, memories)
-    lines += _frozen_lines(args)
+    lines += _reference_lines(args)
     if args.num_experts:
-        lines.append("experts: as if the router chose all equally often")
+        lines.append("experts: estimated for tokens spread evenly over all experts")
     lines.append("not counted: communication buffers, libraries, fragmentation, the gradient's norm")
     return lines

@@ -1,7 +1,7 @@
-"""How many parameters each rank holds, exactly, and an estimate of the memory that training takes there.
+"""Number of parameters on each rank (exact), and memory of training there (estimated).
 
-Parameters are counted in the family's table of weights and in megatron-core's division of the layers over pipeline
-stages, so the counts are those of the models that are built. No process group is needed.
+Parameters are counted from the family's table of parameter mappings and megatron-core's assignment of layers to
+pipeline stages, so the counts are those of the built models. No process group is needed.
 """
 
 from argparse import Namespace
@@ -18,15 +18,15 @@ from megatron_grpo.models.config import moe_layers, params_dtype, transformer_co
 from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.core_flags import DTYPES
-from megatron_grpo.weights import mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights import model_weights
+from megatron_grpo.weights.parameter_mapping import Weight
 
-MTP = "mtp"  # the place of the multi-token-prediction layers, beside layers' numbers and parameters' names
+MTP = "mtp"  # key of the multi-token-prediction layers; other keys are layer numbers and parameter names
 EMBEDDING, OUTPUT, FINAL_NORM = "embedding.word_embeddings", "output_layer", "decoder.final_layernorm"
 
 
 class Chunk(NamedTuple):
-    """What a pipeline stage, or one of its virtual stages, holds; ``layers`` are counted from 0."""
+    """Model parts of a pipeline stage, or of one of its virtual stages; ``layers`` are counted from 0."""
 
     layers: range
     embedding: bool
@@ -35,8 +35,10 @@ class Chunk(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Numbers of parameters: trained in the data-parallel groups, trained in groups that experts have of their own (if
-    EP > 1 or expert TP is not TP), frozen.
+    """Numbers of parameters.
+
+    ``dense``: trained in the data-parallel groups. ``experts``: trained in separate expert data-parallel groups (if
+    EP > 1 or expert TP is not TP). ``frozen``: not trained.
     """
 
     dense: int
@@ -45,13 +47,13 @@ class Count(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Return the sum of the three."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. ``host`` is in the host's memory; ``stays`` on the device while the engine generates."""
+    """Bytes on one rank. ``host``: in host memory; ``stays``: on the device while the engine generates."""
 
     parameters: float
     gradients: float
@@ -63,20 +65,20 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The most that the device holds while it trains."""
+        """Return the peak on the device during training."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.head
 
 
 def pipeline(args: Namespace) -> list[list[Chunk]]:
-    """``[stage][virtual stage]`` -> what it holds, as megatron-core divides the layers."""
-    # Without Transformer Engine, as on a laptop, megatron-core refuses what needs it; layers do not depend on that.
+    """Return the model parts as ``[stage][virtual stage]``, with megatron-core's assignment of layers."""
+    # Without Transformer Engine megatron-core refuses flags that need it; they do not affect the assignment of layers.
     config = transformer_config_from_args(Namespace(**{**vars(args), **dict.fromkeys(NEED_TRANSFORMER_ENGINE)}))
     pp, virtual = args.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
 
     def chunk(stage: int, place: int) -> Chunk:
         first, last = stage == place == 0, (stage, place) == (pp - 1, virtual - 1)
-        if layout is not None:  # megatron-core's own functions would ask the process groups
+        if layout is not None:  # megatron-core's functions would need process groups
             earlier = [row[p] for p in range(virtual) for s, row in enumerate(layout.layout) if (p, s) < (place, stage)]
             start = sum(kinds.count(LayerType.decoder) for kinds in earlier)
             mine = layout.layout[stage][place]
@@ -90,7 +92,7 @@ def pipeline(args: Namespace) -> list[list[Chunk]]:
 
 
 class Plan:
-    """What the ranks of each pipeline stage hold under validated arguments; ranks of one stage hold equally much."""
+    """Parameters and memory of the ranks of each pipeline stage, for validated arguments; equal within a stage."""
 
     def __init__(self, args: Namespace):
         self.args = args
@@ -98,23 +100,23 @@ class Plan:
         self.weights = _weights(args)
 
     def parameters(self, stage: int) -> Count:
-        """Parameters of one rank of a pipeline stage."""
+        """Return the parameters on one rank of a pipeline stage."""
         places = [place for chunk in self.stages[stage] for place in self._places(chunk)]
         etp, ep = self.args.expert_tensor_parallel_size, self.args.expert_model_parallel_size
         return self._count(places, self.args.tensor_model_parallel_size, etp, ep)
 
     def whole_model(self) -> int:
-        """Parameters of the model, each counted once, without multi-token prediction and padding."""
+        """Return the parameters of the model, each counted once, without multi-token prediction and padding."""
         weights = [weight for place, row in self.weights.items() if place != MTP for weight in row]
         return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.part_shapes())
 
     def engine(self) -> int:
-        """Parameters of one rank of the engine, which splits experts as it splits the rest."""
+        """Return the parameters on one rank of the engine, which shards experts by tensor parallelism, too."""
         width = self.args.vllm_tensor_parallel_size
         return self._count([place for place in self.weights if place != MTP], width, width, 1).total
 
     def cache(self, stage: int) -> int:
-        """Bytes of keys and values on a rank of a pipeline stage that generates (--rollout-engine megatron)."""
+        """Return the bytes of the key-value cache on a rank of a pipeline stage (--rollout-engine megatron)."""
         args, tp = self.args, self.args.tensor_model_parallel_size
         heads, channels = max(query_groups(args) // tp, 1), args.kv_channels
         if args.multi_latent_attention:
@@ -125,7 +127,7 @@ class Plan:
         return 2 * layers * tokens * heads * channels * params_dtype(args).itemsize
 
     def memory(self, stage: int) -> Memory:
-        """Bytes on a rank of a pipeline stage, the engine not counted."""
+        """Return the bytes on a rank of a pipeline stage, without the engine's."""
         args, size = self.args, params_dtype(self.args).itemsize
         count = self.parameters(stage)
         trained = count.dense + count.experts
@@ -135,7 +137,7 @@ class Plan:
         share: float = trained
         if args.use_distributed_optimizer:
             share = count.dense / (args.data_parallel_size * args.context_parallel_size)
-            if count.experts:  # over the ranks of the stage that hold the same experts
+            if count.experts:  # sharded over the ranks of the stage that hold the same experts
                 stage_ranks = args.world_size // args.pipeline_model_parallel_size
                 experts_ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
                 share += count.experts * experts_ranks / stage_ranks
@@ -153,11 +155,11 @@ class Plan:
         )
 
     def in_flight(self, stage: int) -> float:
-        """Micro-batches whose activations a stage keeps at a time, at most.
+        """Return the largest number of micro-batches with stored activations on a stage.
 
-        Without virtual stages (1F1B) stage s has PP - s on their way. Interleaved, with V virtual stages and groups of
-        G micro-batches, it has run 2 (PP - s - 1) + (V - 1) G of its chunks before the first backward pass, and one
-        more (megatron-core's get_pp_rank_microbatches); a chunk is 1 / V of the stage.
+        1F1B schedule (no virtual stages): PP - s for stage s. Interleaved schedule with V virtual stages and groups of
+        G micro-batches: 2 (PP - s - 1) + (V - 1) G + 1 chunks before the first backward pass ends (megatron-core's
+        get_pp_rank_microbatches); a chunk is 1 / V of the stage.
         """
         args, pp, virtual = self.args, self.args.pipeline_model_parallel_size, len(self.stages[stage])
         at_most: float = pp - stage
@@ -169,12 +171,12 @@ class Plan:
         return min(at_most, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
     def tokens(self) -> int:
-        """Tokens of the longest micro-batch, over all context-parallel ranks."""
+        """Return the tokens of the longest micro-batch, summed over context-parallel ranks."""
         longest = self.args.max_prompt_length + self.args.max_completion_length
         return self.args.max_tokens_per_microbatch or self.args.micro_batch_size * longest
 
     def _places(self, chunk: Chunk) -> Iterator[int | str]:
-        """Where in ``weights`` the parameters of a chunk are."""
+        """Yield the keys in ``weights`` of a chunk's parameters."""
         if chunk.embedding or chunk.mtp:
             yield EMBEDDING
         yield from chunk.layers
@@ -184,7 +186,7 @@ class Plan:
             yield FINAL_NORM
             if self.args.untie_embeddings_and_output_weights:
                 yield OUTPUT
-            elif not chunk.embedding:  # its tied copy, beside the one for multi-token prediction
+            elif not chunk.embedding:  # the tied copy for the output layer, besides the one for multi-token prediction
                 yield EMBEDDING
 
     def _count(self, places: list[int | str], tp: int, etp: int | None, ep: int) -> Count:
@@ -204,9 +206,9 @@ class Plan:
         return 1 if weight.expert is None else self.args.num_experts
 
     def _activations(self, stage: int) -> float:
-        """Numbers that the layers of a stage keep for their backward pass, at the longest micro-batch.
+        """Return the elements that the layers of a stage store for the backward pass, at the longest micro-batch.
 
-        What recomputation has dropped is there again for the layers that the backward pass is in.
+        Includes the recomputed activations of the layers that are in the backward pass.
         """
         args, sparse = self.args, moe_layers(self.args) if self.args.num_experts else [False] * self.args.num_layers
         kinds = [[sparse[layer] for layer in chunk.layers] for chunk in self.stages[stage]]
@@ -232,9 +234,10 @@ class Plan:
         return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size
 
     def _head(self) -> float:
-        """Bytes of models/head.py in its backward pass: a chunk of logits in float32 and their gradient, the output
-        weight's gradient in float32 and in its own type, and of the hidden states the gathered, the chosen and the
-        gradient.
+        """Return the bytes of models/head.py in its backward pass.
+
+        A chunk of logits in float32 and its gradient; the output weight's gradient in float32 and in its own dtype;
+        three copies of the hidden states: gathered, selected, gradient.
         """
         args, size = self.args, params_dtype(self.args).itemsize
         rows = args.padded_vocab_size // args.tensor_model_parallel_size
@@ -244,13 +247,14 @@ class Plan:
 
 
 def _weights(args: Namespace) -> dict[int | str, list[Weight]]:
-    """Layer, ``MTP`` or name of a parameter outside layers -> its parameters; of all experts of a layer the first.
+    """Return weights by layer number, ``MTP``, or the name of a parameter outside layers.
 
-    Routers' expert biases are buffers, and what the files hold twice is one parameter.
+    Only the first expert of each layer is listed. Expert biases of routers are buffers and not listed; duplicates in
+    the files are one parameter.
     """
     found: dict[int | str, list[Weight]] = {}
     seen = set()
-    for weight in mapping.table(args):
+    for weight in model_weights.table(args):
         if weight.expert or weight.name in seen or weight.name.endswith("router.expert_bias"):
             continue
         seen.add(weight.name)
@@ -262,35 +266,36 @@ def _weights(args: Namespace) -> dict[int | str, list[Weight]]:
 
 
 def _optimizer_bytes(args: Namespace, half: bool) -> tuple[float, float]:
-    """Bytes of a parameter in the optimizer, (on the device, on the host): its float32 copy, if the model has another
-    type, and Adam's two moments or SGD's one; on the host the gradient too.
+    """Return the optimizer's bytes per parameter, (on the device, on the host).
+
+    A float32 copy if the model has another dtype, and Adam's two moments or SGD's one; on the host the gradient, too.
     """
     main = 4.0 if half else 0.0
     if args.optimizer == "sgd":
         return main + 4, 0
     aware, share = args.use_precision_aware_optimizer, args.optimizer_offload_fraction
-    if args.optimizer_cpu_offload:  # without the former the copy on the device stays
+    if args.optimizer_cpu_offload:  # without use_precision_aware_optimizer the copy on the device stays
         return (1 - share) * (main + 8) + share * main * (not aware), share * 16
     if not aware:
         return main + 8, 0
     if half:
         main = DTYPES[args.main_params_dtype].itemsize
         if args.bf16 and main == 4 and args.store_param_remainders:
-            main = 2  # the parameter itself is the other half
+            main = 2  # the parameter itself holds the other 16 bits
     return main + DTYPES[args.exp_avg_dtype].itemsize + DTYPES[args.exp_avg_sq_dtype].itemsize, 0
 
 
 def _sequence_split(args: Namespace) -> int:
-    """Over how many ranks sequence parallelism splits what lies between the tensor-parallel layers."""
+    """Return the number of ranks that shard the activations between tensor-parallel layers (sequence parallelism)."""
     return args.tensor_model_parallel_size if args.sequence_parallel else 1
 
 
 def _attention(args: Namespace) -> tuple[float, float]:
-    """Numbers that attention keeps for a token, (projections and what is made of them, output).
+    """Return the elements that attention stores per token, (projections and kernel inputs, output).
 
-    Queries, keys and values as projected and once more as the kernel takes them, keys and values of all
-    context-parallel ranks if they are gathered. Latent attention keeps the latents before and after their norms too,
-    and its values are padded to the size of its keys.
+    Queries, keys and values are stored as projected and as kernel inputs; gathered keys and values are those of all
+    context-parallel ranks. Latent attention also stores the latents before and after their norms, and pads values to
+    the size of keys.
     """
     tp, gathered = args.tensor_model_parallel_size, 1
     if args.context_parallel_size > 1 and has_packed_attention(args):
@@ -310,8 +315,9 @@ def _dense_mlp(args: Namespace) -> float:
 
 
 def _experts(args: Namespace) -> tuple[float, float]:
-    """Numbers that the experts keep for a token if the router spreads tokens evenly, (inputs and projections, what the
-    activation function makes of these).
+    """Return the elements that experts store per token, (inputs and projections, outputs of the activation function).
+
+    Assumes that the router spreads tokens evenly.
     """
     split, etp = _sequence_split(args), args.expert_tensor_parallel_size
     topk, ffn = args.moe_router_topk, args.moe_ffn_hidden_size
@@ -323,8 +329,10 @@ def _shared_experts(args: Namespace) -> float:
 
 
 def _layer(args: Namespace, sparse: bool) -> float:
-    """Numbers that a layer keeps for a token: inputs and outputs of its two norms, and inputs of two more if there are
-    any behind attention and MLP, attention, the inner width of the feed-forward three times (gate, up, product).
+    """Return the elements that a layer stores per token.
+
+    Inputs and outputs of its two norms; with --sandwich-norm, inputs of two more; attention; the MLP's inner size three
+    times (gate, up, product).
     """
     mlp = sum(_experts(args)) + _shared_experts(args) if sparse else _dense_mlp(args)
     norms = 6 if args.sandwich_norm else 4
@@ -332,7 +340,7 @@ def _layer(args: Namespace, sparse: bool) -> float:
 
 
 def _dropped(args: Namespace, sparse: bool) -> float:
-    """What selective recomputation drops of them; of attention itself nothing, which a flash kernel does not keep."""
+    """Return the elements of `_layer` that selective recomputation does not store (flash attention stores none)."""
     if args.recompute_granularity != "selective":
         return 0
     parts = {"layernorm": 2 * args.hidden_size / _sequence_split(args)}

@@ -1,4 +1,4 @@
-"""How fast a run is, and how near to what its devices could do: model FLOPs, and rates from sums of a row."""
+"""Model FLOPs, tokens per second and model FLOPs utilization (MFU)."""
 
 from argparse import Namespace
 from collections import Counter
@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_grpo.weights import mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights import model_weights
+from megatron_grpo.weights.parameter_mapping import Weight
 
-# Dense TFLOP/s in 16 bits by a part of the device's name, as the makers' data sheets have it; the first that fits.
+# Part of the device's name -> dense 16-bit TFLOP/s in the vendor's data sheet; the first match is used.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -29,7 +29,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(args: Namespace) -> float | None:
-    """--device-peak-tflops, else what is known of this device for 16-bit training; None where nothing is."""
+    """Return --device-peak-tflops, else the 16-bit peak of this device; None if it is unknown."""
     if args.device_peak_tflops or not torch.cuda.is_available() or not (args.bf16 or args.fp16):
         return args.device_peak_tflops
     name = torch.cuda.get_device_name()
@@ -37,12 +37,12 @@ def peak_tflops(args: Namespace) -> float | None:
 
 
 class ModelFlops:
-    """What the model's matrix products take, by its shape: 2 for each multiplication and its addition.
+    """FLOPs of the model's matrix products: 2 for each multiply-add.
 
-    A token passes the matrices of every layer, of a mixture of experts those of --moe-router-topk experts; each pair of
-    query and key that causality and the window leave takes 2 (size of a key + size of a value) in each head; the head
-    is computed for the tokens in the loss only. Multi-token-prediction layers count where they are trained. Padding,
-    recomputation and elementwise work do not count (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    Per token: the matrices of every layer, with --moe-router-topk experts of a mixture. Per pair of query and key
+    within causal mask and window: 2 (size of a key + size of a value) in each head. Per token of the response mask: the
+    output layer. Multi-token-prediction layers count if they are trained. Padding, recomputation and elementwise
+    operations do not count (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
     """
 
     def __init__(self, args: Namespace):
@@ -58,47 +58,47 @@ class ModelFlops:
         self.windows = Counter(_window(args, number) for number in numbers)
 
     def forward(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
-        """FLOPs of one forward pass over sequences of these lengths ``[n]`` with so many labels ``[n]`` each."""
+        """Return the FLOPs of a forward pass over sequences with ``lengths [n]`` and numbers of ``labels [n]``."""
         pairs = sum(layers * _pairs(lengths, window) for window, layers in self.windows.items())
         return float(self.per_token * lengths.sum() + self.per_pair * pairs + self.per_label * labels.sum())
 
     def update(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
-        """TFLOP of forward and backward passes: the latter takes two products for one of the former."""
+        """Return the TFLOP of forward and backward pass; the backward pass has twice as many products."""
         return 3 * self.forward(lengths, labels) / 1e12
 
 
 def _matrices(args: Namespace, mtp: bool) -> list[Weight]:
-    """The layers' matrices, of all experts of a layer the first's."""
+    """Return the layers' matrices; of the experts of a layer only the first."""
     found = {
         weight.name: weight
-        for weight in mapping.table(args)
+        for weight in model_weights.table(args)
         if not weight.expert and weight.name.startswith(("decoder.layers.", "mtp.") if mtp else "decoder.layers.")
     }
     return [weight for weight in found.values() if len(weight.part_shapes()[0]) == 2]
 
 
 def _multiplications(args: Namespace, weight: Weight) -> int:
-    """Of a token with this matrix, or with those of all experts that it is sent to."""
+    """Return the multiplications of a token with this matrix, times the number of experts that a token is sent to."""
     return prod(weight.shard_shape(1)) * (1 if weight.expert is None else args.moe_router_topk)
 
 
 def _window(args: Namespace, layer_number: int) -> int | None:
-    """How many tokens before its own a layer (from 1) looks at; None for all."""
+    """Return the number of earlier tokens that layer ``layer_number`` (from 1) attends to; None for all."""
     windowed = is_layer_window_attention(args.window_size, args.window_attn_skip_freq, layer_number)
     return args.window_size[0] if windowed else None
 
 
 def _pairs(lengths: npt.NDArray[np.int64], window: int | None) -> int:
-    """Pairs of query and key, of which the query is not the earlier, at most so many tokens apart."""
+    """Return the number of (query, key) pairs under the causal mask, at most ``window`` tokens apart."""
     lengths = lengths.astype(np.int64)
     seen = lengths if window is None else np.minimum(lengths, window + 1)
     return int((seen * (seen + 1) // 2 + (lengths - seen) * seen).sum())
 
 
 def rates(row: dict[str, float], devices: int, peak: float | None, every: bool) -> dict[str, float]:
-    """What follows from a row's sums: tokens and FLOPs over seconds, under the names of METRICS.
+    """Return the rates of a row of metrics (tokens or FLOPs divided by seconds), under the names of METRICS.
 
-    ``peak`` is in TFLOP/s of a device; ``every`` adds those of --include-performance-metrics.
+    ``peak``: TFLOP/s of a device. ``every``: include the metrics of --include-performance-metrics.
     """
     found = {}
     amounts = {

@@ -4,11 +4,11 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, flag, needs, positive
 
-MODEL: tuple[Row, ...] = (
+MODEL: tuple[FlagRow, ...] = (
     ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
     ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
     ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),

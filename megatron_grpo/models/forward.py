@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -99,6 +100,20 @@ def _attention_coefficient(args) -> float:
     return attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
 
 
+def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
+    """Return log-probability and entropy of these completions' tokens under the model's present weights, ``[2,
+    total]``; nan elsewhere. Collective.
+    """
+    packs = micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
+    step = partial(forward_step, args=args, num_microbatches=len(packs))
+    return forward_scores(step, packs, model, len(batch.tokens))
+
+
+def log_probs(args, model: Model, forward_step: Callable, batch: RolloutBatch) -> np.ndarray:
+    """Return the log-probabilities of a rollout's tokens under the model's present weights, ``[total]``. Collective."""
+    return scores(args, model, forward_step, batch, np.arange(batch.num_completions))[0]
+
+
 @torch.no_grad()
 def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
     """Log-probability and entropy of every label token of all ranks' ``packs``: float32 ``[2, total]``, on every rank,
@@ -141,10 +156,12 @@ def parameters_complete(args, model: Model) -> Iterator[None]:
     if args.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
-    yield
-    if args.overlap_param_gather:
-        for chunk in model:
-            chunk.enable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        if args.overlap_param_gather:
+            for chunk in model:
+                chunk.enable_forward_pre_hook()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

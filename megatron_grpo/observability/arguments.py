@@ -5,11 +5,11 @@ from argparse import Namespace
 
 import torch
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive
 
-LOGGING: tuple[Row, ...] = (
+LOGGING: tuple[FlagRow, ...] = (
     ("--log-interval", int, 1, "updates between two lines"),
     ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
     ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
@@ -17,7 +17,7 @@ LOGGING: tuple[Row, ...] = (
     ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
 )
 
-TRACKERS: tuple[Row, ...] = (
+TRACKERS: tuple[FlagRow, ...] = (
     ("--tensorboard-dir", str, None, "directory for TensorBoard"),
     ("--wandb-project", str, None, "Weights & Biases project"),
     ("--wandb-exp-name", str, None, "Weights & Biases run name"),
@@ -32,7 +32,7 @@ TRACKERS: tuple[Row, ...] = (
     ("--log-completions", bool, False, "show what completions.jsonl gets as tables in these, too"),
 )
 
-PROFILE: tuple[Row, ...] = (
+PROFILE: tuple[FlagRow, ...] = (
     ("--profile", bool, False, "record the updates between --profile-step-start and --profile-step-end"),
     ("--use-pytorch-profiler", bool, False, "write traces and tables to {save}/profile [mark the updates for nsys]"),
     ("--profile-step-start", int, 10, "record what comes after this update"),

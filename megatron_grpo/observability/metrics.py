@@ -43,7 +43,8 @@ class Timers:
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the block's seconds to a phase of METRICS (else KeyError); a GPU is waited for at both ends.
 
-        Phases inside another (the rollout of an evaluation) belong to the outer one.
+        Phases inside another (the rollout of an evaluation) belong to the outer one. A phase that fails is not counted:
+        the device may not answer.
         """
         check_names([f"time/{phase}"])
         if self.in_phase:
@@ -54,8 +55,8 @@ class Timers:
         try:
             with torch.profiler.record_function(PHASE + phase):  # seen by --profile alone
                 yield
-        finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
+        finally:
             self.in_phase = False
 
     def collect(self) -> dict[str, float]:

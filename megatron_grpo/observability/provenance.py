@@ -45,7 +45,7 @@ def environment(args: Namespace, iteration: int) -> dict[str, Any]:
         "given": sorted(args.explicit - set(SECRET)),
         "commit": commit(Path(__file__).parent),
         "device": device_name(),
-        "layout": layout(args),
+        "layout": parallel_configuration(args),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := package_version(name)) != "absent"},
@@ -88,7 +88,7 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
 
 
-def layout(args) -> str:
+def parallel_configuration(args) -> str:
     """The trainer's ranks and how they are laid out, then the engine's."""
     sizes = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
     sizes += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
@@ -112,5 +112,5 @@ def banner(args) -> str:
         f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "
         f"transformers {package_version('transformers')}\n"
         f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
-        f"  {layout(args)}"
+        f"  {parallel_configuration(args)}"
     )

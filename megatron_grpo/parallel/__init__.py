@@ -1,1 +1,1 @@
-"""How a run is spread over ranks: process groups, context and sequence parallelism, and the rules about them."""
+"""The parallel configuration of a run: process groups, context and sequence parallelism, and their flags and rules."""

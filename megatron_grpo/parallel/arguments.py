@@ -1,4 +1,4 @@
-"""Flags and rules of how a model is spread over ranks: tensor, pipeline, context and expert parallelism."""
+"""Flags and rules of the parallel configuration: tensor, pipeline, context and expert parallelism."""
 
 import math
 from argparse import Namespace
@@ -6,20 +6,30 @@ from argparse import Namespace
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive
 
-PARALLELISM: tuple[Row, ...] = (
-    ("--num-layers-per-virtual-pipeline-stage", int, None, "layers of a virtual stage, instead of their number"),
+PARALLELISM: tuple[FlagRow, ...] = (
+    (
+        "--num-layers-per-virtual-pipeline-stage",
+        int,
+        None,
+        "layers of each virtual pipeline stage; alternative to --num-virtual-stages-per-pipeline-rank",
+    ),
     ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
 )
 
-TIMEOUT: Row = ("--distributed-timeout-minutes", int, 10, "minutes after which a hanging collective ends the run")
+TIMEOUT: FlagRow = (
+    "--distributed-timeout-minutes",
+    int,
+    10,
+    "time-out of a collective, minutes; after it the run ends",
+)
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-# Of the flags about experts, those that a launch script may keep for dense models.
+# Flags about experts that have no effect on dense models: launch scripts may keep them.
 _INERT_WITHOUT_EXPERTS = ("moe_token_dispatcher_type", "moe_layer_recompute")
 
 NEED_TRANSFORMER_ENGINE = (
@@ -30,7 +40,10 @@ NEED_TRANSFORMER_ENGINE = (
 
 
 def check_heads(args: Namespace, size: int, what: str) -> None:
-    """``size`` ranks can share the heads out: query heads evenly, key/value heads evenly or each on several ranks."""
+    """Refuse a number of ranks, ``size``, that cannot split the attention heads.
+
+    Query heads are split evenly; key/value heads are split evenly, or each is replicated on several ranks.
+    """
     divides(args, "num_attention_heads", size, what)
     groups = query_groups(args)
     if not args.multi_latent_attention and groups % size and size % groups:
@@ -38,49 +51,58 @@ def check_heads(args: Namespace, size: int, what: str) -> None:
 
 
 def has_packed_attention(args: Namespace) -> bool:
-    """Whether attention is models/attention.py's, which has sinks and soft caps, and not Transformer Engine's."""
+    """Return whether attention is computed by models/attention.py, which has sinks and soft caps."""
     special = args.softmax_type != "vanilla" or args.attn_logit_softcapping is not None
     return args.transformer_impl == "local" or special
 
 
-def _attention_of(args: Namespace) -> str:
-    """What decides the attention, for messages."""
+def _attention_name(args: Namespace) -> str:
+    """Return the name of the attention implementation for messages."""
     if has_packed_attention(args) and args.transformer_impl != "local":
         return "attention with sinks or soft caps"
     return f"--transformer-impl {args.transformer_impl}"
 
 
 def generating_width(args: Namespace) -> int:
-    """Ranks of one pipeline stage that make forwards together under --rollout-engine megatron: those that share the
-    attention's weights, or experts.
+    """Return the number of ranks of one pipeline stage that run a forward pass together with --rollout-engine megatron.
+
+    These ranks hold shards of the same attention weights (TP) or the same experts (ETP x EP).
     """
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size if args.num_experts else 1
     return math.lcm(args.tensor_model_parallel_size, experts)
 
 
 def check_parallelism(args: Namespace) -> None:
+    """Refuse parallel configurations that cannot work, and fill in the sizes that follow from others."""
     tp = args.tensor_model_parallel_size
     check_heads(args, tp, "tensor parallel size")
     divides(args, "ffn_hidden_size", tp, "tensor parallel size")
     if args.sequence_parallel and tp == 1:
-        raise GrpoError("--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits over those ranks")
+        raise GrpoError(
+            "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits the tokens over "
+            "tensor-parallel ranks"
+        )
     if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
         raise GrpoError(
             f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
-            "megatron-core loses gradients of the keys' rotary part"
+            "megatron-core loses gradients of the rotary channels of the keys"
         )
     if args.transformer_impl == "local":
         for dest in NEED_TRANSFORMER_ENGINE:
             if getattr(args, dest):
                 raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
-        for module, instead in (("moe_act", "moe does not"), ("layernorm", "mlp and core_attn do not")):
+        for module, instead in (("moe_act", "moe"), ("layernorm", "mlp or core_attn")):
             if module in (args.recompute_modules or []):
-                raise GrpoError(f"--recompute-modules {module} needs --transformer-impl transformer_engine; {instead}")
-    excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no such function")
+                raise GrpoError(
+                    f"--recompute-modules {module} needs --transformer-impl transformer_engine: give that, or "
+                    f"recompute {instead} instead"
+                )
+    excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
     backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
-            f"--attention-backend is {args.attention_backend}, but {_attention_of(args)} has {', '.join(backends)}"
+            f"--attention-backend is {args.attention_backend}, but {_attention_name(args)} supports only "
+            f"{', '.join(backends)}"
         )
     _check_pipeline(args)
     _check_context_parallelism(args)
@@ -95,17 +117,17 @@ def _check_pipeline(args: Namespace) -> None:
             args,
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
-            "each says how many virtual stages there are",
+            "each determines the number of virtual stages",
         )
         if args.num_layers % (pp * per_stage):
             raise GrpoError(
                 f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
-                f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven stages give "
+                f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven pipeline stages give "
                 "--num-virtual-stages-per-pipeline-rank"
             )
         args.num_virtual_stages_per_pipeline_rank = args.num_layers // pp // per_stage
     if args.pipeline_model_parallel_layout and pp > 1:
-        _read_layout(args)
+        _set_virtual_stages(args)
     if args.num_virtual_stages_per_pipeline_rank == 1:
         args.num_virtual_stages_per_pipeline_rank = None
     virtual = args.num_virtual_stages_per_pipeline_rank
@@ -122,13 +144,14 @@ def _check_pipeline(args: Namespace) -> None:
             args.overlap_p2p_comm = True  # as in Megatron-LM
         if pp == 2 and not args.overlap_p2p_comm:
             raise GrpoError(
-                "--no-overlap-p2p-communication with 2 pipeline stages and virtual stages mixes up the messages of the "
-                "two neighbours, which are one rank: gradients would be wrong without a word; leave it out"
+                "--no-overlap-p2p-communication with 2 pipeline stages and virtual stages would give wrong gradients "
+                "without an error: both neighbours of a stage are one rank, and their messages are mixed up; leave "
+                "it out"
             )
         accumulation = batch_arithmetic(args, args.world_size).gradient_accumulation_steps
         if accumulation is not None and accumulation % pp:
             raise GrpoError(
-                f"an update has {accumulation} micro-batches on each data-parallel rank, and virtual stages need a "
+                f"an update has {accumulation} micro-batches on each data-parallel rank, but virtual stages need a "
                 f"multiple of --pipeline-model-parallel-size ({pp}): change --global-batch-size or --micro-batch-size, "
                 "or give --max-tokens-per-microbatch"
             )
@@ -139,14 +162,14 @@ def _check_pipeline(args: Namespace) -> None:
             )
     else:
         for dest in ("overlap_p2p_comm", "overlap_p2p_communication_warmup_flush", "align_param_gather"):
-            needs(args, dest, "num_virtual_stages_per_pipeline_rank", "it belongs to the interleaved schedule")
+            needs(args, dest, "num_virtual_stages_per_pipeline_rank", "only the interleaved schedule uses it")
     uneven += ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     if not any(getattr(args, dest) for dest in uneven):
         divides(args, "num_layers", pp * (virtual or 1), "pipeline parallel size" + " x virtual stages" * bool(virtual))
 
 
-def _read_layout(args: Namespace) -> None:
-    """Take the number of virtual stages from --pipeline-model-parallel-layout."""
+def _set_virtual_stages(args: Namespace) -> None:
+    """Set the number of virtual stages from --pipeline-model-parallel-layout."""
     pp, text = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     try:
         layout = PipelineParallelLayerLayout(text, pp)
@@ -156,12 +179,12 @@ def _read_layout(args: Namespace) -> None:
     if args.num_virtual_stages_per_pipeline_rank not in (None, virtual):
         raise GrpoError(
             f"--pipeline-model-parallel-layout {text} has {virtual} virtual stages on each of {pp} pipeline ranks, "
-            f"--num-virtual-stages-per-pipeline-rank says {args.num_virtual_stages_per_pipeline_rank}: leave it out"
+            f"but --num-virtual-stages-per-pipeline-rank is {args.num_virtual_stages_per_pipeline_rank}: leave it out"
         )
     args.num_virtual_stages_per_pipeline_rank = virtual
     if any(LayerType.mtp in stage for rank in layout.layout for stage in rank if LayerType.loss not in stage):
         raise GrpoError(
-            f"--pipeline-model-parallel-layout {text}: multi-token-prediction layers (m) must stand on the stage of "
+            f"--pipeline-model-parallel-layout {text}: multi-token-prediction layers (m) must be on the stage of "
             "the head (L), which uses their outputs"
         )
 
@@ -170,8 +193,8 @@ def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
     if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
         raise GrpoError(
-            f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p knows "
-            "no windows"
+            f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has "
+            "no sliding windows"
         )
     if kinds is None:
         return
@@ -179,18 +202,21 @@ def _check_context_parallelism(args: Namespace) -> None:
         raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
     if has_packed_attention(args):
-        allowed, reason = {"all_gather"}, "keys and values are gathered: leave it out"
+        allowed, reason = {"all_gather"}, "only all_gather exists, and it is the default: leave it out"
     elif args.multi_latent_attention:
-        allowed, reason = {"p2p"}, "latent attention has p2p only"
+        allowed, reason = {"p2p"}, "multi-latent attention has p2p only: give p2p"
     else:
-        allowed, reason = {"p2p", "a2a"}, "Transformer Engine refuses packed batches in the others"
+        allowed, reason = (
+            {"p2p", "a2a"},
+            "Transformer Engine takes packed batches only with p2p and a2a: give p2p or a2a",
+        )
     if wrong := sorted(kinds - allowed):
-        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention_of(args)} {reason}")
+        raise GrpoError(f"--cp-comm-type {wrong[0]}: with {_attention_name(args)} {reason}")
     heads = cp * args.tensor_model_parallel_size
     if "a2a" in kinds and (args.num_attention_heads % heads or query_groups(args) % heads):
         raise GrpoError(
-            f"--cp-comm-type a2a shares heads out: --num-attention-heads ({args.num_attention_heads}) and "
-            f"--num-query-groups ({query_groups(args)}) must be divisible by TP x CP ({heads}); or take p2p"
+            f"--cp-comm-type a2a splits the heads: --num-attention-heads ({args.num_attention_heads}) and "
+            f"--num-query-groups ({query_groups(args)}) must be divisible by TP x CP ({heads}); or give p2p"
         )
 
 
@@ -198,7 +224,7 @@ def _check_experts(args: Namespace) -> None:
     ep, experts = args.expert_model_parallel_size, args.num_experts
     positive(args, "num_experts moe_router_topk moe_ffn_hidden_size")
     positive(args, "expert_model_parallel_size expert_tensor_parallel_size")
-    if args.moe_layer_recompute and args.recompute_granularity != "full":  # full recomputation has them already
+    if args.moe_layer_recompute and args.recompute_granularity != "full":  # full recomputation includes the experts
         args.recompute_granularity = "selective"
         args.recompute_modules = sorted({*(args.recompute_modules or []), "moe"})
     if experts is None:
@@ -224,21 +250,24 @@ def _check_experts(args: Namespace) -> None:
     if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and ep * etp != tp * cp:
         raise GrpoError(
             f"--use-tp-pp-dp-mapping with pipeline stages and experts needs EP x ETP ({ep} x {etp}) = TP x CP ({tp} x "
-            f"{cp}): megatron-core has no other groups in this rank order"
+            f"{cp}): megatron-core builds no other process groups in this rank order"
         )
     if args.moe_router_topk > experts:
         raise GrpoError(f"--moe-router-topk ({args.moe_router_topk}) must be at most --num-experts ({experts})")
     if tp > 1 and not args.sequence_parallel:
         raise GrpoError(
             f"mixture of experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: each rank routes "
-            "its own part of the tokens"
+            "its own shard of the tokens"
         )
     if args.add_bias_linear:
         _check_expert_biases(args)
     if args.router_replay_mode != "disabled":
-        excludes(args, "router_replay_mode", "moe_router_fusion", "the fused router chooses for itself")
+        excludes(args, "router_replay_mode", "moe_router_fusion", "the fused router cannot replay a choice of experts")
         if experts > 2**15:
-            raise GrpoError(f"--router-replay-mode keeps experts in 16 bits: --num-experts ({experts}) is too large")
+            raise GrpoError(
+                f"--num-experts ({experts}) must be at most {2**15} with --router-replay-mode, which stores experts in "
+                "16 bits"
+            )
     kinds = args.moe_router_load_balancing_type
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind not in BALANCING:
@@ -246,25 +275,25 @@ def _check_experts(args: Namespace) -> None:
 
 
 def _check_expert_biases(args: Namespace) -> None:
-    """Experts with biases, where megatron-core would refuse, fail or compute something else."""
+    """Refuse experts with biases where megatron-core fails or computes another result."""
     if args.expert_tensor_parallel_size > 1:
         raise GrpoError(
-            f"experts with biases cannot be split over {args.expert_tensor_parallel_size} tensor-parallel ranks, each "
-            "of which would add the whole bias: give --expert-tensor-parallel-size 1"
+            f"experts with biases cannot be split over {args.expert_tensor_parallel_size} tensor-parallel ranks, "
+            "because each rank would add the whole bias: give --expert-tensor-parallel-size 1"
         )
     if args.transformer_impl == "transformer_engine":
-        excludes(args, "bias_dropout_fusion", "add_bias_linear", "grouped experts add their biases themselves")
+        excludes(args, "bias_dropout_fusion", "add_bias_linear", "grouped experts already add their biases")
     if args.moe_grouped_gemm:
         return
     if args.transformer_impl == "transformer_engine":
         raise GrpoError("experts with biases need --moe-grouped-gemm with --transformer-impl transformer_engine")
     if args.bias_activation_fusion and args.activation_func_clamp_value is not None:
         raise GrpoError(
-            "--bias-activation-fusion with --activation-func-clamp-value would cut off before the bias is added: leave "
-            "it out, or give --moe-grouped-gemm"
+            "--bias-activation-fusion with --activation-func-clamp-value would clamp before the bias is added: leave "
+            "--bias-activation-fusion out, or give --moe-grouped-gemm"
         )
 
 
 def query_groups(args: Namespace) -> int:
-    """Number of key/value heads; without grouped queries, one for each query head."""
+    """Return the number of key/value heads; without grouped-query attention, one for each query head."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -1,4 +1,4 @@
-"""Start and end of a run: process groups, seeds, the banner, and how an error leaves the program."""
+"""Initialisation of a run: process groups, seeds, waiting for rank 0, and printing on one rank."""
 
 import contextlib
 import datetime
@@ -16,11 +16,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 _host_group: dist.ProcessGroup | None = None
-_led = 0  # how often rank 0 has led
+_led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
 
 
 def initialize_distributed(args) -> None:
-    """Join torchrun's process group and lay out megatron-core's; a single process needs no torchrun."""
+    """Join torchrun's process group and create megatron-core's; a single process needs no torchrun."""
     global _host_group
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -29,12 +29,12 @@ def initialize_distributed(args) -> None:
         if "MASTER_PORT" not in os.environ:
             os.environ["MASTER_PORT"] = str(free_port())
         if args.rollout_engine == "sglang":
-            # As its servers do for themselves: NCCL's ranks of one host must share memory in the same way.
+            # SGLang's servers set this: all NCCL ranks of one host must share memory in the same way.
             os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # Without a device_id: with one, each of megatron-core's groups would take its memory (7 GiB of one GPU) at
-            # once, used or not, and keep it while the engine has its turn.
+            # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
+            # used or not, and keep it while the engine generates.
             dist.init_process_group("nccl", timeout=timeout)
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
@@ -44,7 +44,7 @@ def initialize_distributed(args) -> None:
 
 
 def initialize_model_parallel(args) -> None:
-    """Lay out megatron-core's process groups as ``args`` say."""
+    """Create megatron-core's process groups for the sizes in ``args``."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -58,9 +58,9 @@ def initialize_model_parallel(args) -> None:
 
 
 def leave_layout() -> None:
-    """Undo the layout of `initialize_distributed`, so that another can follow (tools and tests try many in a process).
+    """Destroy the rank groups of `initialize_distributed`; tools and tests try several configurations in one process.
 
-    megatron-core forgets its process groups but does not end them, and each keeps threads that poll.
+    megatron-core forgets its process groups without destroying them, and each group keeps polling threads.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in (dist.group.WORLD, _host_group):
@@ -69,17 +69,17 @@ def leave_layout() -> None:
 
 
 def host_group() -> dist.ProcessGroup:
-    """The process group of all ranks for tensors in host memory (gloo)."""
+    """Return the gloo process group of all ranks, for tensors in host memory."""
     assert _host_group is not None, "initialize_distributed comes first"
     return _host_group
 
 
 @contextlib.contextmanager
 def led_by_rank_0() -> Iterator[None]:
-    """Within, rank 0 works; the others leave only after it, as long as that takes, and with its error if it has one.
+    """Wait on all other ranks, without a time-out, until rank 0 leaves this context; re-raise rank 0's error there.
 
-    Every rank must enter. Collectives may be used within, and they do time out; what takes its time is rank 0's alone.
-    The others look into the store of the process group: it goes when rank 0, or torchrun's agent, goes.
+    Every rank must enter. Collectives inside the context still time out, so only rank 0 may do long work. The other
+    ranks poll the store of the process group, which fails when rank 0 or torchrun's agent exits.
     """
     global _led
     _led += 1
@@ -97,7 +97,7 @@ def led_by_rank_0() -> Iterator[None]:
         return
     yield
     began = time.monotonic()
-    while not store.check([key]):  # its own way to wait has a time-out, and complains
+    while not store.check([key]):  # store.wait has a time-out and prints warnings
         time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
     kind, _, message = store.get(key).decode().partition("\n")
     if kind:
@@ -105,7 +105,10 @@ def led_by_rank_0() -> Iterator[None]:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, numpy, torch and megatron-core's RNG tracker: equal over data-parallel ranks, different by stage."""
+    """Seed Python, numpy, torch and megatron-core's RNG tracker.
+
+    Seeds are equal on all data-parallel ranks and differ between pipeline stages.
+    """
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed)
@@ -114,13 +117,13 @@ def set_random_seed(seed: int) -> None:
 
 
 def print_rank_0(message: str) -> None:
-    """Print once for the whole run."""
+    """Print ``message`` on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(message, flush=True)
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return an unused port of this host."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

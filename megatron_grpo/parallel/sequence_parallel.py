@@ -1,4 +1,4 @@
-"""Which of a pack's tokens a rank has between the tensor-parallel layers."""
+"""The tokens of a pack that a rank holds under sequence parallelism."""
 
 from typing import TypeVar
 
@@ -12,8 +12,9 @@ Tokens = TypeVar("Tokens", torch.Tensor, Int64)
 
 
 def own_tokens(config: TransformerConfig, values: Tokens) -> Tokens:
-    """Of something of each of a pack's tokens ``[t, ...]`` what is this rank's: under sequence parallelism a contiguous
-    part, ``[t / tp, ...]``, else all.
+    """Return this rank's slice ``[t / tp, ...]`` of per-token ``values`` ``[t, ...]`` of a pack.
+
+    The slice is contiguous. Without sequence parallelism ``values`` is returned unchanged.
     """
     if not config.sequence_parallel:
         return values

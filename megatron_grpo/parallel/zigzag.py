@@ -1,8 +1,8 @@
-"""Which tokens of a pack a context-parallel rank holds.
+"""The tokens of a pack that a context-parallel rank holds.
 
-Under a causal mask late tokens attend to more than early ones. So every sequence is cut into 2 * cp equal chunks, and
-rank r holds chunks r and 2 * cp - 1 - r: an early and a late one, the same work on every rank. megatron-core's rotary
-embedding and Transformer Engine expect this order.
+Under a causal mask late tokens attend to more tokens than early ones. Every sequence is therefore cut into 2 * cp equal
+chunks, and rank r holds chunks r and 2 * cp - 1 - r: an early chunk and a late chunk, which is the same work on every
+rank. megatron-core's rotary embedding and Transformer Engine expect this order.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 def zigzag(cu_seqlens: Int64, cp_size: int, cp_rank: int) -> Int64:
-    """Position in the pack of each token that the rank holds, in its local order: int64 ``[cu_seqlens[-1] / cp_size]``.
+    """Return the pack positions of the rank's tokens, in the rank's order: int64 ``[cu_seqlens[-1] / cp_size]``.
 
     ``cu_seqlens`` ``[n + 1]`` are the offsets of the whole sequences. Raises ValueError unless each sequence's length
-    is a multiple of 2 * cp_size (any length for cp_size 1, where the rank holds everything).
+    is a multiple of 2 * cp_size (any length for cp_size 1, where the rank holds all tokens).
     """
     cu_seqlens = np.asarray(cu_seqlens, np.int64)
     if cp_size == 1:
@@ -24,17 +24,17 @@ def zigzag(cu_seqlens: Int64, cp_size: int, cp_rank: int) -> Int64:
     if rest.any():
         raise ValueError(f"lengths {np.diff(cu_seqlens).tolist()} are not all multiples of 2 * {cp_size}")
     numbers = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
-    begins = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).ravel()  # of [sequence, early or late]
+    begins = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).ravel()  # flattened [sequence, early or late chunk]
     lengths = np.repeat(chunks, 2)
     return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
 def sequence_multiple(cp_size: int) -> int:
-    """What the length of every sequence of a pack is a multiple of: a context rank holds two of 2 cp_size chunks."""
+    """Return the number that divides every padded sequence length: 2 * cp_size chunks, or 1 without CP."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def padded_lengths(lengths: Int64, cp_size: int) -> Int64:
-    """[n], tokens that sequences of these lengths take up in a pack."""
+    """Return the padded lengths [n], in tokens, of sequences of ``lengths`` [n] in a pack."""
     multiple = sequence_multiple(cp_size)
     return -(-lengths // multiple) * multiple

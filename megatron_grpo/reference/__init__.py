@@ -1,1 +1,1 @@
-"""The models that only answer with log-probabilities: reference and teacher."""
+"""Reference model and teacher: models that only compute log-probabilities."""

@@ -1,50 +1,56 @@
-"""Flags of reference and teacher, and the rules about them that flags alone decide."""
+"""Flags of reference model and teacher, and the rules that need no other input than flags."""
 
 from argparse import Namespace
 from urllib.parse import urlsplit
 
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, positive
 
 _SIZES = (
-    ("tensor-model-parallel-size", "tensor-parallel ranks of the {}"),
-    ("pipeline-model-parallel-size", "pipeline stages of the {}"),
-    ("context-parallel-size", "context-parallel ranks of the {}"),
-    ("expert-model-parallel-size", "ranks that share out the {}'s experts"),
+    ("tensor-model-parallel-size", "tensor-parallel size of the {}"),
+    ("pipeline-model-parallel-size", "pipeline-parallel size of the {}"),
+    ("context-parallel-size", "context-parallel size of the {}"),
+    ("expert-model-parallel-size", "expert-parallel size of the {}"),
 )
 
 
-def _layout(prefix: str, model: str) -> tuple[Row, ...]:
+def _parallel_size_flags(prefix: str, model: str) -> tuple[FlagRow, ...]:
     sizes = tuple((f"--{prefix}-{size}", int, None, f"{text.format(model)} [the policy's]") for size, text in _SIZES)
     experts = (
         f"--{prefix}-expert-tensor-parallel-size",
         int,
         None,
-        f"ranks that cut each expert of the {model} [TP]",
+        f"tensor-parallel size of the {model}'s experts [TP of the {model}]",
     )
     return (*sizes, experts)
 
 
-REFERENCE_AND_TEACHER: tuple[Row, ...] = (
-    ("--ref-load", str, None, "Megatron checkpoint of the reference policy [the first weights]"),
-    ("--ref-load-hf", str, None, "Hugging Face model directory of the reference policy [the first weights]"),
-    *_layout("ref", "reference"),
-    ("--ref-micro-batch-size", int, None, "completions in a micro-batch of the reference [the policy's]"),
+REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
+    ("--ref-load", str, None, "Megatron checkpoint of the reference model [the policy's initial weights]"),
+    ("--ref-load-hf", str, None, "Hugging Face model directory of the reference model [the policy's initial weights]"),
+    *_parallel_size_flags("ref", "reference model"),
+    ("--ref-micro-batch-size", int, None, "completions in a micro-batch of the reference model [the policy's]"),
     (
         "--logprobs-max-tokens-per-microbatch",
         int,
         None,
-        "token budget of passes without gradients: old policy, reference, teacher [--max-tokens-per-microbatch]",
+        "tokens in a micro-batch of the forward-only passes: old, reference and teacher log-probabilities "
+        "[--max-tokens-per-microbatch]",
     ),
-    ("--sync-ref-model", bool, False, "let the reference follow the policy"),
-    ("--ref-model-sync-steps", int, 512, "updates between two moves of the reference"),
-    ("--ref-model-mixup-alpha", float, 0.6, "reference = it x policy + (1 - it) x reference"),
+    ("--sync-ref-model", bool, False, "update the reference model towards the policy (EMA update, TR-DPO)"),
+    ("--ref-model-sync-steps", int, 512, "policy updates between two EMA updates of the reference model"),
+    ("--ref-model-mixup-alpha", float, 0.6, "alpha in: reference = alpha x policy + (1 - alpha) x reference"),
     ("--teacher-load-hf", str, None, "Hugging Face model directory of a teacher with the policy's tokenizer"),
-    *_layout("teacher", "teacher"),
-    ("--teacher-server", str, None, "vLLM server that computes the teacher's log-probabilities"),
-    ("--teacher-server-timeout", float, 240.0, "seconds that the server may take for one completion"),
-    ("--teacher-kl-coef", float, None, "weight of log p(teacher) - log p(old) in the advantage of each token"),
+    *_parallel_size_flags("teacher", "teacher"),
+    ("--teacher-server", str, None, "URL of a vLLM server that computes the teacher's log-probabilities"),
+    ("--teacher-server-timeout", float, 240.0, "time-out of a request to the teacher server, seconds"),
+    (
+        "--teacher-kl-coef",
+        float,
+        None,
+        "coefficient of log p(teacher) - log p(old) in each token's advantage",
+    ),
 )
 
 SIZES = (
@@ -56,62 +62,64 @@ SIZES = (
 )
 
 
-def has_own_layout(args: Namespace, prefix: str) -> bool:
-    """Whether a frozen model, ``ref`` or ``teacher``, has another layout than the policy."""
+def has_own_parallel_configuration(args: Namespace, prefix: str) -> bool:
+    """Return whether a model (``ref`` or ``teacher``) has another parallel configuration than the policy."""
     return any(getattr(args, f"{prefix}_{size}") not in (None, getattr(args, size) or 1) for size in SIZES)
 
 
-def check_frozen(args: Namespace) -> None:
-    """Refuse flags of reference and teacher that do not go together, or would do nothing; GrpoError."""
+def check_reference_models(args: Namespace) -> None:
+    """Raise GrpoError for flags of reference model and teacher that conflict or have no effect."""
     sizes = {prefix: [f"{prefix}_{size}" for size in SIZES] for prefix in ("ref", "teacher")}
     positive(args, " ".join(sizes["ref"] + sizes["teacher"]))
     positive(args, "ref_micro_batch_size logprobs_max_tokens_per_microbatch ref_model_sync_steps")
     positive(args, "teacher_kl_coef teacher_server_timeout")
     for dest in ("ref_load", "ref_load_hf", "ref_micro_batch_size", "sync_ref_model", *sizes["ref"]):
-        needs(args, dest, "beta", "without the KL term there is no reference policy")
-    excludes(args, "ref_load", "ref_load_hf", "the reference has one origin")
-    excludes(args, "ref_micro_batch_size", "logprobs_max_tokens_per_microbatch", "each says how micro-batches are made")
+        needs(args, dest, "beta", "there is no reference model without the KL term")
+    excludes(args, "ref_load", "ref_load_hf", "the reference model has one origin")
+    excludes(args, "ref_micro_batch_size", "logprobs_max_tokens_per_microbatch", "both set the size of micro-batches")
     for prefix in sizes:
         experts = [f"{prefix}_{size}" for size in SIZES if size.startswith("expert")]
         for dest in experts if prefix == "ref" and not args.num_experts else []:
             if (getattr(args, dest) or 1) > 1:
                 raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
-    _check_moving(args)
+    _check_ema_update(args)
     _check_teacher(args, sizes["teacher"])
 
 
-def _check_moving(args: Namespace) -> None:
+def _check_ema_update(args: Namespace) -> None:
     for dest in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
-        needs(args, dest, "sync_ref_model", "without it the reference stays where it is")
+        needs(args, dest, "sync_ref_model", "the reference model is not updated without it")
     if not 0 < args.ref_model_mixup_alpha <= 1:
         raise GrpoError(
             f"--ref-model-mixup-alpha ({args.ref_model_mixup_alpha}) must be greater than 0 and at most 1: the "
-            "policy's share in the moved reference"
+            "policy's weight in the EMA update of the reference model"
         )
     if args.sync_ref_model and args.ref_model_sync_steps % args.updates_per_rollout:
         raise GrpoError(
             f"--ref-model-sync-steps ({args.ref_model_sync_steps}) must be divisible by the updates per rollout "
-            f"({args.updates_per_rollout}): the reference moves between rollouts"
+            f"({args.updates_per_rollout}): the reference model is updated between rollouts"
         )
 
 
 def _check_teacher(args: Namespace, sizes: list[str]) -> None:
     excludes(args, "teacher_load_hf", "teacher_server", "there is one teacher")
     for dest in sizes:
-        needs(args, dest, "teacher_load_hf", "it says how that model is spread over the ranks")
-    needs(args, "teacher_server_timeout", "teacher_server", "nothing else is waited for")
+        needs(args, dest, "teacher_load_hf", "it sets the parallel configuration of that model")
+    needs(args, "teacher_server_timeout", "teacher_server", "it is the time-out of that server's requests")
     for dest in ("teacher_load_hf", "teacher_server"):
-        needs(args, dest, "teacher_kl_coef", "the teacher would have no effect; give its weight, such as 1")
+        needs(args, dest, "teacher_kl_coef", "the teacher has no effect without its coefficient; give 1, for example")
     if args.teacher_kl_coef and not (args.teacher_load_hf or args.teacher_server):
         raise GrpoError("--teacher-kl-coef needs --teacher-load-hf or --teacher-server: there is no teacher")
     if args.teacher_server:
         url = urlsplit(args.teacher_server)
         if url.scheme not in ("http", "https") or not url.hostname or url.path.rstrip("/") not in ("", "/v1"):
-            raise GrpoError(f"--teacher-server: {url.hostname or 'it'} is no server's address: give http://HOST:PORT")
+            raise GrpoError(
+                f"--teacher-server: {url.hostname or 'it'} is not the address of a server: give http://HOST:PORT"
+            )
         if url.username or url.password:
-            raise GrpoError("--teacher-server must not hold a password, which would be printed and saved")
+            raise GrpoError("--teacher-server must not contain a password, because it is printed and saved: remove it")
         if args.temperature != 1:
             raise GrpoError(
-                f"--teacher-server with --temperature {args.temperature}: a server gives a prompt's log-probabilities "
-                "at temperature 1 only; give --temperature 1, or --teacher-load-hf"
+                f"--teacher-server with --temperature {args.temperature}: a server returns the log-probabilities of "
+                "a prompt at temperature 1 only; give --temperature 1, or --teacher-load-hf"
             )

@@ -1,4 +1,4 @@
-"""The arguments of the frozen models: the policy's, in another layout, or, for a teacher, of another architecture."""
+"""Arguments of reference model and teacher: the policy's, with another parallel configuration or architecture."""
 
 import copy
 from argparse import Namespace
@@ -8,14 +8,15 @@ from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.models.arguments import check_model, padded_vocab_size
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel.arguments import check_parallelism
-from megatron_grpo.reference.arguments import SIZES, has_own_layout
+from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import ARCHITECTURE, check_family, default_architecture, merge_architecture
 
-# How the policy's layers are divided and overlapped; a frozen model with a layout of its own has the plain ways.
-_OF_THE_POLICYS_LAYOUT = {
+# Arguments that divide, overlap or recompute the policy's layers, and their values for a model with its own parallel
+# configuration.
+_WITHOUT_POLICY_PIPELINE = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,
@@ -37,12 +38,12 @@ _OF_THE_POLICYS_LAYOUT = {
 
 
 def reference_args(args: Namespace) -> Namespace:
-    """The arguments of the reference, for validated ``args``; GrpoError when its sizes do not fit model and ranks."""
+    """Return the reference model's arguments, for validated ``args``; raise GrpoError when its sizes do not fit."""
     own = _without_training(args)
     if args.ref_micro_batch_size:
         own.micro_batch_size, own.max_tokens_per_microbatch = args.ref_micro_batch_size, None
-    if has_own_layout(args, "ref"):
-        _lay_out(own, args, "ref")
+    if has_own_parallel_configuration(args, "ref"):
+        _set_parallel_configuration(own, args, "ref")
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:
         config = hf.read_config(args.ref_load_hf)
@@ -51,15 +52,16 @@ def reference_args(args: Namespace) -> Namespace:
             if theirs.get(dest) is not None and theirs[dest] != getattr(args, dest):
                 raise GrpoError(
                     f"--ref-load-hf {args.ref_load_hf}: its config.json says {flag(dest)} {theirs[dest]}, the policy "
-                    f"has {getattr(args, dest)}: the reference is a model of the policy's architecture"
+                    f"has {getattr(args, dest)}: give a reference model with the policy's architecture"
                 )
     return own
 
 
 def teacher_args(args: Namespace) -> Namespace:
-    """The arguments of the teacher of --teacher-load-hf, for validated ``args``: its architecture, its layout.
+    """Return the arguments of the teacher of --teacher-load-hf: its architecture, its parallel configuration.
 
-    GrpoError when its sizes do not fit, or its vocabulary has another size than the policy's.
+    ``args``: validated arguments. Raises GrpoError when its sizes do not fit, or its vocabulary has another size than
+    the policy's.
     """
     own, directory = _without_training(args), args.teacher_load_hf
     own.load_hf = directory
@@ -68,48 +70,48 @@ def teacher_args(args: Namespace) -> Namespace:
     merge_architecture(own, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")
     if own.vocab_size != args.vocab_size:
         raise GrpoError(
-            f"--teacher-load-hf {directory} has a vocabulary of {own.vocab_size}, the policy one of {args.vocab_size}: "
-            "take a teacher with the policy's tokenizer"
+            f"--teacher-load-hf {directory} has vocab_size {own.vocab_size}, the policy has {args.vocab_size}: "
+            "give a teacher with the policy's tokenizer"
         )
-    _lay_out(own, args, "teacher")
+    _set_parallel_configuration(own, args, "teacher")
     _check_micro_batches(own, "teacher", "--micro-batch-size")
     return own
 
 
-def check_teachers_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Refuse a teacher whose directory holds a tokenizer that gives tokens other ids than the policy's."""
+def check_teacher_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
+    """Raise GrpoError when the teacher's directory holds a tokenizer with other token ids than the policy's."""
     directory = args.teacher_load_hf
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not HuggingFaceTokenizer.is_in(directory):
         return
     if HuggingFaceTokenizer(directory).vocabulary() != tokenizer.vocabulary():
         raise GrpoError(
-            f"--teacher-load-hf {directory} has another tokenizer than {tokenizer.directory}: take a teacher whose "
-            "tokens have the same ids"
+            f"--teacher-load-hf {directory} has another tokenizer than {tokenizer.directory}: give a teacher with "
+            "the same token ids"
         )
 
 
 def _without_training(args: Namespace) -> Namespace:
-    """A copy of the arguments for a model that repeats no routing and trains nothing."""
+    """Return a copy of the arguments for a model without training and without router replay."""
     own = copy.copy(args)
     own.explicit, own.router_replay_mode, own.overlap_param_gather = frozenset(), "disabled", False
     own.mtp_loss_scaling_factor, own.perform_initialization = 0.0, False
     return own
 
 
-def _lay_out(own: Namespace, args: Namespace, prefix: str) -> None:
-    """Give a frozen model its sizes of --ref-* or --teacher-*, and check them as the policy's are checked."""
+def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) -> None:
+    """Set a model's parallel configuration from --ref-* or --teacher-*; check it with the rules for the policy."""
     for dest in SIZES:
         size = getattr(args, f"{prefix}_{dest}")
         setattr(own, dest, getattr(args, dest) if size is None else size)
     own.expert_tensor_parallel_size = getattr(args, f"{prefix}_expert_tensor_parallel_size")  # None: TP
-    vars(own).update(_OF_THE_POLICYS_LAYOUT)
+    vars(own).update(_WITHOUT_POLICY_PIPELINE)
     if not own.num_experts:
         own.expert_model_parallel_size, own.expert_tensor_parallel_size = 1, None
     own.sequence_parallel = own.tensor_model_parallel_size > 1
     tp, pp, cp = (getattr(own, dest) for dest in SIZES[:3])
     if args.world_size % (tp * pp * cp):
         raise GrpoError(
-            f"world_size ({args.world_size}) must be divisible by the sizes of --{prefix}-*-parallel-size together "
+            f"world_size ({args.world_size}) must be divisible by the product of --{prefix}-*-parallel-size "
             f"({tp * pp * cp}): TP {tp} x PP {pp} x CP {cp}"
         )
     own.data_parallel_size = args.world_size // (tp * pp * cp)
@@ -120,13 +122,13 @@ def _lay_out(own: Namespace, args: Namespace, prefix: str) -> None:
         check_rope(own)
         check_budgets(own)
     except GrpoError as error:
-        what = {"ref": "the reference", "teacher": "the teacher"}[prefix]
-        raise GrpoError(f"{what}, as --{prefix}-*-parallel-size lay it out: {error}") from error
+        what = {"ref": "reference model", "teacher": "teacher"}[prefix]
+        raise GrpoError(f"{what} with --{prefix}-*-parallel-size: {error}") from error
     own.padded_vocab_size = padded_vocab_size(own)
 
 
 def _check_micro_batches(own: Namespace, prefix: str, micro_batch_flag: str) -> None:
-    """A rollout's completions fill whole micro-batches on every data-parallel rank of the frozen model."""
+    """Raise GrpoError unless a rollout fills whole micro-batches on every data-parallel rank of the model."""
     dp, rollout = own.data_parallel_size, own.generation_batch_size
     if own.max_tokens_per_microbatch or own.logprobs_max_tokens_per_microbatch:
         if rollout < dp:
@@ -134,7 +136,7 @@ def _check_micro_batches(own: Namespace, prefix: str, micro_batch_flag: str) -> 
         return
     stages = own.pipeline_model_parallel_size if own.num_virtual_stages_per_pipeline_rank else 1
     if rollout % (own.micro_batch_size * dp * stages):
-        interleaved = f" x PP ({stages}), since stages are interleaved" if stages > 1 else ""
+        interleaved = f" x PP ({stages}), because virtual stages need a multiple of PP" if stages > 1 else ""
         raise GrpoError(
             f"generation_batch_size ({rollout}) must be divisible by {micro_batch_flag} ({own.micro_batch_size}) x DP "
             f"({dp}) of the {prefix} model{interleaved}: change one, or give --logprobs-max-tokens-per-microbatch"

@@ -4,13 +4,13 @@ from argparse import Namespace
 
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.rewards.reward_models.arguments import REWARD_MODELS
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, positive, required
 
 SANDBOXES = ("auto", "strict")
 
-REWARDS: tuple[Row, ...] = (
+REWARDS: tuple[FlagRow, ...] = (
     ("--reward-funcs", [str], None, "names of reward functions, summed by weight"),
     ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
     ("--reward-routing", [str], None, "SOURCE=NAME,NAME: who scores rows of a data_source [all score all]"),

@@ -9,7 +9,7 @@ import torch
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.parallel.arguments import check_heads
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive, required, within
 
@@ -19,7 +19,7 @@ ENGINES = ("vllm", "megatron", "sglang")
 VLLM_MODES = ("colocate", "server")
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
 
-ROLLOUT: tuple[Row, ...] = (
+ROLLOUT: tuple[FlagRow, ...] = (
     ("--rollout-engine", ENGINES, "vllm", "what generates; megatron: the training model itself"),
     ("--vllm-mode", VLLM_MODES, "colocate", "vLLM in the training processes, or servers over HTTP"),
     ("--vllm-server-base-url", [str], None, "vLLM servers, such as http://host:8000"),
@@ -77,13 +77,13 @@ ROLLOUT: tuple[Row, ...] = (
     ("--mismatch-sample-rate", float, 1.0, "share of rollouts in which engine and trainer are compared"),
 )
 
-DYNAMIC_SAMPLING: tuple[Row, ...] = (
+DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
     ("--dynamic-sample", bool, False, "replace groups whose rewards are all alike by groups of fresh prompts"),
     ("--max-resample-times", int, 3, "replacements one after the other, before a group without signal is taken"),
     ("--over-sampling-ratio", float, 1.0, "begin so many times the prompts, keep the first groups that are complete"),
 )
 
-STRUCTURED_OUTPUTS: Row = (
+STRUCTURED_OUTPUTS: FlagRow = (
     "--structured-outputs-regex",
     str,
     None,

@@ -8,35 +8,26 @@ import torch.distributed as dist
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
-from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
+from megatron_grpo.rollout.plan import RolloutPlan
 
 
 def collect_rollout(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    num_generations: int,
-    sampling: Sampling,
-    scorer: RewardPool | None,
-    tokenizer,
-    seed: int,
-    timers,
-    capacity: int | None = None,
-    selection: Selection | None = None,
+    engine: Engine, plan: RolloutPlan, scorer: RewardPool | None, tokenizer, timers, capacity: int | None = None
 ) -> tuple[RolloutBatch, int]:
-    """Return ``num_generations`` completions of every prompt with their rewards, in the same order on every rank.
+    """Return ``plan.num_generations`` completions of every prompt with their rewards, in the same order on every rank.
 
     Completion ``p * num_generations + g`` is the g-th of prompt p, on whichever replica it was generated; its group is
     p. All completions of a prompt run on one replica, so its prefill runs once. ``capacity``: see `PromptDispatcher`.
-    ``selection`` starts some of the prompts and keeps some of their groups; p is then the place it gives to a group.
-    Scoring overlaps generation. ``scorer`` is None except on the lead rank of each replica. The second value is the
-    number of missing rewards over all replicas; ``scorer.failures`` lists those of this replica.
+    ``plan.selection`` starts some of the prompts and keeps some of their groups; p is then the place it gives to a
+    group. Scoring overlaps generation. ``scorer`` is None except on the lead rank of each replica. The second value is
+    the number of missing rewards over all replicas; ``scorer.failures`` lists those of this replica.
     """
+    prompts, num_generations, selection = plan.prompts, plan.num_generations, plan.selection
     dispatcher = selection or PromptDispatcher(engine, len(prompts), num_generations, capacity)
     completions: list[Completion] = []
     texts: dict[int, str] = {}
@@ -47,12 +38,12 @@ def collect_rollout(
         if scorer is not None:
             texts.update((p, tokenizer.decode(prompts[p].ids)) for p in numbers)
         return [
-            Request(p * num_generations + g, prompts[p].ids, prompts[p].sampling(sampling))
+            Request(p * num_generations + g, prompts[p].ids, prompts[p].sampling(plan.sampling))
             for p in numbers
             for g in range(num_generations)
         ]
 
-    with timers("rollout"), engine.rollout(seed):
+    with timers("rollout"), engine.rollout(plan.seed):
         for completion in generate(engine, requests(dispatcher.first), lambda n: requests(dispatcher.further(n))):
             completions.append(completion)
             if scorer is not None:

@@ -28,12 +28,12 @@ from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
-from megatron_grpo.utils.arguments import Row, args_to_json, hyphens
+from megatron_grpo.utils.arguments import FlagRow, args_to_json, hyphens
 from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.utils.errors import GrpoError, speaks_for_host
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
-BATCH_AND_DURATION: tuple[Row, ...] = (
+BATCH_AND_DURATION: tuple[FlagRow, ...] = (
     ("--micro-batch-size", int, 1, "completions in a micro-batch of one data-parallel rank"),
     ("--max-tokens-per-microbatch", int, None, "pack micro-batches up to so many tokens, whatever their number"),
     ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
@@ -49,13 +49,13 @@ BATCH_AND_DURATION: tuple[Row, ...] = (
     ("--exit-signal-handler", bool, False, "save and end this run, once a rollout is used up, on SIGTERM"),
 )
 
-OFFLOAD: tuple[Row, ...] = (
+OFFLOAD: tuple[FlagRow, ...] = (
     ("--offload-model", bool, False, "move the trainer's weights to host memory"),
     ("--offload-gradients", bool, False, "free the gradient buffers"),
     ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
 )
 
-LEARNING_RATE: tuple[Row, ...] = (
+LEARNING_RATE: tuple[FlagRow, ...] = (
     ("--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root"), "constant", "shape of the decay"),
     ("--lr-decay-iters", int, None, "updates until --min-lr is reached [all of them]"),
     ("--lr-warmup-iters", int, 0, "updates over which the rate rises from 0"),
@@ -65,7 +65,7 @@ LEARNING_RATE: tuple[Row, ...] = (
     ("--weight-decay-incr-style", ("constant", "linear", "cosine"), "constant", "how it gets from one to the other"),
 )
 
-EVALUATION: tuple[Row, ...] = (
+EVALUATION: tuple[FlagRow, ...] = (
     ("--eval-interval", int, None, "evaluate when the number of updates is a multiple of this"),
     ("--val-before-train", bool, False, "evaluate before the first update"),
     ("--eval-num-generations", int, 0, "sampled completions per held-out prompt, besides the greedy one"),
@@ -73,7 +73,7 @@ EVALUATION: tuple[Row, ...] = (
 )
 
 # The flags of every folder, in the groups of --help.
-FLAGS: dict[str, tuple[Row, ...]] = {
+FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "batch and duration": BATCH_AND_DURATION,
     "model": (MODEL_FAMILY, *MODEL),
     "parallelism": PARALLELISM,

@@ -17,10 +17,10 @@ from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
-from megatron_grpo.reference import frozen_model
-from megatron_grpo.reference.arguments import has_own_layout
-from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
-from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.reference import reference_model
+from megatron_grpo.reference.arguments import has_own_parallel_configuration
+from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
+from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards
@@ -43,8 +43,8 @@ from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import merge_architecture
 
 
-def setup(args, model_provider: Callable) -> Trainer | None:
-    """Check everything that can be checked, then build; returns None after ``--dry-run`` has printed its report."""
+def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
+    """Check everything that can be checked, then build the trainer; None after --dry-run has printed its report."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
@@ -64,7 +64,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
     if teach_args is not None:
-        check_teachers_tokenizer(args, tokenizer)
+        check_teacher_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
@@ -93,7 +93,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     teacher = None
     if teach_args is not None:
         load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
-        teacher = FrozenModel(teach_args, model_provider, load)
+        teacher = ReferenceModel(teach_args, model_provider, load)
     elif args.teacher_server:
         teacher = TeacherServer(args)
     iteration, position = 0, {}
@@ -117,6 +117,7 @@ def setup(args, model_provider: Callable) -> Trainer | None:
     return Trainer(
         args=args,
         model=model,
+        forward_step=forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,
@@ -203,8 +204,8 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
     """Model, optimizer, scheduler and reference, with the starting weights in place (a resume overwrites them)."""
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
-    moved = checkpoint.moved_reference(args.load) if resume and ref_args is not None else None
-    own_origin = args.ref_load or args.ref_load_hf or moved
+    updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
+    own_origin = args.ref_load or args.ref_load_hf or updated
     # A resume brings the policy's weights; the first ones are then wanted only where they are the reference.
     if not resume or (ref_args is not None and not own_origin):
         if start:
@@ -216,13 +217,13 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
                 "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
                 "--pretrained-checkpoint or --load-hf as before, or --ref-load"
             )
-    reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, moved)
+    reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
 
 
-def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, moved: Path | None):
-    """The reference: moved, as a checkpoint holds it, or of --ref-load or --ref-load-hf, or the model as it is."""
+def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):
+    """The reference: updated, as a checkpoint holds it, or of --ref-load or --ref-load-hf, or the model as it is."""
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:
@@ -230,20 +231,20 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
         else:
             hf.load_hf(chunks, ref_args, args.ref_load_hf)
 
-    own_origin = not moved and (args.ref_load or args.ref_load_hf)
-    if has_own_layout(args, "ref"):
-        reference = FrozenModel(ref_args, model_provider, load if own_origin else None)
-        if not own_origin and not moved:
-            reference.take_over(args, model)
+    own_origin = not updated and (args.ref_load or args.ref_load_hf)
+    if has_own_parallel_configuration(args, "ref"):
+        reference = ReferenceModel(ref_args, model_provider, load if own_origin else None)
+        if not own_origin and not updated:
+            reference.update_from(args, model)
     else:
-        policy = frozen_model.ReferencePolicy(model) if own_origin else None
+        policy = reference_model.HostWeights(model) if own_origin else None
         if own_origin:
             load(model)
         reference = SwappedReference(ref_args, model)
         if policy is not None:
             policy.copy_to(model)
-    if moved:
-        reference.load(moved, model)
+    if updated:
+        reference.load(updated, model)
     return reference
 
 

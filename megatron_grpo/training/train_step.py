@@ -1,7 +1,7 @@
 """One optimizer update: the set-up of optimizer and schedule, the step, and what it reports."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
-from megatron_grpo.algorithm.corrections import mismatch_metrics
+from megatron_grpo.algorithm.loss_metrics import update_metrics
 from megatron_grpo.data.pack import Pack
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.errors import GrpoError
 
 
 def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamScheduler]:
@@ -68,50 +69,13 @@ def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
     )
 
 
-@dataclass
-class UpdateReport:
-    """What one optimizer update did: sums and extremes over the whole global batch, the gradient norm, the learning
-    rate.
-    """
-
-    sums: dict[str, float]
-    extremes: dict[str, float]
-    grad_norm: float
-    learning_rate: float
-    balance_loss: float | None = None  # of a mixture of experts' routers
-
-    def metrics(self) -> dict[str, float]:
-        """The report under the names of ``metric_guide.METRICS``: sums over tokens become means."""
-        tokens = max(self.sums["tokens"], 1)  # --overlong-filter can leave an update without any
-        row = {
-            "loss": self.sums["loss"],
-            "entropy": self.sums["entropy"] / tokens,
-            "kl": self.sums["kl"] / tokens,
-            "clip/low": self.sums["clip_low"] / tokens,
-            "clip/high": self.sums["clip_high"] / tokens,
-            "clip/masked": self.sums["masked"] / tokens,
-            "ratio/min": self.extremes["ratio/min"],
-            "ratio/max": self.extremes["ratio/max"],
-            "grad_norm": self.grad_norm,
-            "lr": self.learning_rate,
-        }
-        row |= mismatch_metrics(self.sums | self.extremes)
-        if self.balance_loss is not None:
-            row["moe/balance_loss"] = self.balance_loss
-        return row
-
-
 def train_step(
-    forward_step: Callable,
-    packs: Sequence[Pack],
-    model: Model,
-    optimizer,
-    scheduler: OptimizerParamScheduler,
-    report_names: Sequence[str],
-) -> UpdateReport:
-    """One optimizer update over this rank's ``packs``, through megatron-core's pipeline schedule.
+    forward_step: Callable, packs: Sequence[Pack], model: Model, optimizer, scheduler: OptimizerParamScheduler
+) -> dict[str, float]:
+    """Run one optimizer update over this rank's ``packs``, through megatron-core's pipeline schedule.
 
-    ``report_names`` are the keys of what ``loss_func`` reports, known to the stages that do not run it as well.
+    Returns the metrics of the whole global batch, equal on every rank: of the loss (`loss_metrics.update_metrics`),
+    the gradient norm, the learning rate and, for a mixture of experts, the load-balancing loss.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -121,51 +85,69 @@ def train_step(
     learning_rate = max(group["lr"] for group in optimizer.param_groups)
     if updated:
         scheduler.step(increment=1)
-    sums, extremes = _reduce_reports(reports, report_names)
+    metrics = update_metrics(_combine_reports(reports)) | {"grad_norm": float(grad_norm or 0.0), "lr": learning_rate}
     balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
-    return UpdateReport(sums, extremes, float(grad_norm or 0.0), learning_rate, balance_loss)
+    return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
 
 
 def _balance_loss(config, num_microbatches: int) -> float | None:
-    """The routers' load-balancing loss, mean over layers and micro-batches; None where it is switched off."""
+    """Return the routers' load-balancing loss, mean over layers and micro-batches; None if it is switched off."""
     coefficients = config.moe_aux_loss_coeff
     if config.num_moe_experts is None or not np.any(coefficients):
         return None
     dp = parallel_state.get_data_parallel_world_size()
     total = torch.zeros((), device=device())
     for name, tracked in get_moe_layer_wise_logging_tracker().items():
-        if name.endswith("load_balancing_loss"):  # each rank has its share, of all ranks or of its data-parallel rank
+        if name.endswith("load_balancing_loss"):  # each rank holds a share: of all ranks, or of its data-parallel rank
             total += tracked["values"].sum() * (dp if tracked["reduce_group_has_dp"] else 1)
     clear_aux_losses_tracker()
     dist.all_reduce(total)
     return total.item() / dp / sum(moe_layers(config)) / num_microbatches
 
 
-def _reduce_reports(
-    reports: list[dict[str, torch.Tensor]], names: Sequence[str]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Add up the micro-batches' reports over data-parallel ranks; names that end in ``/max`` or ``/min`` take the
-    extreme instead.
+def _combine_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Return the totals of all micro-batches and data-parallel ranks, by name (`loss_metrics`), equal on every rank.
 
-    Every rank returns the same numbers: the last pipeline stage has them and sends them to the others.
+    Only the last pipeline stage runs the loss and knows the names: it sends names and totals to the other stages.
     """
-    values = torch.zeros(3, len(names), dtype=torch.float64, device=device())
+    totals: list = [None]
     if parallel_state.is_pipeline_last_stage():
-        table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
-        values = torch.stack([table.sum(0), table.amax(0), -table.amin(0)])
-        data_parallel = parallel_state.get_data_parallel_group()  # context ranks all report the whole pack
-        dist.all_reduce(values[0], dist.ReduceOp.SUM, group=data_parallel)
-        dist.all_reduce(values[1:], dist.ReduceOp.MAX, group=data_parallel)
+        totals = [_data_parallel_totals(reports)]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast(
-            values,
+        dist.broadcast_object_list(
+            totals,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
+            device=device(),
         )
-    total, largest, smallest = (dict(zip(names, row, strict=True)) for row in values.tolist())
-    extremes = {name: value for name, value in largest.items() if name.endswith("/max")}
-    extremes |= {name: -value for name, value in smallest.items() if name.endswith("/min")}
-    return {name: value for name, value in total.items() if name not in extremes}, extremes
+    if totals[0] is None:
+        raise GrpoError(
+            "the loss did not report the same metrics for every micro-batch: a loss of --external-plugins must return "
+            "the same names each time"
+        )
+    return totals[0]
+
+
+def _data_parallel_totals(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float] | None:
+    """Return the totals by name; None if the names differ between micro-batches or data-parallel ranks."""
+    group = parallel_state.get_data_parallel_group()  # context-parallel ranks all report the whole pack
+    names = list(reports[0])
+    agreed = all(list(report) == names for report in reports)
+    checksum = zlib.crc32("\n".join(names).encode()) if agreed else -1
+    largest_and_smallest = torch.tensor([checksum, -checksum], device=device())
+    dist.all_reduce(largest_and_smallest, dist.ReduceOp.MAX, group=group)
+    largest, smallest = largest_and_smallest.tolist()
+    if largest != -smallest or largest < 0:
+        return None
+    table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
+    values = torch.stack([table.sum(0), table.amax(0), -table.amin(0)])
+    dist.all_reduce(values[0], dist.ReduceOp.SUM, group=group)
+    dist.all_reduce(values[1:], dist.ReduceOp.MAX, group=group)
+    rows = zip(names, *values.tolist(), strict=True)
+    return {
+        name: high if name.endswith("/max") else -low if name.endswith("/min") else sum_
+        for name, sum_, high, low in rows
+    }
 
 
 def params_norm(model: Model) -> float:

@@ -3,10 +3,10 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,27 +16,31 @@ from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
-from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
-from megatron_grpo.data.sampling_params import Sampling, uses_engine_log_probs
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
+from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
-from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
+from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.weights import hf
+from megatron_grpo.weights.stream import stream_hf
+
+# Seconds that a device has to finish its work after the loss of the engine, and the other ranks to get there too.
+DEVICE_ANSWERS, RANKS_ANSWER = 30.0, 120.0
 
 
 @dataclass
@@ -45,9 +49,10 @@ class Trainer:
 
     args: object
     model: forward.Model
+    forward_step: Callable  # pretrain_grpo.forward_step, for forward passes
     optimizer: object
     scheduler: object
-    reference: FrozenModel | SwappedReference | None
+    reference: ReferenceModel | SwappedReference | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -61,7 +66,7 @@ class Trainer:
     profiler: Profiler
     early_exit: EarlyExit
     left_early: str | None = None  # why, when the run ends before its last update
-    teacher: FrozenModel | TeacherServer | None = None
+    teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # whose weights the engine holds
     first_iteration: int = 0  # where this process began: above 0 after a resume
@@ -73,98 +78,61 @@ class Trainer:
     failed_rewards: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
+    # ---- log-probabilities
+
+    def log_probs(self, batch: RolloutBatch) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under the policy's present weights, ``[total]``."""
+        return forward.log_probs(self.args, self.model, self.forward_step, batch)
+
+    def reference_log_probs(self, batch: RolloutBatch) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under the reference model, ``[total]``."""
+        return self.reference.log_probs(batch, self.model, self.forward_step)
+
+    def teacher_log_probs(self, batch: RolloutBatch) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under the teacher, ``[total]``."""
+        if isinstance(self.teacher, TeacherServer):
+            return self.teacher.log_probs(batch)
+        return self.teacher.log_probs(batch, self.model, self.forward_step)
+
     # ---- rollouts
 
-    def next_prompts(self) -> list[Prompt]:
-        """The prompts of the next rollout, in an order that every rank knows; with --dynamic-sample and
-        --over-sampling-ratio all that it may begin.
-        """
-        self.rollouts += 1
-        count = prompts_to_draw(self._num_groups, self.args.over_sampling_ratio, self._resample_times)
-        return draw(self.dataset, self.sampler, count)
+    def plan_rollout(self) -> RolloutPlan:
+        """Draw the prompts of the next rollout and return its plan, which is equal on all ranks.
 
-    def selection(self) -> Selection | None:
-        """How the groups of this rollout are chosen among those of `next_prompts`; None when it takes them all."""
+        With --dynamic-sample and --over-sampling-ratio the plan has all prompts that the rollout can start.
+        """
         args = self.args
-        if not args.dynamic_sample and args.over_sampling_ratio == 1:
-            return None
-        return Selection(
-            self.engine,
-            self._num_groups,
-            args.num_generations,
-            args.over_sampling_ratio,
-            self._resample_times,
-            self.scorer,
-            args.reward_weights,
+        self.rollouts += 1
+        num_groups = args.generation_batch_size // args.num_generations
+        resample_times = args.max_resample_times if args.dynamic_sample else 0
+        prompts = draw(
+            self.dataset, self.sampler, prompts_to_draw(num_groups, args.over_sampling_ratio, resample_times)
         )
+        selection = None
+        if args.dynamic_sample or args.over_sampling_ratio > 1:
+            selection = Selection(
+                self.engine,
+                num_groups,
+                args.num_generations,
+                args.over_sampling_ratio,
+                resample_times,
+                self.scorer,
+                args.reward_weights,
+            )
+        sampling = training_sampling(args, self.rollouts)
+        return RolloutPlan(prompts, args.num_generations, sampling, rollout_seed(args.seed, self.rollouts), selection)
 
-    @property
-    def _num_groups(self) -> int:
-        return self.args.generation_batch_size // self.args.num_generations
-
-    @property
-    def _resample_times(self) -> int:
-        return self.args.max_resample_times if self.args.dynamic_sample else 0
-
-    def rollout_seed(self) -> int:
-        """The sampling seed of the present rollout: a function of ``--seed`` and the rollout's number alone."""
-        return int(np.random.SeedSequence([self.args.seed, self.rollouts]).generate_state(1)[0] // 2)
-
-    @property
-    def sampling(self) -> Sampling:
-        """How training completions are sampled, with engine log-probabilities where something uses them: a correction
-        or a mask in every rollout, the mismatch in the share asked for.
-        """
-        rate = self.args.mismatch_sample_rate
-        compared = int(self.rollouts * rate) > int((self.rollouts - 1) * rate)
-        sampling = _sampling(self.args)
-        wanted = (compared or uses_engine_log_probs(self.args) is not None) and not sampling.structured_outputs
-        return replace(sampling, log_probs=wanted)
-
-    @property
-    def eval_samplings(self) -> list[tuple[str, Sampling, int]]:
-        """(name, sampling, completions per prompt) of each kind of evaluation."""
-        sampled = _sampling(self.args)
-        # The likeliest tokens of the model itself: no truncation, no penalties.
-        greedy = Sampling(
-            sampled.max_tokens,
-            temperature=0.0,
-            stop=sampled.stop,
-            structured_outputs=sampled.structured_outputs,
-            ignore_eos=sampled.ignore_eos,
-        )
-        kinds = [("greedy", greedy, 1)]
-        if self.args.eval_num_generations:
-            kinds.append(("sampled", sampled, self.args.eval_num_generations))
-        return kinds
-
-    def collect(
-        self,
-        prompts: list[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seed: int,
-        selection: Selection | None = None,
-    ) -> RolloutBatch:
-        """Completions of ``prompts`` with their rewards, on every rank; what could not be scored is told once a
-        function. Prompts of which a ``selection`` makes nothing go back to the sampler.
+    def collect(self, plan: RolloutPlan) -> RolloutBatch:
+        """Return the completions of a plan with their rewards, on every rank; print the first failure of each reward
+        function. Prompts without a kept group return to the sampler.
         """
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         batch, self.reward_failures = collect_rollout(
-            self.engine,
-            prompts,
-            num_generations,
-            sampling,
-            self.scorer,
-            self.tokenizer,
-            seed,
-            self.timers,
-            capacity,
-            selection,
+            self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity
         )
-        if selection is not None:
-            unused, self.sampling_metrics = selection.close()
-            self.sampler.give_back([prompts[number].id for number in unused])
+        if plan.selection is not None:
+            unused, self.sampling_metrics = plan.selection.close()
+            self.sampler.give_back([plan.prompts[number].id for number in unused])
         for failure in self.scorer.failures if self.scorer is not None else []:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)
@@ -176,69 +144,119 @@ class Trainer:
                 )
         return batch
 
-    @contextlib.contextmanager
-    def engine_awake(self, sync: Callable[[], None], log_probs: Callable) -> Iterator[None]:
-        """Within, the engine holds the present weights and its cache; before and after, the device is the trainer's.
+    # ---- the engine
 
-        The order keeps the optimizer's state and the cache from ever being on the device together, and the trainer's
-        weights only as long as the engine takes them over. When the engine is lost the run is saved as it was before.
-        ``log_probs(args, trainer, batch)`` is the trainer's own forward pass, for --check-weight-sync.
+    @contextlib.contextmanager
+    def engine_awake(self) -> Iterator[None]:
+        """Context in which the engine holds the newest weights and its cache; before and after, the trainer has the
+        device.
+
+        1. `_offload`: gradients and optimizer state leave the device
+        2. ``engine.wake_weights``: the engine allocates memory for its weights
+        3. `sync`: the engine gets the trainer's weights, if it does not hold them
+        4. `_offload`: the trainer's weights leave the device
+        5. ``engine.wake_cache``: the engine allocates memory for its KV cache
+        6. `_probe_engine`: with --check-weight-sync every replica completes a few prompts
+        7. the body: rollouts
+        8. ``engine.sleep``: the engine frees its memory
+        9. `_reload`: the trainer's tensors return to the device
+        10. `_check_probe`: the probe's log-probabilities are compared with the trainer's
+
+        Optimizer state and KV cache are thus never on the device together, and the trainer's weights and the cache only
+        without --offload-model. If the engine is lost in one of the steps 2 to 8, `_end_without_engine` ends the run.
         """
-        memory = {"train": self._memory()}
-        position, probe = self._position(), None
+        memory, position = {"train": self._memory()}, self._position()
+        probe = None
+        self._offload(self.state_offloader)
         try:
-            try:
-                self._offload(self.state_offloader)
-                self.engine.wake_weights()
-                new_weights = self.synced_iteration != self.iteration or not self.engine.has_weights
-                if new_weights:
-                    sync()
-                memory["sync"] = self._memory()
-                self._offload(self.weight_offloader)
-                self.engine.wake_cache()
-                memory["rollout"] = self._memory()
-                if new_weights and self.args.check_weight_sync:
-                    probe = self._probe_engine()
-                yield
-                self.engine.sleep()  # not after an error, which another rank may not have
-            finally:
-                memory["asleep"] = self._memory()
-                with self.timers("offload"):
-                    self.weight_offloader.to_device()
-                    self.state_offloader.to_device()
+            self.engine.wake_weights()
+            new_weights = self.synced_iteration != self.iteration or not self.engine.has_weights
+            if new_weights:
+                self.sync()
+            memory["sync"] = self._memory()
+            self._offload(self.weight_offloader)
+            self.engine.wake_cache()
+            memory["rollout"] = self._memory()
+            if new_weights and self.args.check_weight_sync:
+                probe = self._probe_engine()
+            yield
+            self.engine.sleep()
         except EngineLost as error:
-            self.engine.close()
-            raise EngineLost(f"{error}. {self._save_as_of(position)}") from error
-        if probe is not None:  # now that the device has room for a forward pass
-            with self.timers("sync"):
-                replicas = self.engine.num_replicas
-                weight_check.compare_log_probs(self.args, probe, replicas, lambda args, b: log_probs(args, self, b))
+            self._end_without_engine(error, position)
+        memory["asleep"] = self._memory()
+        self._reload()
+        if probe is not None:
+            self._check_probe(probe)
         self.memory = {f"memory/{stage}": size for stage, size in memory.items()} if torch.cuda.is_available() else {}
 
-    def _save_as_of(self, position: dict[str, Any]) -> str:
-        """Save the run as it was at ``position``, unless it is saved already; returns what the user can do then."""
-        if not self.args.save:
-            return "Nothing is saved: there is no --save"
-        if checkpoint.latest_iteration(self.args.save) != self.iteration:
-            self.save(position)
-        return f"The run is saved at iteration {self.iteration}: --load {self.args.save} goes on from there"
+    def sync(self) -> None:
+        """Send the trainer's weights to the engine; completions carry this iteration as their version from now on."""
+        with self.timers("sync"), forward.parameters_complete(self.args, self.model):
+            self.engine.update_weights(stream_hf(self.model, self.args), self.iteration)
+            self.synced_iteration = self.iteration
+            if self.args.check_weight_sync:
+                weight_check.compare_tensors(self.engine, stream_hf(self.model, self.args), self.iteration)
+
+    def _offload(self, offloader: Offloader) -> None:
+        # A gather of parameters that still runs would write into freed memory.
+        with self.timers("offload"), forward.parameters_complete(self.args, self.model):
+            offloader.to_host()
+
+    def _reload(self) -> None:
+        with self.timers("offload"):
+            self.weight_offloader.to_device()
+            self.state_offloader.to_device()
 
     def _probe_engine(self) -> RolloutBatch:
-        """Answers of every replica to the first prompts of the data, for --check-weight-sync."""
+        """Return completions of the first prompts of the data by every replica."""
         with self.timers("sync"):
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
-    def _offload(self, offloader: Offloader) -> None:
-        # A gather of parameters that is still under way would write into memory that is no longer there.
-        with self.timers("offload"), forward.parameters_complete(self.args, self.model):
-            offloader.to_host()
+    def _check_probe(self, probe: RolloutBatch) -> None:
+        """Compare the probe with the trainer's own forward pass, for which the device has room only now."""
+        with self.timers("sync"):
+            replicas = self.engine.num_replicas
+            weight_check.compare_log_probs(self.args, self.model, self.forward_step, probe, replicas)
 
     @staticmethod
     def _memory() -> float:
-        """GiB in use on this rank's device, by all processes; 0 on a CPU."""
+        """Return the GiB in use on this rank's device, by all processes; 0 on a CPU."""
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return (total - free) / 2**30
+
+    def _end_without_engine(self, error: EngineLost, position: dict[str, Any]) -> NoReturn:
+        """Raise EngineLost with its cause and what a resumed run starts from; every rank must call.
+
+        The run is saved as it was at ``position`` if all ranks answer and each can take its tensors back. After a
+        blocked NCCL call, or an illegal memory access, a device does not answer; then the newest checkpoint is named.
+        """
+        able = device_answers(DEVICE_ANSWERS)
+        if able:
+            try:
+                self.engine.close()  # frees its memory
+                self._reload()
+            except (GrpoError, RuntimeError) as reason:
+                print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
+                able = False
+        lost = EngineLost(f"{str(error).rstrip('.')}. {self._save_if(able, position)}")
+        lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
+        raise lost from error
+
+    def _save_if(self, able: bool, position: dict[str, Any]) -> str:
+        """Save the run as it was at ``position`` if all ranks are ``able``; return what the user can resume from."""
+        save = self.args.save
+        if not save:
+            return "Nothing is saved: there is no --save"
+        newest = checkpoint.latest_iteration(save)
+        if newest != self.iteration and all_ranks_agree(able, RANKS_ANSWER):
+            self.save(position)
+            newest = self.iteration
+        if newest == self.iteration:
+            return f"The run is saved at iteration {newest}: --load {save} goes on from there"
+        if newest is None:
+            return "The run could not be saved, and there is no checkpoint: start it again"
+        return f"The run could not be saved; the newest checkpoint is iteration {newest}: --load {save} resumes from it"
 
     def check_engine(self, batch: RolloutBatch, row: dict[str, float]) -> None:
         """Raise GrpoError when the engine did not sample with the weights that the trainer held.
@@ -346,7 +364,7 @@ class Trainer:
             if dist.get_rank() == 0:
                 hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
             # One that has not moved can be loaded again from where it came.
-            moved = self.reference is not None and self.reference.moved
+            updated = self.reference is not None and self.reference.updated
             checkpoint.save_checkpoint(
                 self.args,
                 self.iteration,
@@ -354,7 +372,7 @@ class Trainer:
                 self.optimizer,
                 self.scheduler,
                 extra_state=position,
-                save_reference=(lambda directory: self.reference.save(directory, self.model)) if moved else None,
+                save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
             )
 
     def finish(self) -> None:
@@ -380,19 +398,3 @@ def mean_of_scored(values: np.ndarray) -> float:
     """Mean of what is not nan; nan when nothing is scored."""
     scored = values[~np.isnan(values)]
     return float(scored.mean()) if len(scored) else float("nan")
-
-
-def _sampling(args) -> Sampling:
-    return Sampling(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        stop=tuple(args.stop_words or ()),
-        structured_outputs=structured_json({"regex": args.structured_outputs_regex}),
-        ignore_eos=args.ignore_eos,
-    )

@@ -9,7 +9,7 @@ from argparse import Namespace
 
 import torch
 
-from megatron_grpo.algorithm.arguments import check_advantages, check_corrections, check_loss
+from megatron_grpo.algorithm.arguments import check_advantages, check_importance_sampling, check_loss
 from megatron_grpo.checkpointing.arguments import check_checkpoints
 from megatron_grpo.data.arguments import check_data, check_pass_rates
 from megatron_grpo.models.arguments import check_model
@@ -17,7 +17,7 @@ from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.arguments import check_logging
 from megatron_grpo.parallel.arguments import check_parallelism
-from megatron_grpo.reference.arguments import check_frozen
+from megatron_grpo.reference.arguments import check_reference_models
 from megatron_grpo.rewards.arguments import check_rewards
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.rollout.arguments import (
@@ -56,9 +56,9 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_rewards(args)
     check_reward_models(args)
     check_loss(args)
-    check_corrections(args)
+    check_importance_sampling(args)
     check_advantages(args)
-    check_frozen(args)
+    check_reference_models(args)
     check_dynamic_sampling(args)
     check_pass_rates(args)
     check_structured_outputs(args)

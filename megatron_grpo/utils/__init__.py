@@ -1,1 +1,1 @@
-"""Errors, the CPU layer, megatron-core's settings as flags, batch sizes and HTTP: what every other package may use."""
+"""Shared by all packages: errors, the CPU layer, megatron-core's settings as flags, batch sizes, an HTTP client."""

@@ -1,25 +1,25 @@
-"""What every folder's flags are made of, and parsed arguments as text: on the command line, and stored."""
+"""The type of a flag's definition, and parsed arguments as text: on the command line and in a checkpoint."""
 
 import json
 from argparse import Namespace
 from typing import Any
 
-# One row a flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float] for one
-# or more values; a tuple of strings for a choice; dict for a JSON object. Brackets in a help text: what it is when it
-# is not given.
-Row = tuple[str, Any, Any, str]
+# One row for each flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float]
+# for one or more values; a tuple of strings for a choice; dict for a JSON object. Brackets at the end of a help text
+# hold the default where the parser's default is None.
+FlagRow = tuple[str, Any, Any, str]
 
 # Never printed, saved or logged.
 SECRET = ("vllm_server_api_key", "sglang_server_api_key")
 
 
 def hyphens(word: str) -> str:
-    """A word of the command line, with the underscores of a flag's name (not of its value) turned into hyphens."""
+    """Return a word of the command line with hyphens for the underscores of a flag's name (not of its value)."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def args_to_json(args: Namespace) -> dict[str, Any]:
-    """The arguments as JSON's types, to be stored with a checkpoint (all but ``explicit`` and keys)."""
-    left_out = ("explicit", *SECRET)
-    return json.loads(json.dumps({dest: value for dest, value in vars(args).items() if dest not in left_out}))
+    """Return the arguments as JSON's types, for a checkpoint; ``explicit`` and the API keys are omitted."""
+    omitted = ("explicit", *SECRET)
+    return json.loads(json.dumps({dest: value for dest, value in vars(args).items() if dest not in omitted}))

@@ -1,4 +1,4 @@
-"""How the batch sizes follow from each other. Batches count completions; ``num_*_prompts`` count prompts."""
+"""The arithmetic of batch sizes. Batches count completions; ``num_*_prompts`` count prompts."""
 
 import math
 from argparse import Namespace
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import positive
 
-# The six numbers, as they are documented and printed.
+# The formulas of the documentation and of the printed table.
 FORMULAS = {
     "dp_size": "world_size / (TP x PP x CP)",
     "global_batch_size": "micro_batch_size x dp_size x gradient_accumulation_steps",
@@ -20,10 +20,10 @@ FORMULAS = {
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """The sizes of a run, from which the rest follows.
+    """Batch sizes of a run, and the sizes derived from them.
 
-    With a token budget ``micro_batch_size`` and ``gradient_accumulation_steps`` are None: each update is packed into as
-    many micro-batches as its tokens need.
+    ``micro_batch_size`` and ``gradient_accumulation_steps`` are None with a token budget: the number of micro-batches
+    of an update then depends on its tokens.
     """
 
     world_size: int
@@ -40,31 +40,31 @@ class BatchArithmetic:
 
     @property
     def num_rollout_prompts(self) -> int:
-        """Prompts of one rollout."""
+        """Return the number of prompts of one rollout."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def num_train_prompts(self) -> int:
-        """Prompts of one update."""
+        """Return the number of prompts of one update."""
         return self.global_batch_size // self.num_generations
 
     @property
     def num_prompts_per_dp_group(self) -> float:
-        """Prompts of one update for each data-parallel rank, on average."""
+        """Return the mean number of prompts of one update on a data-parallel rank."""
         return self.num_train_prompts / self.dp_size
 
     @property
     def updates_per_rollout(self) -> int:
-        """Iterations from one rollout to the next."""
+        """Return the number of updates between two rollouts."""
         return self.steps_per_generation * self.num_iterations
 
     def lines(self) -> list[str]:
-        """The arithmetic for people, a number a line: its name, its value, and how it comes about."""
+        """Return the arithmetic as text, one line for each size: its name, its value, its numbers and its formula."""
         tp, pp, cp = self.model_parallel_sizes
         micro_batches = f"{self.micro_batch_size} x {self.dp_size} x {self.gradient_accumulation_steps}"
         formulas = dict(FORMULAS)
         if self.max_tokens_per_microbatch:
-            micro_batches = f"in micro-batches of up to {self.max_tokens_per_microbatch} tokens, as many as it takes"
+            micro_batches = f"in micro-batches of up to {self.max_tokens_per_microbatch} tokens, as many as needed"
             formulas["global_batch_size"] = "gradient accumulation is not fixed"
         worked = {
             "dp_size": f"{self.world_size} / ({tp} x {pp} x {cp})",
@@ -81,10 +81,11 @@ class BatchArithmetic:
 
 
 def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
-    """The sizes that ``args`` mean on ``world_size`` ranks; GrpoError with the numbers when they do not fit together.
+    """Return the batch sizes of ``args`` on ``world_size`` ranks.
 
-    Of global batch, steps per generation and generation batch any two give the third. Without a generation batch the
-    global batch defaults to one micro-batch on each data-parallel rank.
+    Any two of global batch size, steps per generation and generation batch size determine the third. Without a
+    generation batch size the global batch size defaults to one micro-batch on each data-parallel rank. Raises GrpoError
+    with the numbers for sizes that contradict each other.
     """
     positive(args, "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size micro_batch_size")
     positive(args, "global_batch_size generation_batch_size steps_per_generation num_iterations")
@@ -100,8 +101,8 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
     micro, budget, group = args.micro_batch_size, args.max_tokens_per_microbatch, args.num_generations
     if group < 2 and args.advantage_estimator != "reinforce_plus_plus":
         raise GrpoError(
-            f"--num-generations ({group}) must be at least 2: the completions of a prompt are compared, unless by "
-            "--advantage-estimator reinforce_plus_plus"
+            f"--num-generations ({group}) must be at least 2: the advantage compares the completions of one prompt; "
+            "only --advantage-estimator reinforce_plus_plus takes 1"
         )
     global_batch, steps, generation = _batch_sizes(args, micro * dp)
     if budget:
@@ -115,8 +116,8 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
         if size % group:
             good = group if budget else math.lcm(group, micro * dp)
             raise GrpoError(
-                f"{name} ({size}) must be divisible by num_generations ({group}): it holds whole groups, so take a "
-                f"multiple of {good}"
+                f"{name} ({size}) must be divisible by num_generations ({group}), because it holds whole groups: give "
+                f"a multiple of {good}"
             )
     return BatchArithmetic(
         world_size=world_size,
@@ -134,7 +135,7 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
 
 
 def _batch_sizes(args: Namespace, smallest: int) -> tuple[int, int, int]:
-    """(global batch, steps per generation, generation batch)."""
+    """Return (global batch size, steps per generation, generation batch size)."""
     global_batch, steps, generation = args.global_batch_size, args.steps_per_generation, args.generation_batch_size
     if generation is None:
         global_batch = global_batch or smallest
@@ -152,7 +153,7 @@ def _batch_sizes(args: Namespace, smallest: int) -> tuple[int, int, int]:
     elif generation != global_batch * steps:
         raise GrpoError(
             f"generation_batch_size ({generation}) must be global_batch_size ({global_batch}) x steps_per_generation "
-            f"({steps}) = {global_batch * steps}; any two of them give the third"
+            f"({steps}) = {global_batch * steps}: leave one of the three out; the other two determine it"
         )
     return global_batch, steps, generation
 
@@ -162,9 +163,12 @@ def _check_budget(args: Namespace, global_batch: int, dp: int) -> None:
     if given and args.loss_type != "bnpo":
         raise GrpoError(
             f"--micro-batch-size ({args.micro_batch_size}) and --max-tokens-per-microbatch "
-            f"({args.max_tokens_per_microbatch}) cannot both be given: each says how micro-batches are made"
+            f"({args.max_tokens_per_microbatch}) cannot both be given: each determines the micro-batches; leave one out"
         )
     if not given and args.loss_type == "bnpo":
-        raise GrpoError("--loss-type bnpo needs --micro-batch-size: it averages over blocks of so many completions")
+        raise GrpoError("--loss-type bnpo needs --micro-batch-size: it averages over blocks of that many completions")
     if global_batch < dp:
-        raise GrpoError(f"global_batch_size ({global_batch}) must be at least dp_size ({dp}): one completion each")
+        raise GrpoError(
+            f"global_batch_size ({global_batch}) must be at least dp_size ({dp}): each data-parallel rank needs a "
+            "completion"
+        )

@@ -1,8 +1,8 @@
-"""megatron-core's configuration dataclasses as command-line flags, and back.
+"""Command-line flags generated from megatron-core's configuration dataclasses, and the dataclasses built from them.
 
 Every field of ``TransformerConfig``, ``OptimizerConfig`` and ``DistributedDataParallelConfig`` is either a flag, with
-megatron-core's type, default and documentation, or a row of ``EXCLUDED`` with the reason why not. A flag's attribute
-in the parsed arguments is its name with underscores. A field that two dataclasses share is one flag for both.
+megatron-core's type, default and documentation, or an entry of ``EXCLUDED`` with the reason. The parsed arguments hold
+a flag's value under its name with underscores. A field that two dataclasses share has one flag.
 """
 
 import ast
@@ -27,7 +27,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 CONFIGS = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)  # the first is a TransformerConfig
 
-# Megatron-LM's name where it is not the field's own. Fields with the same flag are fed by it together.
+# Flags that Megatron-LM names differently from the field. Fields with the same flag all get its value.
 RENAMED = {
     "num_moe_experts": "--num-experts",
     "gated_linear_unit": "--swiglu",
@@ -51,7 +51,7 @@ RENAMED = {
     "nccl_ub": "--use-nccl-ub",
 }
 
-# Megatron-LM's name of the flag that switches a field off, where it is not --no-<the flag>.
+# Flags that switch a field off, where Megatron-LM does not call them --no-<flag>.
 SWITCHED_OFF_BY = {
     "add_bias_linear": ("--disable-bias-linear",),
     "perform_initialization": ("--no-initialization",),
@@ -61,31 +61,34 @@ SWITCHED_OFF_BY = {
     "grad_reduce_in_fp32": ("--grad-reduce-in-bf16",),
 }
 
-# Where our default is not megatron-core's: (default, reason).
+# Defaults that differ from megatron-core's: (default, reason).
 DEFAULTS: dict[str, tuple[Any, str]] = {
-    "num_layers": (None, "config.json, the checkpoint or a flag must say it"),
-    "hidden_size": (None, "config.json, the checkpoint or a flag must say it"),
-    "num_attention_heads": (None, "config.json, the checkpoint or a flag must say it"),
-    "hidden_dropout": (0.0, "the trainer's log-probabilities must equal the engine's, which drops nothing"),
-    "attention_dropout": (0.0, "the trainer's log-probabilities must equal the engine's, which drops nothing"),
-    "normalization": ("LayerNorm", "as TransformerConfig has it, for models without multi-latent attention too"),
-    "multi_latent_attention": (False, "grouped-query attention is the usual one"),
+    "num_layers": (None, "config.json, the checkpoint or a flag must give it"),
+    "hidden_size": (None, "config.json, the checkpoint or a flag must give it"),
+    "num_attention_heads": (None, "config.json, the checkpoint or a flag must give it"),
+    "hidden_dropout": (0.0, "the engine has no dropout, and the log-probabilities of trainer and engine must agree"),
+    "attention_dropout": (0.0, "the engine has no dropout, and the log-probabilities of trainer and engine must agree"),
+    "normalization": ("LayerNorm", "as in TransformerConfig, also for models without multi-latent attention"),
+    "multi_latent_attention": (False, "most model families use grouped-query attention"),
     "q_lora_rank": (None, "as in Megatron-LM: without it queries are projected in one step"),
     "moe_token_dispatcher_type": (
         "alltoall",
-        "packs differ in length: the other has to pad all to the longest",
+        "packs differ in length, and allgather pads all to the longest",
     ),
-    "moe_router_bias_update_rate": (0.0, "the bias was balanced in pretraining, and completions are no fair sample"),
+    "moe_router_bias_update_rate": (
+        0.0,
+        "pretraining balanced the bias, and completions are not a representative sample",
+    ),
     "mtp_loss_scaling_factor": (
         0.0,
-        "these layers are kept as they are, unless it is asked to train them",
+        "multi-token-prediction layers are trained only on request",
     ),
-    "optimizer_offload_fraction": (1.0, "as in Megatron-LM: without a fraction all of it"),
+    "optimizer_offload_fraction": (1.0, "as in Megatron-LM: the whole optimizer state"),
     "min_lr": (0.0, "as in Megatron-LM"),
-    "grad_reduce_in_fp32": (True, "as Megatron-LM does with --bf16: many small gradients are added up"),
+    "grad_reduce_in_fp32": (True, "as in Megatron-LM with --bf16: the sum of many small gradients needs float32"),
 }
 
-# Where fewer values are allowed than the field's type says.
+# Fields that accept fewer values than their type.
 CHOICES = {
     "transformer_impl": ("local", "transformer_engine"),
     "optimizer": ("adam", "sgd"),
@@ -96,38 +99,36 @@ CHOICES = {
 EXCLUDED = {
     field: reason
     for reason, fields in {
-        "a function or object, which the program sets itself": (
+        "a function or an object that the program sets": (
             "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func init_method "
             "output_layer_init_method embedding_init_method _cpu_offloading_context quant_recipe"
         ),
-        "--swiglu and --quick-geglu decide": "activation_func use_fused_weighted_squared_relu",
-        "--bf16 and --fp16 decide": "params_dtype pipeline_dtype autocast_dtype enable_autocast",
-        "follows from the pipeline: packs differ in length, sent tensors are freed": (
+        "set by --swiglu and --quick-geglu": "activation_func use_fused_weighted_squared_relu",
+        "set by --bf16 and --fp16": "params_dtype pipeline_dtype autocast_dtype enable_autocast",
+        "set by the pipeline: packs differ in length, and sent tensors are freed": (
             "variable_seq_lengths deallocate_pipeline_outputs mtp_standalone"
         ),
         "the opposite of --overlap-p2p-comm": "batch_p2p_comm",
-        "the loss is normalised by per-token weights over the whole update": "calculate_per_token_loss",
-        "the head computes log-probabilities in place of megatron-core's output layer and loss": (
+        "per-token weights over the whole update normalise the loss": "calculate_per_token_loss",
+        "the log-probability head replaces megatron-core's output layer and loss": (
             "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit"
         ),
-        "the attention kernels here compute the softmax themselves, in float32": (
+        "the attention kernels compute the softmax in float32": (
             "attention_softmax_in_fp32 masked_softmax_fusion apply_query_key_layer_scaling"
         ),
-        "the norms here are torch's or Transformer Engine's, not apex's": (
-            "persist_layer_norm memory_efficient_layer_norm"
-        ),
-        "a flag of its own, for every model": "rotary_base rotary_percent",
+        "the norms are torch's or Transformer Engine's, not apex's": ("persist_layer_norm memory_efficient_layer_norm"),
+        "set by --rotary-base and --rotary-percent, for every model": "rotary_base rotary_percent",
         "use --recompute-granularity selective --recompute-modules moe": "moe_layer_recompute",
-        "--router-replay-mode decides": "moe_enable_routing_replay",
-        "metrics.py measures instead of megatron-core's timers": "barrier_with_L1_time",
+        "set by --router-replay-mode": "moe_enable_routing_replay",
+        "observability/metrics.py replaces megatron-core's timers": "barrier_with_L1_time",
         "not among the metrics": "log_num_zeros_in_grad log_max_attention_logit",
-        "use --recompute-granularity, which is the same for every micro-batch": (
+        "use --recompute-granularity, which applies to every micro-batch": (
             "num_microbatches_with_partial_activation_checkpoints"
         ),
         "megatron-core ignores it": (
             "moe_extended_tp async_tensor_model_parallel_allreduce moe_token_dropping fp8_interval"
         ),
-        "only megatron-core's own inference engine reads it, which is none of those here": (
+        "only megatron-core's own inference engine reads it, and --rollout-engine does not offer that engine": (
             "flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers "
             "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents"
         ),
@@ -135,7 +136,7 @@ EXCLUDED = {
         "Mamba layers are not supported": (
             "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path"
         ),
-        "layers that differ are not supported": "heterogeneous_block_specs hetereogenous_dist_checkpoint",
+        "heterogeneous layers are not supported": "heterogeneous_block_specs hetereogenous_dist_checkpoint",
         "only softmax attention is supported": (
             "experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim "
             "dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq "
@@ -143,20 +144,18 @@ EXCLUDED = {
             "linear_num_value_heads"
         ),
         "Megatron-LM's training loop applies it, megatron-core does not": "qk_clip qk_clip_alpha qk_clip_threshold",
-        "needs NVIDIA's kitchen extension, which is not published": (
-            "use_kitchen use_kitchen_attention kitchen_attention_backend"
-        ),
-        "needs Transformer Engine's user buffers, which this program does not set up": (
+        "needs NVIDIA's unpublished kitchen extension": ("use_kitchen use_kitchen_attention kitchen_attention_backend"),
+        "needs Transformer Engine's user buffers, which the program does not set up": (
             "tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
             "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
             "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend"
         ),
-        "micro-batches differ in shape, so a CUDA graph of one cannot be replayed for another": (
+        "micro-batches differ in shape, so a CUDA graph cannot be replayed": (
             "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool "
             "cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker"
         ),
-        "needs a torch that is built with ring_exchange": "use_ring_exchange_p2p",
-        "the process groups are NCCL's or gloo's, one data-parallel group per optimizer": (
+        "needs a build of torch with ring_exchange": "use_ring_exchange_p2p",
+        "the backend is NCCL or gloo, with one data-parallel group per optimizer": (
             "pipeline_model_parallel_comm_backend num_distributed_optimizer_instances"
         ),
         "Megatron FSDP is not supported": (
@@ -177,7 +176,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 @dataclasses.dataclass
 class CoreFlag:
-    """One generated flag: its names, what it holds, and the (dataclass, field) pairs that it feeds."""
+    """A generated flag: its names, type, default and help, and the (dataclass, field) pairs that get its value."""
 
     option: str
     off_options: tuple[str, ...]
@@ -189,13 +188,13 @@ class CoreFlag:
 
     @property
     def dest(self) -> str:
-        """The attribute of the parsed arguments that holds the value."""
+        """Return the name of the attribute of the parsed arguments."""
         return self.option[2:].replace("-", "_")
 
 
 @functools.cache
 def core_flags() -> dict[str, CoreFlag]:
-    """All generated flags by attribute name, in the order of megatron-core's sources."""
+    """Return all generated flags by attribute name, in the order of megatron-core's sources."""
     flags: dict[str, CoreFlag] = {}
     for config in CONFIGS:
         annotations, notes = typing.get_type_hints(config), dict(_notes(config))
@@ -210,9 +209,9 @@ def core_flags() -> dict[str, CoreFlag]:
 
 
 def add_core_flags(parser: ArgumentParser) -> None:
-    """Add every generated flag, in one group for each section of megatron-core's sources.
+    """Add every generated flag to ``parser``, in one group for each section of megatron-core's sources.
 
-    A boolean has two flags, one to switch it on and one to switch it off; help shows the one that changes the default.
+    A boolean field has two flags: on and off. The help shows only the flag that changes the default.
     """
     groups: dict[str, Any] = {}
     for flag in core_flags().values():
@@ -231,15 +230,15 @@ def add_core_flags(parser: ArgumentParser) -> None:
 
 
 def help_text(text: str, default: Any = None) -> str:
-    """A help text for argparse, with the default in brackets where there is one."""
+    """Return a help text for argparse, followed by the default in brackets if there is one."""
     shown = "" if default is None or default is False or default == [] else f" [{default}]"
     return (text + shown).replace("%", "%%")
 
 
 def core_config(config: type, args: Namespace, **derived: Any) -> Any:
-    """Build one of megatron-core's dataclasses from parsed arguments; ``derived`` are the fields without a flag.
+    """Build a dataclass of megatron-core from parsed arguments; ``derived`` holds values of fields without a flag.
 
-    Raises GrpoError with megatron-core's own words when it refuses the combination.
+    Raises GrpoError with megatron-core's message when the dataclass refuses the combination.
     """
     values = {
         field: _core_value(getattr(args, flag.dest), flag.annotation)
@@ -254,7 +253,7 @@ def core_config(config: type, args: Namespace, **derived: Any) -> Any:
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """The default as parsed arguments hold it: JSON's types, so enumerations and dtypes by name."""
+    """Return the default of a field as one of JSON's types: enumerations and dtypes by name."""
     if field.name in DEFAULTS:
         return DEFAULTS[field.name][0]
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -266,7 +265,10 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _core_value(value: Any, annotation: Any) -> Any:
-    """A parsed value as megatron-core takes it: the inverse of ``_default``, and ``[x]`` as x where either will do."""
+    """Convert a parsed value to megatron-core's type: the inverse of ``_default``.
+
+    ``[x]`` becomes x where the annotation accepts both.
+    """
     kinds = _alternatives(annotation)
     if isinstance(value, str):
         if torch.dtype in kinds:
@@ -284,14 +286,14 @@ def _core_value(value: Any, annotation: Any) -> Any:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """The members of a union without None; of any other annotation, itself."""
+    """Return the members of a union without None, or ``[annotation]`` for any other annotation."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     return [annotation]
 
 
 def _argparse_type(flag: CoreFlag) -> dict[str, Any]:
-    """What ``add_argument`` needs to read a value of this flag."""
+    """Return the arguments of ``add_argument`` that parse a value of this flag."""
     if flag.dest in CHOICES:
         return {"choices": CHOICES[flag.dest]}
     kinds = _alternatives(flag.annotation)
@@ -317,12 +319,12 @@ METAVARS = {int: "N", float: "X", str: "S"}
 
 
 def integers(text: str) -> list[int]:
-    """Read ``128,0`` or ``(128,0)``."""
+    """Parse ``128,0`` or ``(128,0)``."""
     return [int(part) for part in text.strip("()[]").split(",")]
 
 
 def integer_or_pattern(text: str) -> int | list[int]:
-    """Read ``4``, ``[1,0,0]`` or, as in Megatron-LM, a list expression such as ``([1]*3+[0])*2``."""
+    """Parse ``4``, ``[1,0,0]`` or, as in Megatron-LM, a list expression such as ``([1]*3+[0])*2``."""
 
     def value(node: ast.AST) -> Any:
         match node:
@@ -343,9 +345,9 @@ def integer_or_pattern(text: str) -> int | list[int]:
 
 
 def _notes(config: type) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(field, (first sentence of its documentation, section)) as megatron-core's source has them.
+    """Yield (field, (first sentence of its documentation, section)) from megatron-core's source.
 
-    Fields are documented by a string that follows them; sections begin with a title between two lines of #.
+    In that source a string after a field documents it, and a title between two lines of # begins a section.
     """
     for cls in reversed(config.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(cls))

@@ -1,8 +1,8 @@
-"""The CPU/gloo layer: what megatron-core 0.16.1 needs in order to run without a GPU.
+"""Patches that let megatron-core 0.16.1 run on a CPU with gloo.
 
-megatron-core names CUDA in places where a device would do. Each patch below is one function with its reason;
-``install`` applies them, before ``megatron.core`` is imported, only on a machine without a GPU. On a GPU this module
-does nothing. Gloo itself needs little help: all-to-all, bf16, coalescing and collectives over equal parts all work.
+megatron-core hard-codes CUDA in several places. Each patch below is one function with its reason. On a machine without
+a GPU ``install`` applies the patches before ``megatron.core`` is imported; on a GPU this module does nothing. Gloo
+supports all-to-all, bf16, coalescing and collectives over equal shards without a patch.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _FACTORIES = (
 
 
 def device() -> torch.device:
-    """The device that this process trains on: its current GPU, or the CPU."""
+    """Return the device of this process: its current GPU, or the CPU."""
     return CPU if not _has_gpu() else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -35,12 +35,15 @@ def _names_cuda(value: object) -> bool:
 
 
 def patch_current_device() -> None:
-    """megatron-core places buffers on ``torch.cuda.current_device()``: that is the CPU here."""
+    """Return the CPU from ``torch.cuda.current_device()``, on which megatron-core places buffers."""
     torch.cuda.current_device = lambda: CPU
 
 
 def patch_factories() -> None:
-    """``torch.zeros(..., device="cuda")`` and its kin: the CPU, without pinned memory (pinning needs a GPU driver)."""
+    """Create tensors on the CPU for ``torch.zeros(..., device="cuda")`` and similar functions.
+
+    ``pin_memory`` is ignored, because pinning needs a GPU driver.
+    """
 
     def on_cpu(factory):
         def create(*args, **kwargs):
@@ -51,21 +54,21 @@ def patch_factories() -> None:
 
         return create
 
-    # torch collects the functions that `with torch.device(...)` acts on at first use: they must be its own, not these,
-    # or such contexts do nothing (transformers' from_pretrained then leaves buffers uninitialised).
+    # At its first use `with torch.device(...)` collects the functions that it changes. Trigger this before the patch:
+    # with patched functions the context does nothing (transformers' from_pretrained then leaves buffers uninitialised).
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
 def patch_tensor_cuda() -> None:
-    """``x.cuda()`` leaves tensors and modules where they are (optimizer checkpoints call it)."""
+    """Make ``x.cuda()`` return x, for tensors and modules: loading an optimizer checkpoint calls it."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
 def patch_tensor_type() -> None:
-    """The optimizer compares ``x.type()`` with the strings ``torch.cuda.*Tensor``: report those."""
+    """Return ``torch.cuda.*Tensor`` from ``x.type()``, because the optimizer compares with these strings."""
     original = torch.Tensor.type
 
     def cuda_name(self, *args, **kwargs):
@@ -78,13 +81,16 @@ def patch_tensor_type() -> None:
 
 
 def patch_synchronize() -> None:
-    """The pipeline schedules synchronise the device after communication: nothing runs asynchronously on the CPU."""
+    """Make ``torch.cuda.synchronize`` and ``empty_cache`` do nothing: no CPU work is asynchronous.
+
+    The pipeline schedules synchronise the device after communication.
+    """
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.empty_cache = lambda: None
 
 
 def patch_streams() -> None:
-    """Side streams become no-ops; classes, not functions, because vLLM names them in type annotations."""
+    """Replace CUDA streams and events by empty classes; vLLM uses the classes in type annotations."""
 
     class Stream:
         def __init__(self, *args, **kwargs):
@@ -108,33 +114,35 @@ def patch_streams() -> None:
 
 
 def patch_random_state() -> None:
-    """The "device" generator is the CPU's own."""
+    """Use the CPU's random generator as the generator of the device."""
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def patch_compile() -> None:
-    """megatron-core's ``jit_fuser`` is ``torch.compile``, which would call a C++ compiler for a few small functions."""
+    """Disable ``torch.compile`` (megatron-core's ``jit_fuser``): it would call a C++ compiler for a few functions."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True
 
 
 def patch_core_random() -> None:
-    """megatron-core's RNG tracker sets states through a CUDA-only path that, on the CPU, does not fork the generator;
-    and it warns at every fork that the "CPU RNG state changed within GPU RNG context", because here the two are one.
+    """Make megatron-core's RNG tracker fork the CPU's generator, and silence its warning.
+
+    The tracker sets states through a CUDA-only path, which does not fork the generator on a CPU. It warns at every fork
+    that the "CPU RNG state changed within GPU RNG context", because both generators are the same here.
     """
     import megatron.core.tensor_parallel.random as core_random
 
     core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    silent = logging.getLogger(core_random.__name__)
-    silent.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    logger = logging.getLogger(core_random.__name__)
+    logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def patch_expert_split_sizes() -> None:
-    """The all-to-all dispatcher fetches its split sizes, as numbers, only from tensors that are on a GPU."""
+    """Convert the split sizes of the all-to-all dispatcher to numbers; megatron-core does so only for GPU tensors."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):
@@ -144,7 +152,7 @@ def patch_expert_split_sizes() -> None:
 
 
 def patch_uneven_collectives() -> None:
-    """Gloo gathers and scatters equal parts only; experts split over ranks exchange what the router gave them."""
+    """Implement all-gather and reduce-scatter of unequal shards, which gloo lacks and expert parallelism needs."""
     gather_equal, scatter_equal = dist.all_gather, dist.reduce_scatter
 
     def even(tensors) -> bool:
@@ -186,7 +194,7 @@ _installed = False
 
 
 def install() -> None:
-    """Apply every patch once, if this machine has no GPU. Call it before anything imports ``megatron.core``."""
+    """Apply every patch once if this machine has no GPU. Call it before the first import of ``megatron.core``."""
     global _installed
     if _installed or _has_gpu():
         return

@@ -1,21 +1,26 @@
-"""The exceptions that end a run with one message, and who tells it."""
+"""Exceptions that end a run with one message, and the choice of the process that prints it."""
 
 import os
 import time
 
 
 class GrpoError(Exception):
-    """A mistake that the user can mend: the message names the cause and the cure, and the run ends with exit code 1."""
+    """An error that the user can correct: the message has the cause and the cure; the run ends with exit code 1."""
 
 
 class EngineLost(GrpoError):
-    """No engine is left to generate: the run saves a checkpoint and ends as with any ``GrpoError``."""
+    """The loss of the last inference engine, raised on every rank.
+
+    The run saves a checkpoint as of before the rollout, if the device answers, and ends as with any ``GrpoError``.
+    """
+
+    saved = False  # True if the run's newest checkpoint holds its newest update
 
 
 def speaks_for_host() -> bool:
-    """Whether this process tells a mistake that all processes of its host make: the first does.
+    """Return whether this process prints an error that all processes of its host have; only local rank 0 does.
 
-    The others wait: torchrun ends all as soon as one leaves, and would cut the first short.
+    The other processes wait 30 seconds: torchrun ends all processes when one exits, which would cut off the message.
     """
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         return True

@@ -1,6 +1,7 @@
 """Weights between Hugging Face checkpoints, the Megatron-Core model and the rollout engine.
 
-``families`` holds one table per model family, ``layout`` the algebra that the tables are written in, ``mapping`` joins
-a table with a built model, ``hf`` reads and writes safetensors, ``stream`` yields full Hugging Face tensors from a
-model that is spread over ranks.
+``families`` holds one table of parameter mappings per model family; ``parameter_mapping`` defines a mapping between one
+Megatron parameter and its Hugging Face tensors; ``model_weights`` matches a table with the parameters of a built model;
+``hf`` loads and saves Hugging Face directories; ``safetensors_files`` reads and writes their files; ``stream`` yields
+full Hugging Face tensors from a model that is sharded over ranks.
 """

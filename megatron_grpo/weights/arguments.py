@@ -1,20 +1,26 @@
-"""Flags and rules of model families: what describes a model, where that comes from, and what no family has."""
+"""Flags and rules of model families: the arguments that describe a model, and the settings that no family supports."""
 
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.models.arguments import MODEL, Only, check_only
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
-MODEL_FAMILY: Row = ("--model-family", tuple(families.FAMILIES), None, "names and layout of the weights [--load-hf's]")
+MODEL_FAMILY: FlagRow = (
+    "--model-family",
+    tuple(families.FAMILIES),
+    None,
+    "model family: its parameter mappings and its config.json keys [the one of --load-hf]",
+)
 
-# What describes a model; a checkpoint's stored arguments and a translated config.json both have these.
+# The arguments that describe a model's architecture. A checkpoint's stored arguments and a translated config.json have
+# all of them.
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
@@ -26,35 +32,35 @@ ARCHITECTURE = (
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mtp_num_layers"
 ).split() + [*ABSENT]
 
-_FAMILIES = "the model families here (" + ", ".join(families.FAMILIES) + ")"
+_FAMILIES = "the supported model families (" + ", ".join(families.FAMILIES) + ")"
 
 # As in models/arguments.py: (attributes, values, reason and cure).
 ONLY: tuple[Only, ...] = (
-    ("normalization", ("RMSNorm",), f"{_FAMILIES} have RMSNorm: give --normalization RMSNorm"),
+    ("normalization", ("RMSNorm",), f"{_FAMILIES} use RMSNorm: give --normalization RMSNorm"),
     (
         "no_rope_freq qk_l2_norm attention_output_gate moe_latent_size apply_residual_connection_post_layernorm",
         (None, False),
-        f"{_FAMILIES} have no such thing, so the engine could not run the model: leave it out",
+        f"{_FAMILIES} do not have this feature, so the engine could not run the model: leave the flag out",
     ),
 )
 
 
 def check_family(args: Namespace) -> None:
-    """Refuse what no model family here has."""
+    """Raise GrpoError for a setting that no model family supports."""
     check_only(args, ONLY)
 
 
 def default_architecture() -> dict[str, Any]:
-    """The attributes that describe a model, as they are when no flag says anything."""
+    """Return the default of every argument in ARCHITECTURE."""
     ours = {name[2:].replace("-", "_"): default for name, _, default, _ in (MODEL_FAMILY, *MODEL)}
     cores = core_flags()
     return {dest: cores[dest].default if dest in cores else ours[dest] for dest in ARCHITECTURE}
 
 
 def merge_architecture(args: Namespace, source: Mapping[str, Any], source_name: str) -> None:
-    """Take the model's shape from a checkpoint's stored arguments or from a config.json translated to arguments.
+    """Set the model's architecture from a checkpoint's stored arguments or from a config.json translated to arguments.
 
-    A flag that was given must agree: else GrpoError names the flag, both values and the source.
+    Raises GrpoError, which names the flag, both values and the source, when a flag that was given differs.
     """
     for dest in ARCHITECTURE:
         if dest not in source:
@@ -66,6 +72,6 @@ def merge_architecture(args: Namespace, source: Mapping[str, Any], source_name: 
         if given is not None and given != value:
             raise GrpoError(
                 f"{flag(dest)} is {given}, but {source_name} says {value}: leave the flag out, or load "
-                "the weights that it describes"
+                "weights of that architecture"
             )
         setattr(args, dest, value)

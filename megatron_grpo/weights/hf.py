@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: read by slices into a model, written from one, compared with one."""
+"""Load a Hugging Face checkpoint directory into a model, save a model as one, and compare the two."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import families, mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights import families, model_weights
+from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (
     PlannedFile,
     Safetensors,
@@ -27,13 +27,13 @@ from megatron_grpo.weights.safetensors_files import (
     write_checksums,
     write_index,
 )
-from megatron_grpo.weights.stream import own_hf, stream_hf
+from megatron_grpo.weights.stream import owned_hf_tensors, stream_hf
 
 Result = TypeVar("Result")
 
-# Buffers that older checkpoints hold and that the configuration gives anyway.
+# Buffers in older checkpoints; they are computed from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-# What a model directory holds beside weights; everything else in it is left alone.
+# Files of a model directory, other than the weights, that are copied; all others are not copied.
 _ASSETS = (
     "config.json",
     "generation_config.json",
@@ -46,13 +46,13 @@ _ASSETS = (
     "*.model",
     "*.tiktoken",
 )
-# Where a Megatron checkpoint directory keeps them, beside its iterations.
+# Subfolder of a Megatron checkpoint directory that holds these files, beside the iterations.
 ASSETS_DIR = "hf_assets"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """The content of {hf_dir}/config.json; GrpoError when it is missing or no JSON object."""
+    """Return the content of {hf_dir}/config.json; raise GrpoError when the file is missing or not a JSON object."""
     path = Path(hf_dir) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -70,11 +70,12 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
 def copy_assets(source: str | Path, target_dir: str | Path) -> None:
     """Copy tokenizer files, chat template, config.json and generation_config.json from a directory into another.
 
-    `source` may also be a single file, such as a SentencePiece model, or the target itself, and then nothing is done. A
-    kill leaves each file old or new, never half. GrpoError when one cannot be copied.
+    `source` may be a single file, such as a SentencePiece model. Nothing is copied when `source` is `target_dir`. Each
+    file is replaced atomically, so a killed process leaves no partial file. Raises GrpoError when a file cannot be
+    copied.
     """
     source, target_dir = Path(source), Path(target_dir)
-    if source.resolve() == target_dir.resolve():  # a resumed run takes them from where it saves to
+    if source.resolve() == target_dir.resolve():  # a resumed run reads these files from its --save directory
         return
     paths = [source] if source.is_file() else [path for pattern in _ASSETS for path in source.glob(pattern)]
     try:
@@ -89,39 +90,40 @@ def copy_assets(source: str | Path, target_dir: str | Path) -> None:
 
 
 def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> None:
-    """Copy a Hugging Face checkpoint's weights into the model in place; every rank reads its own slices. Collective.
+    """Load a Hugging Face checkpoint into the model in place; every rank reads only its own slices. Collective.
 
-    Dtypes are converted to the parameters'. Everything is checked before anything is copied: GrpoError for a tensor
-    that the table does not claim or does not find, a wrong shape, an unreadable file, a model that differs from the
-    table. An optimizer that holds float32 copies of the parameters must be told afterwards
-    (`optimizer.reload_model_params()`).
+    Values are converted to the parameters' dtypes. All checks run before the first copy: GrpoError for a tensor of the
+    files that the family's table does not contain, a tensor of the table that the files do not contain, a wrong shape,
+    an unreadable file, or a model that differs from the table. When an optimizer holds float32 copies of the
+    parameters, call `optimizer.reload_model_params()` afterwards.
     """
-    weights = mapping.table(args)
-    local = mapping.local_weights(model_chunks, weights)
-    mapping.owning_stages(weights, {weight.name for weight, _ in local})
+    weights = model_weights.table(args)
+    local = model_weights.local_weights(model_chunks, weights)
+    model_weights.owning_stages(weights, {weight.name for weight, _ in local})
     source = Safetensors(hf_dir)
     weights = check_tensors(source, weights)
-    check_copies(source, weights, {weight.name: mapping.tensor_parallel(weight) for weight, _ in local})
+    check_copies(source, weights, {weight.name: model_weights.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
-        weight.fill(tensor, *mapping.tensor_parallel(weight), source.read)
+        weight.fill(tensor, *model_weights.tensor_parallel(weight), source.read)
 
 
 def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight]:
-    """The table's weights that the files hold: all, but for copies, which some leave out (GLM-4.6, unlike GLM-4.5).
+    """Return the table's weights that the files contain: all, except duplicates that the files omit.
 
-    Raises GrpoError unless the files hold exactly their Hugging Face tensors, unquantised, in the table's shapes.
+    GLM-4.5 stores the duplicates of the embedding for multi-token prediction, GLM-4.6 does not. Raises GrpoError unless
+    the files contain exactly the tensors of the returned weights, not quantized, in the table's shapes.
     """
     found = {name for name in source.names() if not _IGNORED.search(name)}
     originals = {weight.name: weight for weight in reversed(weights)}
     weights = [weight for weight in weights if originals[weight.name] is weight or found.intersection(weight.hf)]
     expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
     if "lm_head.weight" not in expected:
-        found.discard("lm_head.weight")  # tied: compared with the embedding by load_hf
+        found.discard("lm_head.weight")  # tied; check_copies compares it with the embedding
     for name, (shape, weight) in expected.items():
         if name not in found:
-            # transformers leaves these layers out when it saves a model, but config.json still counts them
+            # transformers omits these layers when it saves a model, but config.json still counts them
             cure = "; set num_nextn_predict_layers to 0 in config.json" if weight.name.startswith("mtp.") else ""
-            raise GrpoError(f"{source.dir} lacks the tensor {name}, of which {weight.name} is made{cure}")
+            raise GrpoError(f"{source.dir} lacks the tensor {name}, from which {weight.name} is built{cure}")
         if source.shape(name) != shape:
             raise GrpoError(
                 f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
@@ -129,7 +131,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
         source.dtype(name)  # refuses quantised weights
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
-        raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, for which the family has no place")
+        raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, which is not in the model family's table")
     return weights
 
 
@@ -147,7 +149,7 @@ def _check_tied(source: Safetensors) -> None:
 def check_copies(source: Safetensors, weights: Sequence[Weight], held: Mapping[str, tuple[int, int]]) -> None:
     """Raise GrpoError when the files hold two different tensors for one parameter.
 
-    `held`: for the names of the parameters that this rank has, (rank, size) of the tensor parallelism that splits them.
+    `held`: name of each parameter of this rank -> (rank, size) of the tensor parallelism that shards it.
     """
     if "lm_head.weight" in source.names() and not any("lm_head.weight" in weight.hf for weight in weights):
         _check_tied(source)
@@ -168,12 +170,12 @@ def check_copies(source: Safetensors, weights: Sequence[Weight], held: Mapping[s
 
 
 def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> int:
-    """Compare the model bit by bit with the checkpoint's tensors in the model's dtype; returns how many. Collective.
+    """Compare the model bit for bit with the checkpoint's tensors, converted to the model's dtype. Collective.
 
-    Raises GrpoError naming the first tensor that differs.
+    Returns the number of compared tensors. Raises GrpoError, which names the first tensor that differs.
     """
     source, count = Safetensors(hf_dir), 0
-    held = {name for weight in check_tensors(source, mapping.table(args)) for name in weight.hf}
+    held = {name for weight in check_tensors(source, model_weights.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(model_chunks, args):
         if name not in held:
             continue
@@ -194,17 +196,20 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face directory: safetensors shards, index, config.json, tokenizer. Collective.
 
-    `tokenizer_dir`: where tokenizer files, generation_config.json and the special token ids of config.json are taken
-    from. `dtype`: None for the model's; a weight that has a dtype of its own keeps it. All ranks must see the
-    directory: each writes what it holds, one tensor at a time. The directory is written beside `out_dir` and renamed at
-    the end, so a directory of that name is always complete. GrpoError, on every rank, when `out_dir` exists and is no
-    Hugging Face model directory (it would be replaced), or when the disk refuses.
+    `tokenizer_dir`: source of the tokenizer files, of generation_config.json and of config.json's special token ids.
+    `dtype`: dtype of the written weights, None for the model's; a weight whose mapping sets a dtype keeps that one.
+    All ranks must see the directory: each rank writes the tensors that it owns, one at a time. The files are written to
+    a directory beside `out_dir`, which is renamed at the end, so `out_dir` is always complete. Raises GrpoError on
+    every rank when `out_dir` exists and is not a Hugging Face model directory (the export would replace it), or when
+    writing fails.
     """
     config = families.for_args(args).hf_from_args(args)
     out_dir, dtype = Path(out_dir).resolve(), dtype or params_dtype(args)
     if out_dir.exists() and not is_replaceable(out_dir):
-        raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
-    dtypes, files = plan_export(mapping.table(args), dtype, max_shard_bytes)
+        raise GrpoError(
+            f"{out_dir} exists and is not a Hugging Face model directory: choose another directory for the export"
+        )
+    dtypes, files = plan_export(model_weights.table(args), dtype, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     writer = SafetensorsWriter(partial, files)
     failure: OSError | None = None
@@ -217,12 +222,12 @@ def save_hf(
 
     def write() -> dict[str, dict[int, int]]:
         nonlocal failure
-        for name, tensor, part, parts in own_hf(model_chunks, args):
+        for name, tensor, part, parts in owned_hf_tensors(model_chunks, args):
             try:
                 if failure is None:
                     writer.write(name, tensor.to(dtypes[name]), part, parts)
             except OSError as error:
-                failure = error  # raised when the others need this rank no more
+                failure = error  # raised after the last collective call: the other ranks still gather with this one
         if failure is not None:
             raise failure
         writer.close()
@@ -243,7 +248,7 @@ def save_hf(
 def plan_export(
     weights: Sequence[Weight], dtype: torch.dtype, max_shard_bytes: int
 ) -> tuple[dict[str, torch.dtype], list[PlannedFile]]:
-    """(dtype of each tensor, the files that hold them) when a model is written in `dtype`, in the table's order."""
+    """Return (dtype of each tensor, files) for a model that is written in `dtype`; tensors are in the table's order."""
     shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
     dtypes = {name: weight.dtype or dtype for weight in weights for name in weight.hf}
     return dtypes, plan_files({name: (shape, dtypes[name]) for name, shape in shapes.items()}, max_shard_bytes)
@@ -258,7 +263,7 @@ def finish_export(
     dtype: torch.dtype,
     tokenizer_dir: str | Path | None,
 ) -> None:
-    """Write all that is not a tensor beside the written files, and rename `partial` to `out_dir`."""
+    """Write index, checksums, config.json and tokenizer beside the tensor files; rename `partial` to `out_dir`."""
     write_index(partial, files)
     write_checksums(partial, checksums)
     _write_config(partial, config, dtype, tokenizer_dir)
@@ -266,7 +271,7 @@ def finish_export(
 
 
 def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> list[Result]:
-    """What `step` returns on every rank; GrpoError on every rank when it fails on one. Collective."""
+    """Call `step` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective."""
     mine: tuple = (None, None)
     try:
         mine = step(), None
@@ -281,7 +286,7 @@ def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "ca
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether an export may take this directory's place: it is empty, or holds config.json and safetensors."""
+    """Return whether an export may replace this directory: it is empty, or holds config.json and safetensors."""
     return path.is_dir() and (
         not any(path.iterdir()) or ((path / "config.json").exists() and any(path.glob("*.safetensors")))
     )
@@ -291,16 +296,16 @@ def _write_config(out_dir: Path, config: dict, dtype: torch.dtype, tokenizer_dir
     if tokenizer_dir is not None:
         copy_assets(tokenizer_dir, out_dir)
         if (out_dir / "config.json").exists():
-            # The model's arguments know no special tokens; everything else in config.json follows from them.
+            # The arguments do not contain special token ids; config.json's other keys are derived from them.
             source = read_config(out_dir)
             config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
-    # transformers 5 writes "dtype", older versions know "torch_dtype" only; every version reads the latter.
+    # transformers 5 writes "dtype"; older versions read "torch_dtype" only. Every version reads "torch_dtype".
     config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
     (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _replace(partial: Path, out_dir: Path) -> None:
-    """Rename `partial` to `out_dir`. An old one steps aside first: no call replaces a directory that is not empty."""
+    """Rename `partial` to `out_dir`; rename an existing one first, since os.replace needs an empty target."""
     old = out_dir.with_name(f".{out_dir.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out_dir.exists():

@@ -1,9 +1,9 @@
-"""Safetensors directories: tensors read by slices, and written in place by any number of processes.
+"""Safetensors directories: read slices of tensors; write tensors in place from any number of processes.
 
-The format (huggingface.co/docs/safetensors) is a header that says where each tensor's bytes lie, then the bytes. The
-headers of a model follow from names, shapes and dtypes alone. So every process knows all of them, and whoever holds a
-tensor, or one of its parts along the first axis, writes it to its place: nothing is gathered that need not be, nothing
-is held but the tensor at hand, and the files are the same byte for byte whoever writes them.
+A safetensors file (huggingface.co/docs/safetensors) is a header with the byte range of each tensor, then the bytes. The
+headers of a model depend on names, shapes and dtypes only, so every process can compute all of them. The process that
+holds a tensor, or one of its equal parts along the first axis, writes it at its offset. No extra gather is needed, each
+process holds one tensor at a time, and the files are the same byte for byte for any number of processes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Safetensors:
-    """The tensors of a directory with model.safetensors, or shards and their index: names, shapes, and slices.
+    """Reader of a directory with model.safetensors, or with several files and their index.
 
-    Only headers are read at first. Every error names the file, and the tensor when there is one.
+    The constructor reads headers only. Every error names the file, and the tensor when there is one.
     """
 
     index, single = INDEX, "model.safetensors"
@@ -51,7 +51,7 @@ class Safetensors:
             self._where = dict.fromkeys(self._open(single).keys(), single)
         elif type(self) is Safetensors and (found := sorted(self.dir.glob("pytorch_model*.bin"))):
             raise GrpoError(
-                f"{found[0]} is a pickle, which can run code when read: save the model as safetensors "
+                f"{found[0]} is a pickle, which can run code when it is read: save the model as safetensors "
                 f"(model.save_pretrained(DIR) in transformers) and give that directory, or have "
                 f"tools/checkpoint/convert.py --pytorch-bin read its tensors and nothing else"
             )
@@ -65,7 +65,7 @@ class Safetensors:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """GrpoError for other numbers than plain floating-point ones: quantised weights have scales elsewhere."""
+        """Return a tensor's dtype; raise GrpoError unless it is in _DTYPES: quantized weights need extra scales."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise GrpoError(
@@ -75,7 +75,7 @@ class Safetensors:
         return _DTYPES[stored]
 
     def read(self, name: str, index: tuple[int | slice, ...] = (slice(None),)) -> Tensor:
-        """tensor[index] of one tensor, on the CPU; no other bytes are read."""
+        """Return tensor[index] of one tensor, on the CPU; read only these bytes."""
         try:
             return self._slice(name)[index]
         except SafetensorError as error:
@@ -104,10 +104,10 @@ class Safetensors:
 
 
 class PytorchBin(Safetensors):
-    """The tensors of pytorch_model.bin, or of shards and their index, in the same way.
+    """Reader of pytorch_model.bin, or of several such files and their index, with the interface of Safetensors.
 
-    The files are pickles. They are read with torch's `weights_only`, which makes tensors and refuses everything else,
-    and mapped into memory rather than read whole.
+    The files are pickles. torch.load reads them with `weights_only`, which refuses everything but tensors, and with
+    `mmap`, so that a file is not read as a whole.
     """
 
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -133,14 +133,16 @@ class PytorchBin(Safetensors):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             cause = str(error).splitlines()[0] if str(error) else repr(error)
-            raise GrpoError(f"{path} holds more than tensors, is truncated or no file of torch's: {cause}") from None
+            raise GrpoError(
+                f"{path} holds more than tensors, is truncated, or is not a file of torch.save: {cause}"
+            ) from None
         if not isinstance(found, dict):
             raise GrpoError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors")
         return found
 
 
 class PlannedFile(NamedTuple):
-    """A file to be: its header, its size in bytes, and where in it each tensor's bytes begin and how many they are."""
+    """A file to write: header, size in bytes, and for each tensor (offset in the file, number of bytes)."""
 
     name: str
     header: bytes
@@ -149,7 +151,7 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], max_bytes: int) -> list[PlannedFile]:
-    """Files of at most `max_bytes` (one tensor, if that is larger) for tensors of these shapes and dtypes, in order."""
+    """Distribute tensors, in order, over files of at most `max_bytes` each; a larger tensor has a file of its own."""
     shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
     total = 0
     for name, (shape, dtype) in tensors.items():
@@ -167,7 +169,7 @@ def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], max_b
 def _planned(file: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> PlannedFile:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
-    # Large elements first, so that every tensor begins at a multiple of its element's size.
+    # Largest dtypes first, so that every tensor begins at a multiple of its element size.
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
         size = prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
@@ -185,26 +187,27 @@ def _planned(file: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype
 
 
 class SafetensorsWriter:
-    """Writes planned files in a directory, each tensor at its place; `checksums` are those of what was written here.
+    """Writer of planned files in a directory; each tensor is written at its offset.
 
-    One process calls `create` before any process writes. OSError when the disk refuses.
+    One process calls `create` before any process calls `write`. `checksums`: those of the tensors that this process
+    wrote. Raises OSError when writing fails.
     """
 
     def __init__(self, directory: Path, files: Iterable[PlannedFile]):
         self.directory, self.files = directory, list(files)
-        self.checksums: dict[str, dict[int, int]] = {}  # by tensor and number of the part: zlib.crc32 of its bytes
+        self.checksums: dict[str, dict[int, int]] = {}  # tensor -> number of the part -> zlib.crc32 of its bytes
         self._places = {name: (file.name, *place) for file in self.files for name, place in file.places.items()}
         self._open: dict[str, int] = {}
 
     def create(self) -> None:
-        """Make the files with their headers, at their full size."""
+        """Create the files with their headers, at full size."""
         for file in self.files:
             with open(self.directory / file.name, "wb") as out:
                 out.write(file.header)
                 out.truncate(file.size)
 
     def write(self, name: str, tensor: Tensor, part: int = 0, parts: int = 1) -> None:
-        """Write a tensor of the planned dtype, or number `part` of its `parts` equal parts along the first axis."""
+        """Write a tensor of the planned dtype, or part number `part` of `parts` equal parts along its first axis."""
         file, offset, size = self._places[name]
         data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         assert len(data) * parts == size, f"{name}: {len(data)} bytes x {parts}, but {size} were planned"
@@ -217,7 +220,7 @@ class SafetensorsWriter:
             data, offset = data[written:], offset + written
 
     def close(self) -> None:
-        """Bring what was written here to the disk."""
+        """Flush what this process wrote to the disk (fsync), and close the files."""
         while self._open:
             _, descriptor = self._open.popitem()
             try:
@@ -227,7 +230,7 @@ class SafetensorsWriter:
 
 
 def write_index(directory: Path, files: list[PlannedFile]) -> None:
-    """Write the index of several files; a single one needs none."""
+    """Write the index of several files; do nothing for a single file, which needs none."""
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.places}
         total = sum(size for file in files for _, size in file.places.values())
@@ -236,15 +239,15 @@ def write_index(directory: Path, files: list[PlannedFile]) -> None:
 
 
 def write_checksums(directory: Path, checksums: Mapping[str, Mapping[int, int]]) -> None:
-    """Write checksums.json: for each tensor the CRC-32 of each of its equal parts (most have one), as hexadecimals."""
+    """Write checksums.json: tensor -> CRC-32 of each of its equal parts (most have one), in hexadecimal."""
     found = {name: [f"{parts[i]:08x}" for i in range(len(parts))] for name, parts in sorted(checksums.items())}
     (directory / CHECKSUMS).write_text(json.dumps({"crc32": found}, indent=0) + "\n")
 
 
 def check_checksums(source: Safetensors) -> int:
-    """Compare all tensors with checksums.json, where the directory has one; returns how many were compared.
+    """Compare all tensors with checksums.json; return the number compared, 0 without such a file.
 
-    Raises GrpoError naming the first tensor whose bytes are not those that were written.
+    Raises GrpoError, which names the first tensor with another checksum.
     """
     path = source.dir / CHECKSUMS
     if not path.exists():
@@ -253,7 +256,7 @@ def check_checksums(source: Safetensors) -> int:
         expected = json.loads(path.read_text())["crc32"]
         pairs = [(name, [int(part, 16) for part in parts]) for name, parts in expected.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GrpoError(f"{path} holds no checksums: {error!r}; remove it to go on without") from None
+        raise GrpoError(f"{path} holds no checksums: {error!r}; remove the file to skip this check") from None
     for name, parts in pairs:
         if name not in source.names():
             raise GrpoError(f"{path} names the tensor {name}, which {source.dir} does not hold")
@@ -264,7 +267,7 @@ def check_checksums(source: Safetensors) -> int:
 
 
 def _parts(source: Safetensors, name: str, parts: int) -> Iterator[Tensor]:
-    """The tensor in so many equal parts along its first axis, flat."""
+    """Yield the tensor in `parts` equal parts along its first axis, each flattened."""
     if parts == 1:
         yield source.read(name).contiguous().reshape(-1)
         return

@@ -1,4 +1,4 @@
-"""The whole model as full Hugging Face tensors, one after another, out of a model that is spread over ranks."""
+"""Iterate over the full Hugging Face tensors of a model that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.cpu_backend import device
-from megatron_grpo.weights import mapping
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights import model_weights
+from megatron_grpo.weights.parameter_mapping import Weight
 
-# Weights that are gathered at once: one, or of experts one from each expert-parallel rank, in the order of the ranks.
+# Weights that are gathered together: one, or one expert of each expert-parallel rank, in the order of the ranks.
 Unit = Sequence[Weight]
 
 
@@ -27,24 +27,27 @@ def stream_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) for the whole model, on every rank in the same order. Collective.
 
-    Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device; where a
-    rank holds all of a weight they may be views of its parameters: what is to be kept is copied. Others travel in
-    buckets of at most `bucket_bytes` (one unit, if that is larger), and a rank needs at most three times that: shards
-    go from the owning pipeline stage to its peers of the same place in the stage, then every tensor-parallel group
-    gathers (of experts: every expert- and tensor-parallel group), so that between stages nothing is sent twice. Tied
-    embeddings come once, as the embedding; vocabulary padding does not come.
-    Raises GrpoError when model and table disagree, before anything is sent.
+    Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device. They may be
+    views of the parameters where a rank holds a full weight: copy a tensor to keep it.
+
+    Sharded weights are sent in buckets of at most `bucket_bytes` (a larger unit has a bucket of its own); a rank needs
+    at most three times that memory. The owning pipeline stage broadcasts each shard to the ranks with the same position
+    in the other stages; then each tensor-parallel group gathers the shards (for experts: each expert- and
+    tensor-parallel group). So no shard is sent between stages twice. Tied embeddings are yielded once, as the
+    embedding; vocabulary padding is removed.
+
+    Raises GrpoError, before anything is sent, when the model differs from its family's table.
     """
-    weights = mapping.table(args)
-    local = {weight.name: tensor for weight, tensor in mapping.local_weights(model_chunks, weights)}
-    stages = mapping.owning_stages(weights, local)
+    weights = model_weights.table(args)
+    local = {weight.name: tensor for weight, tensor in model_weights.local_weights(model_chunks, weights)}
+    stages = model_weights.owning_stages(weights, local)
     dense, experts = _dense_group(), _expert_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
-    # Tensors that hold all experts of a layer, with the experts that are there already.
+    # Incomplete tensors of all experts of a layer, with the experts received so far.
     stacks: dict[str, tuple[Tensor, set[int]]] = {}
 
     def stacked(weight: Weight, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The weight's Hugging Face tensors; those that hold all experts, when the last of these has come."""
+        """Yield the weight's Hugging Face tensors; a tensor of all experts is yielded with its last expert."""
         for name, tensor in zip(weight.hf, tensors, strict=True):
             if not weight.all_experts:
                 yield name, tensor
@@ -83,7 +86,7 @@ def stream_hf(
 
 
 class Described(NamedTuple):
-    """A Hugging Face tensor, before it is there."""
+    """Description of a Hugging Face tensor that `stream_hf` will yield."""
 
     name: str
     dtype: torch.dtype
@@ -91,10 +94,10 @@ class Described(NamedTuple):
 
 
 def describe(args: Namespace) -> list[Described]:
-    """What `stream_hf` is going to yield, in its order."""
+    """Return a description of every tensor that `stream_hf` yields, in the same order."""
     found = []
-    missing: dict[str, int] = {}  # tensors of all experts, with the number of experts still to come
-    for unit in units(mapping.table(args)):
+    missing: dict[str, int] = {}  # tensors of all experts -> number of experts not yet seen
+    for unit in units(model_weights.table(args)):
         for weight in unit:
             for name, shape in weight.hf.items():
                 if weight.all_experts:
@@ -104,16 +107,17 @@ def describe(args: Namespace) -> list[Described]:
     return found
 
 
-def own_hf(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Yield (Hugging Face name, tensor, part, parts) of what this rank is to write of the whole model. Collective.
+def owned_hf_tensors(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor, int, int]]:
+    """Yield (Hugging Face name, tensor, part, parts) for the tensors that this rank has to write. Collective.
 
-    `parts` is 1, or the number of experts in a tensor that holds them all, of which `part` is this one. Over all ranks
-    every part of every tensor comes once: each pipeline stage and each expert-parallel rank keeps what it owns, and
-    only tensor-parallel groups of the first data-parallel replica gather, each weight on one of their ranks in turn.
+    `parts` is 1, or the number of experts for a tensor that holds them all; `part` is then the expert's number. Over
+    all ranks, each part of each tensor is yielded once. Pipeline stages and expert-parallel ranks yield the weights
+    that they hold. Only the tensor-parallel groups of the first data-parallel replica gather shards; the ranks of such
+    a group take turns.
     """
-    weights = mapping.table(args)
-    local = {weight.name: tensor for weight, tensor in mapping.local_weights(model_chunks, weights)}
-    stages = mapping.owning_stages(weights, local)
+    weights = model_weights.table(args)
+    local = {weight.name: tensor for weight, tensor in model_weights.local_weights(model_chunks, weights)}
+    stages = model_weights.owning_stages(weights, local)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     expert_replica = parallel_state.get_expert_data_parallel_rank()
@@ -128,7 +132,7 @@ def own_hf(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple
 
 
 def _gather(tensor: Tensor, weight: Weight, number: int) -> list[Tensor]:
-    """The shards of a weight on the rank of its tensor-parallel group whose turn it is; none on the others."""
+    """Gather a weight's shards on rank `number` mod size of its tensor-parallel group; return [] on the others."""
     if weight.expert is None:
         group = parallel_state.get_tensor_model_parallel_group()
     else:
@@ -143,27 +147,28 @@ def _gather(tensor: Tensor, weight: Weight, number: int) -> list[Tensor]:
 
 
 def units(weights: Sequence[Weight]) -> Iterator[Unit]:
-    """The table's weights as they travel, in its order, except that experts of equal place on their ranks go together.
+    """Group the table's weights for the transfer, in the table's order, except for experts.
 
-    With 4 experts on 2 ranks, those of a row come as 0, 2, 1, 3.
+    A unit of experts has one expert of each expert-parallel rank: with 4 experts on 2 ranks, the units are (0, 2) and
+    (1, 3).
     """
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    for row, run in groupby(weights, key=_row_of_experts):
+    for key, run in groupby(weights, key=_expert_group_key):
         alike = list(run)
-        if row is None:
+        if key is None:
             yield from ([weight] for weight in alike)
         else:
             share = len(alike) // ranks
             yield from (alike[place::share] for place in range(share))
 
 
-def _row_of_experts(weight: Weight) -> str | None:
-    """The same for all experts of one row and layer; None outside experts."""
+def _expert_group_key(weight: Weight) -> str | None:
+    """Return a key that is equal for the same parameter of all experts of a layer; None outside experts."""
     return None if weight.expert is None else weight.name.replace(f".{weight.expert}.linear", ".linear")
 
 
 class _Group(NamedTuple):
-    """The ranks that hold the shards of a unit: `members[r]` is (place in the unit, tensor-parallel rank) of rank r."""
+    """The ranks that hold the shards of a unit; `members[r]`: (index in the unit, tensor-parallel rank) of rank r."""
 
     handle: dist.ProcessGroup
     members: list[tuple[int, int]]
@@ -178,7 +183,7 @@ def _dense_group() -> _Group:
 
 
 def _expert_group() -> _Group:
-    """Each member says where it stands, so that nothing depends on the order in which megatron-core numbers ranks."""
+    """Build the group of experts; coordinates are all-gathered, so megatron-core's order of ranks does not matter."""
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
     place, tp_rank = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
     mine = torch.tensor([place, tp_rank], device=device())
@@ -191,7 +196,7 @@ def _expert_group() -> _Group:
 def _buckets(
     all_units: Iterator[Unit], stages: dict[str, int], params: torch.dtype, limit: int
 ) -> Iterator[tuple[int, torch.dtype, list[Unit]]]:
-    """(owning stage, dtype, consecutive units of at most `limit` gathered bytes together, or a single one)."""
+    """Yield (owning stage, dtype, consecutive units); a bucket has at most `limit` gathered bytes, or a single unit."""
 
     def kind(unit: Unit) -> tuple[int, torch.dtype, bool]:
         return stages[unit[0].name], unit[0].dtype or params, unit[0].expert is not None
@@ -200,7 +205,7 @@ def _buckets(
         bucket: list[Unit] = []
         total = 0
         for unit in run:
-            tp_size = mapping.tensor_parallel(unit[0])[1]
+            tp_size = model_weights.tensor_parallel(unit[0])[1]
             size = len(unit) * tp_size * prod(unit[0].shard_shape(tp_size)) * dtype.itemsize
             if bucket and total + size > limit:
                 yield stage, dtype, bucket

@@ -23,6 +23,7 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.plan import RolloutPlan
 
 GENERATIONS, SLOTS = 2, 4
 # Polls that each completion of a prompt takes. By turns one replica gets the long ones, the other the short ones.
@@ -65,8 +66,8 @@ def main() -> None:
     facts = {}
     for balancing, capacity in (("static", None), ("dynamic", SLOTS), ("dynamic again", SLOTS), ("enough room", 26)):
         engine = CountingEngine(rank // 2, 2, rank % 2 == 0)
-        arguments = (engine, prompts, GENERATIONS, Sampling(9), None, None, 0, Timers(), capacity)
-        batch, _ = collect_rollout(*arguments)
+        plan = RolloutPlan(prompts, GENERATIONS, Sampling(9), seed=0)
+        batch, _ = collect_rollout(engine, plan, None, None, Timers(), capacity)
         batch.save(out / f"{balancing}.{rank}.npz")
         facts[balancing] = {"polls": engine.polls, "largest": engine.largest}
     (out / f"facts.{rank}.json").write_text(json.dumps(facts))

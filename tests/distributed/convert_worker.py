@@ -17,7 +17,7 @@ from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.weights import hf, mapping
+from megatron_grpo.weights import hf, model_weights
 
 LAYOUTS = {
     "llama TP2": {"tensor_model_parallel_size": 2},
@@ -41,7 +41,7 @@ def trained(root: Path, family: str, name: str) -> None:
     model, expected = build(args), build(args)
     checkpoint.load_weights(root / f"{family} converted", model)
     hf.load_hf(expected, args, root / family)
-    pairs = zip(mapping.named_weights(model), mapping.named_weights(expected), strict=True)
+    pairs = zip(model_weights.named_weights(model), model_weights.named_weights(expected), strict=True)
     assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs), name
     args.save = str(root / name)
     chunks, optimizer, scheduler = train_step.setup_optimizer(args, model)

@@ -18,7 +18,7 @@ from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
 import pretrain_grpo
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.reference import frozen_model
+from megatron_grpo.reference import reference_model
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
@@ -38,7 +38,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     args, model = enter(flags, layout)
     args.save = str(save)
     fill(model, args, "weight")
-    reference = frozen_model.ReferencePolicy(model)
+    reference = reference_model.HostWeights(model)
     logger = SimpleNamespace(flush=lambda: None)
     trainer = SimpleNamespace(
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
@@ -48,20 +48,23 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     found = {}
 
     def sync(name):
-        pretrain_grpo.sync(args, trainer)
+        Trainer.sync(trainer)
         found[name] = trainer.engine.weights
 
+    def log_probs(batch):
+        return forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
+
     batch = made_up.rollout(args)
-    batch.old_log_probs = batch.ref_log_probs = pretrain_grpo.log_probs(args, trainer, batch)
+    batch.old_log_probs = batch.ref_log_probs = log_probs(batch)
     first, second = np.split(np.arange(batch.num_completions), 2)
     pretrain_grpo.update(args, trainer, batch, first)
     sync("engine")
     Trainer.save(trainer)
     found["checkpoint"] = checkpoint_worker.tensors(save)
     with forward.parameters_complete(args, trainer.model), reference.in_place_of(trainer.model):
-        ref_log_probs = pretrain_grpo.log_probs(args, trainer, replace(batch, routed_experts=None))
+        ref_log_probs = log_probs(replace(batch, routed_experts=None))
     assert np.array_equal(ref_log_probs, batch.old_log_probs, equal_nan=True)  # the reference is where it began
-    found["after the reference"] = {"log_probs": torch.from_numpy(pretrain_grpo.log_probs(args, trainer, batch))}
+    found["after the reference"] = {"log_probs": torch.from_numpy(log_probs(batch))}
     sync("engine after the reference")
     pretrain_grpo.update(args, trainer, batch, second)
     sync("engine after the next update")

@@ -38,12 +38,14 @@ from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
@@ -105,7 +107,7 @@ class Cases:
         state = random_state()
         engine = build_engine(args, model, self.tokenizer)
         self.facts = {"build kept the random state": random_state() == state}
-        self.trainer = SimpleNamespace(model=model, engine=engine, timers=Timers(), iteration=0)
+        self.trainer = SimpleNamespace(args=args, model=model, engine=engine, timers=Timers(), iteration=0)
         self.sampled = Sampling(MAX_TOKENS, args.temperature, log_probs=True)
         self.scorer = self.make_scorer()
 
@@ -118,17 +120,8 @@ class Cases:
     ):
         """Make a rollout and write it."""
         state = random_state()
-        batch, failures = collect_rollout(
-            self.trainer.engine,
-            self.prompts if prompts is None else prompts,
-            generations,
-            sampling,
-            self.scorer,
-            self.tokenizer,
-            seed,
-            self.trainer.timers,
-            selection=selection,
-        )
+        plan = RolloutPlan(self.prompts if prompts is None else prompts, generations, sampling, seed, selection)
+        batch, failures = collect_rollout(self.trainer.engine, plan, self.scorer, self.tokenizer, self.trainer.timers)
         if selection is not None:
             self.facts[name] = selection.close()
         self.facts[f"{name} kept the random state"] = random_state() == state
@@ -138,11 +131,11 @@ class Cases:
 
     def log_probs(self, name: str, batch) -> None:
         """Write the trainer's log-probabilities of a rollout."""
-        values = pretrain_grpo.log_probs(self.args, self.trainer, batch)
+        values = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
         np.save(self.out / f"{name}.{self.rank}.npy", values)
 
     def run(self) -> None:
-        pretrain_grpo.sync(self.args, self.trainer)
+        Trainer.sync(self.trainer)
         self.log_probs("first", self.rollout("first", self.sampled, seed=7))
         self.log_probs("truncated", self.rollout("truncated", replace(self.sampled, **TRUNCATED), seed=7))
         self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
@@ -206,7 +199,7 @@ class Cases:
                 engine.submit([Request(i, self.prompts[i].ids, sampling) for i in (0, 1)])
             assert not engine.poll()
             if isinstance(engine, VllmColocate):
-                self.facts["sync under requests"] = says(lambda: pretrain_grpo.sync(self.args, self.trainer))
+                self.facts["sync under requests"] = says(lambda: Trainer.sync(self.trainer))
             engine.abort([0])
             self.facts["not aborted"] = [completion.id for completion in generate(engine, [])] + [
                 completion.id for _ in range(20 * MAX_TOKENS) for completion in engine.poll()
@@ -232,7 +225,7 @@ class Cases:
         self.log_probs("stale", self.rollout("stale", self.sampled, seed=7))
         self.check_weights("stale")
         state = random_state()
-        pretrain_grpo.sync(self.args, self.trainer)
+        Trainer.sync(self.trainer)
         self.facts["sync kept the random state"] = random_state() == state
         self.log_probs("fresh", self.rollout("fresh", self.sampled, seed=7))
         self.check_weights("fresh")
@@ -241,7 +234,7 @@ class Cases:
                 stream = spoilt(stream_hf(self.trainer.model, self.args), name, case)
                 self.trainer.engine.update_weights(stream, 3)
                 self.facts.setdefault(case, []).append([name, says(self.compare_tensors)])
-        pretrain_grpo.sync(self.args, self.trainer)
+        Trainer.sync(self.trainer)
         self.check_weights("mended")
 
     def check_weights(self, case: str) -> None:
@@ -256,7 +249,7 @@ class Cases:
         prompts = [prompt for prompt in self.prompts if len(prompt.ids) > 2]
         batch = weight_check.probe(self.args, engine, prompts, self.tokenizer, self.trainer.timers)
         weight_check.compare_log_probs(
-            self.args, batch, engine.num_replicas, lambda args, b: pretrain_grpo.log_probs(args, self.trainer, b)
+            self.args, self.trainer.model, pretrain_grpo.forward_step, batch, engine.num_replicas
         )
 
 

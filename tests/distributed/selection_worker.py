@@ -21,6 +21,7 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
+from megatron_grpo.rollout.plan import RolloutPlan
 
 GROUPS, RATIO, ROUNDS = 5, 1.4, 2
 
@@ -41,9 +42,8 @@ def main() -> None:
         scorer = TableScorer(rewards) if engine.is_lead else None
         selection = Selection(engine, GROUPS, GENERATIONS, RATIO, ROUNDS, scorer, [1.0])
         drawn = prompts(prompts_to_draw(GROUPS, RATIO, ROUNDS), first=50)
-        batch, _ = collect_rollout(
-            engine, drawn, GENERATIONS, Sampling(9), scorer, Letters, 0, Timers(), selection=selection
-        )
+        plan = RolloutPlan(drawn, GENERATIONS, Sampling(9), 0, selection)
+        batch, _ = collect_rollout(engine, plan, scorer, Letters, Timers())
         unused, metrics = selection.close()
         facts = {"log": engine.log, "rows": batch.row_ids.tolist(), "groups": batch.group_ids.tolist()}
         facts |= {"samples": batch.sample_ids.tolist(), "rewards": batch.rewards.tolist()}

@@ -12,7 +12,7 @@ def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
     out = torchrun(2, WORKER, "reshard", tmp_path).stdout
     for layout in ("TP2 again", "TP2 SP", "DP2"):
         assert out.count(f"{layout}: all tensors equal\n") == 2, out  # one line from each rank
-    assert out.count("random states are seeded anew") == 1
+    assert out.count("random states are seeded again") == 1
     out = torchrun(1, WORKER, "one_rank", tmp_path).stdout
     assert out.count("one rank: all tensors equal") == 1
 
@@ -36,16 +36,17 @@ def test_checkpoints_move_between_all_layouts(tmp_path, torchrun, ranks, cases, 
 def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
     out = torchrun(2, WORKER, "refuse", tmp_path).stdout
     for message in (
-        r"is of another architecture: num_layers is 4 there and 2 here; hidden_size is 32 there and 64 here",
-        r"vocab_size is 100 there and 99 here",
+        r"is of another architecture: num_layers is 4 in the checkpoint and 2 in this run; "
+        + r"hidden_size is 32 in the checkpoint and 64 in this run",
+        r"vocab_size is 100 in the checkpoint and 99 in this run",
         r"is damaged: __1_0.distcp has 100 bytes instead of \d+",
         r"is damaged: __1_0.distcp is missing",
-        r"holds weights only, there is no optimizer to resume: give it as --pretrained-checkpoint",
+        r"holds weights only, no optimizer state to resume from: give the directory as --pretrained-checkpoint",
         r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --use-distributed-optimizer",
         r"does not hold decoder\.\S*[kq]_layernorm\S* \(and 1 more that this model has\)",
         r"checkpoint \S+ cannot be loaded: .*shape mismatch.*linear_fc1.weight",
         r"checkpoint files: .*Not a directory",
-        r"has the distributed optimizer's state as dp_reshardable, .* or start Adam anew with --no-load-optim",
+        r"has the distributed optimizer's state as dp_reshardable, .* or reset Adam with --no-load-optim",
         r"does not hold optimizer\.\S*mtp\S* \(and \d+ more of the optimizer's\): the run that wrote it did not train",
     ):
         lines = re.findall(rf"^refused on rank (\d): .*{message}", out, re.MULTILINE)

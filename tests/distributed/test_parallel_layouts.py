@@ -154,7 +154,9 @@ def test_layouts_of_experts_agree(model, tmp_path):
 
 @pytest.mark.distributed
 def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
-    """The loss and the advantage estimator of docs/algorithms.md, with the numbers of one process at TP2, PP2, DP2."""
+    """The loss, with a metric of its own, and the advantage estimator of docs/algorithms.md: TP2, PP2 and DP2 give the
+    numbers of one process.
+    """
     text = (REPO / "docs/algorithms.md").read_text()
     (tmp_path / "foo.py").write_text(re.search(r"```python\n(.*?)```", text, re.S).group(1))
     flags = f"--load-hf {tiny_models['qwen3']} --external-plugins {tmp_path}/foo.py"
@@ -162,6 +164,9 @@ def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
     layouts = ["TP1", f"TP2: {BUDGET}", "PP2: --micro-batch-size 2", f"DP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path / "out", "--layouts", *layouts)
     assert status == 0 and "4 of 4 layouts agree" in printed, printed
+    rows = [json.loads(line)["updates"] for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [len(updates) for updates in rows] == [2] * 4
+    assert all(abs(row["foo/power"] - 1) > 1e-3 for updates in rows for row in updates)  # rho^alpha, compared above
 
 
 @pytest.mark.distributed

@@ -75,7 +75,10 @@ def test_resumed_in_another_layout(stopped, reference, nproc, flags):
     shutil.copytree(stopped.save, save)
     run = Run(save, [*reference.flags, *flags], nproc).finish()
     assert run.resumed_from == STOP
-    assert re.search(r"was written in the layout .*'dp': 2.*random states are seeded anew, with 1234 \+ 6", run.log)
+    assert re.search(
+        r"was written with the parallel configuration .*'dp': 2.*random states are seeded again, with 1234 \+ 6",
+        run.log,
+    )
     assert iterations(save) == list(range(UPDATES + 1))
     rows, expected = (read_rows(directory / "metrics.jsonl") for directory in (save, reference.save))
     assert rows[STOP] == read_rows(stopped.save / "metrics.jsonl")[STOP]

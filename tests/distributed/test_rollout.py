@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from correction_loops import check_against_loops
+from importance_sampling_loops import check_against_loops
 from ranks import run_torchrun
 from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED
 from safetensors.torch import load_file, save_file
@@ -60,7 +60,7 @@ class Results:
     def mismatch(self, name: str) -> float:
         """Mean absolute difference between engine and trainer over the completions' tokens."""
         batch = self.batch(name)
-        gap = np.abs(batch.rollout_log_probs - self.trainer_log_probs(name))[batch.loss_mask == 1]
+        gap = np.abs(batch.rollout_log_probs - self.trainer_log_probs(name))[batch.response_mask == 1]
         assert len(gap) > 100 and np.isfinite(gap).all()
         return float(gap.mean())
 
@@ -183,17 +183,17 @@ def test_truncation_is_the_samplers(results, by_transformers, name):
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
-def test_corrections_of_a_recorded_rollout(results, mode):
+def test_importance_sampling_of_a_recorded_rollout(results, mode):
     """Of an engine with old weights: real ratios, of which each mode bounds some."""
     batch = results.batch("stale")
-    recorded = (results.trainer_log_probs("stale"), batch.rollout_log_probs, batch.loss_mask, batch.cu_seqlens)
+    recorded = (results.trainer_log_probs("stale"), batch.rollout_log_probs, batch.response_mask, batch.cu_seqlens)
     bound = float(np.exp(np.nanmedian(recorded[0] - recorded[1])))
     assert 0 < check_against_loops(mode, *recorded, bound, bound / 2) < 1
 
 
 def test_log_probs_come_when_asked_for(results):
     batch = results.batch("first")
-    assert np.array_equal(np.isnan(batch.rollout_log_probs), batch.loss_mask == 0)
+    assert np.array_equal(np.isnan(batch.rollout_log_probs), batch.response_mask == 0)
     assert np.isnan(results.batch("same seed").rollout_log_probs).all()
 
 
@@ -343,7 +343,7 @@ def test_constrained_completions_match(results, by_transformers):
     for text, ids, reason in zip(texts, completions(batch), batch.finish_reasons, strict=True):
         assert re.fullmatch(PATTERN, text)
         assert reason == FinishReason.STOP and ids[-1] == tokenizer.eos_token_id
-    gap = (batch.rollout_log_probs - results.trainer_log_probs("constrained"))[batch.loss_mask == 1]
+    gap = (batch.rollout_log_probs - results.trainer_log_probs("constrained"))[batch.response_mask == 1]
     assert gap.mean() > 0.1 and gap.min() > -1e-4  # what the pattern leaves has all the probability
 
 

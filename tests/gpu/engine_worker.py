@@ -27,10 +27,12 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 
@@ -50,7 +52,7 @@ class Worker:
         model, optimizer, _ = train_step.setup_optimizer(args, model)
         self.offloader = Offloader(model, optimizer, True, True, True)
         self.engine = build_engine(args, model, SimpleNamespace(eos_id=2, decode=None))
-        self.trainer = SimpleNamespace(model=model, engine=self.engine, timers=Timers(), iteration=1)
+        self.trainer = SimpleNamespace(args=args, model=model, engine=self.engine, timers=Timers(), iteration=1)
         ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, 24).tolist()
         # All alike: completions of one prompt can be equal by equal random numbers only.
         self.prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i in range(PROMPTS)]
@@ -58,14 +60,13 @@ class Worker:
     def wake(self) -> None:
         """As `Trainer.engine_awake` does: weights, sync, cache."""
         self.engine.wake_weights()
-        pretrain_grpo.sync(self.args, self.trainer)
+        Trainer.sync(self.trainer)
         self.engine.wake_cache()
 
     def rollout(self, seed: int, temperature: float = 1.0):
         sampling = Sampling(TOKENS, temperature, ignore_eos=True, log_probs=True)
-        batch, _ = collect_rollout(
-            self.engine, self.prompts, GENERATIONS, sampling, None, None, seed, self.trainer.timers
-        )
+        plan = RolloutPlan(self.prompts, GENERATIONS, sampling, seed)
+        batch, _ = collect_rollout(self.engine, plan, None, None, self.trainer.timers)
         return batch
 
     @staticmethod
@@ -78,8 +79,8 @@ class Worker:
         for chunk in unwrap_model(self.trainer.model):
             chunk.temperature = temperature
         batch = self.rollout(11, temperature)
-        ours = pretrain_grpo.log_probs(self.args, self.trainer, batch)
-        return float(np.abs(ours - batch.rollout_log_probs)[batch.loss_mask == 1].mean())
+        ours = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
+        return float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
 
     # ---- cases
 
@@ -122,7 +123,7 @@ class Worker:
                 self.engine.submit([Request(0, self.prompts[0].ids, Sampling(TOKENS, ignore_eos=True))])
                 for _ in range(3):
                     self.engine.poll()
-                pretrain_grpo.sync(self.args, self.trainer)
+                Trainer.sync(self.trainer)
             self.found["cache"] = None
         except GrpoError as error:
             self.found["cache"] = str(error)
@@ -139,7 +140,7 @@ class Worker:
                 for parameter in chunk.parameters():
                     parameter.add_(0.5 * parameter.flip(0))
         stale = self.mismatch(1.0)
-        pretrain_grpo.sync(self.args, self.trainer)
+        Trainer.sync(self.trainer)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]
 
     def sleep(self) -> None:

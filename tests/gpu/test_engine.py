@@ -57,8 +57,7 @@ def dense(tmp_path_factory, model):
     """One replica of a dense model, with CUDA graphs as in a run."""
     out = tmp_path_factory.mktemp("dense") / "out"
     cases = "seeds,queued,cache,weights"
-    flags = "--sleep-level", "1"
-    return found(out, 1, cases, model("qwen3", FLAT), *flags, env={"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"})[0]
+    return found(out, 1, cases, model("qwen3", FLAT), env={"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"})[0]
 
 
 @ONE_LAUNCH
@@ -124,7 +123,7 @@ def test_quantized_engine(tmp_path, model):
 @ONE_LAUNCH
 def test_two_replicas_share_no_samples(tmp_path, model, dense):
     """Nor do samples depend on which replica makes them, but for rounding."""
-    first, second = found(tmp_path / "out", 2, "seeds", model("qwen3", FLAT), "--sleep-level", "1")
+    first, second = found(tmp_path / "out", 2, "seeds", model("qwen3", FLAT))
     assert first == second and all_differ(first["a"], first["b"]) and first["c"] == first["a"]
     assert share_equal(first["a"], dense["a"]) > 0.8
 

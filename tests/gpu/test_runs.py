@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launch import REPO, engine_flags, torchrun
 
+pytestmark = pytest.mark.alone  # vLLM's sleep fails when another program takes memory of the GPU meanwhile
 GPU = """--bf16 --sleep-level 2 --offload-model --offload-optimizer --offload-gradients --check-weight-sync
     --use-distributed-optimizer --vllm-gpu-memory-utilization 0.1 --vllm-enforce-eager""".split()
 RUN = """--micro-batch-size 16 --global-batch-size 64 --num-generations 8 --max-prompt-length 8

@@ -95,14 +95,14 @@ BATCHES: list[Case] = [
     (
         "three sizes that disagree",
         flags("--global-batch-size 8 --steps-per-generation 2 --generation-batch-size 24"),
-        r"\(24\) must be global_batch_size \(8\) x steps_per_generation \(2\) = 16; any two of them give the third",
+        r"\(24\) must be global_batch_size \(8\) x steps_per_generation \(2\) = 16: leave one of the three out",
     ),
     ("group of one", flags("--num-generations 1"), r"--num-generations \(1\) must be at least 2"),
     ("empty batch", flags("--micro-batch-size 0"), r"--micro-batch-size \(0\) must be greater than 0"),
     (
         "budget below a sequence",
         lambda b: b.without("--micro-batch-size", "--global-batch-size", 8, "--max-tokens-per-microbatch", 11),
-        r"\(4\), as .* are 12 tokens: --max-tokens-per-microbatch \(11\) must be at least that",
+        r"\(4\) are 12 tokens, padded for .* 1: --max-tokens-per-microbatch \(11\) must be at least 12",
     ),
     ("updates", flags("--steps-per-generation 4"), r"\(2\) must be divisible by the updates per rollout \(4 = "),
     ("engines", flags("--vllm-tensor-parallel-size 2", 3), r"\(3\) must be divisible by --vllm-tensor-.* \(2\)"),
@@ -124,7 +124,7 @@ def no_template(bench: Bench) -> list[str]:
 
 DATA: list[Case] = [
     ("missing file", flags("--train-data-path gone.jsonl"), r"gone\.jsonl: no such file"),
-    ("directory", lambda b: ["--train-data-path", str(b.root)], r"is a directory: name the \.jsonl or \.parquet files"),
+    ("directory", lambda b: ["--train-data-path", str(b.root)], r"is a directory: give the \.jsonl or \.parquet files"),
     ("other kind of file", data("1", name="p.csv"), r"p\.csv: prompts are read from \.jsonl or \.parquet"),
     (
         "a row's own temperature",
@@ -139,14 +139,18 @@ DATA: list[Case] = [
     (
         "nothing but bad rows",
         lambda b: [*b.data('{"prompt": 1}'), "--bad-rows", "skip"],
-        r'no prompts left: left out 1 of 1 prompts that cannot be used: .*bad\.jsonl:1: "prompt" must be a string',
+        r'no prompts left: left out 1 of 1 prompts that are invalid: .*bad\.jsonl:1: "prompt" must be a string',
     ),
     (
         "weights for some",
         lambda b: ["--train-data-path", "0.5", str(b.train), str(b.train)],
         r"a weight before each file",
     ),
-    ("weight of nothing", lambda b: ["--train-data-path", "0", str(b.train)], r"weights are above 0"),
+    (
+        "weight of nothing",
+        lambda b: ["--train-data-path", "0", str(b.train)],
+        r"weights must be finite and greater than 0",
+    ),
     (
         "weights and epochs",
         lambda b: b.without("--train-iters", "--num-epochs", 1, "--train-data-path", 1, b.train),
@@ -170,7 +174,7 @@ DATA: list[Case] = [
     (
         "a key twice",
         data('{"prompt": "1", "prompt": "2"}'),
-        r'bad\.jsonl:1: not valid JSON \(the key "prompt" is there twice',
+        r'bad\.jsonl:1: not valid JSON \(the key "prompt" occurs twice',
     ),
     ("empty file", data(), r"no prompts: .*bad\.jsonl has no rows"),
     ("row without prompt", data('{"prompt": "1"}', '{"q": 2}'), r'jsonl:2: no prompt: expected .*"prompt".*, found q'),
@@ -199,7 +203,7 @@ DATA: list[Case] = [
     (
         "prompt too long",
         data('{"prompt": "1"}', '{"prompt": "123456789"}'),
-        r"bad\.jsonl:2: the prompt has 9 tokens, more than --max-prompt-length 8; raise it, or choose --truncation-",
+        r"bad\.jsonl:2: the prompt has 9 tokens, more than --max-prompt-length 8; raise it, or give --truncation-",
     ),
     (
         "all prompts too long",
@@ -219,7 +223,7 @@ DATA: list[Case] = [
 ]
 
 TOKENIZERS: list[Case] = [
-    ("missing", flags("--tokenizer-model gone"), r"--tokenizer-model gone: no such directory.*fetch a model"),
+    ("missing", flags("--tokenizer-model gone"), r"--tokenizer-model gone: no such directory.*download the model"),
     ("not in there", lambda b: ["--tokenizer-model", str(b.hf("tokenizer*"))], r"the directory has none of tokenizer"),
     ("damaged", lambda b: ["--tokenizer-model", b.hf_file("tokenizer.json", "{")[1]], r"cannot read this tokenizer"),
     (
@@ -245,7 +249,7 @@ REWARDS: list[Case] = [
     (
         "no route",
         lambda b: [*b.data('{"prompt": "1"}'), "--reward-routing", "x=exact_match"],
-        r":1: no --reward-routing for \"data_source\" None, only for x",
+        r":1: --reward-routing has no \"data_source\" None, only x",
     ),
     ("no plugin", flags("--external-plugins gone.py"), r"--external-plugins gone\.py: no such file"),
     ("syntax error", plugin("def f(:\n"), r"plugin\.py: line 2: SyntaxError: .*def f\(:"),
@@ -299,7 +303,7 @@ HUGGING_FACE: list[Case] = [
     (
         "extra tensor",
         lambda b: b.tensors(lambda tensors: tensors.update({"vision.weight": torch.zeros(2)})),
-        r"hf holds the tensor vision\.weight, for which the family has no place",
+        r"hf holds the tensor vision\.weight, which is not in the model family",
     ),
     (
         "missing tensor",
@@ -350,17 +354,21 @@ CHECKPOINTS: list[Case] = [
     ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to go back"),
     ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
     ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
-    ("the directory inside", inner_directory, r"it is a checkpoint itself: give .*"),
+    ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
     (
         "contradiction",
         lambda b: b.resume("--num-layers", "4"),
         r"--num-layers is 4, but the checkpoint .*run says 2: leave the flag out",
     ),
-    ("another architecture", smaller_model, r"hidden_size is 64 there and 32 here.*, or --use-checkpoint-args"),
+    (
+        "another architecture",
+        smaller_model,
+        r"hidden_size is 64 in the checkpoint and 32 in this run.*, or --use-checkpoint-args",
+    ),
     (
         "other data",
         lambda b: b.resume(*b.data(*map(json.dumps, ROWS[:6]))),
-        r"belongs to other data: .*number of prompts\) was 8 and is now 6; restore it, or start the data anew",
+        r"belongs to other data: .*number of prompts\) was 8 and is now 6; restore it, or restart the data",
     ),
     (
         "another reuse",
@@ -377,7 +385,7 @@ CHECKPOINTS: list[Case] = [
     (
         "two sources",
         lambda b: ["--pretrained-checkpoint", str(b.finished)],
-        r"--load-hf and --pretrained-checkpoint cannot both be given: the first weights come from one place",
+        r"--load-hf and --pretrained-checkpoint cannot both be given: the initial weights have one origin",
     ),
     (
         "over a run",

@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -45,6 +44,7 @@ def build(args) -> Trainer:
     return Trainer(
         args=args,
         model=parts.model,
+        forward_step=pretrain_grpo.forward_step,
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
         state_offloader=Offloader(parts.model, parts.optimizer, False, args.offload_gradients, args.offload_optimizer),
@@ -65,7 +65,7 @@ def cycle(args, trainer: Trainer) -> dict[str, float]:
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (16, 8)).tolist()
     sampling = Sampling(16, ignore_eos=True)
     trainer.timers.collect()
-    with trainer.engine_awake(partial(pretrain_grpo.sync, args, trainer), None), trainer.timers("rollout"):
+    with trainer.engine_awake(), trainer.timers("rollout"):
         makes_any = trainer.engine.replica is not None
         requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if makes_any else []
         with trainer.engine.rollout(seed=1):

@@ -32,6 +32,7 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import host_group, initialize_distributed, print_rank_0
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import families
@@ -73,9 +74,8 @@ class Benchmark:
     def ours(self, sampling: Sampling) -> int:
         """A rollout as training makes it; returns the completion tokens of all replicas."""
         generations = self.args.num_generations
-        batch, failures = collect_rollout(
-            self.engine, self.prompts, generations, sampling, self.scorer, self.tokenizer, 1, Timers()
-        )
+        plan = RolloutPlan(self.prompts, generations, sampling, seed=1)
+        batch, failures = collect_rollout(self.engine, plan, self.scorer, self.tokenizer, Timers())
         assert failures == 0
         return int(batch.completion_lengths.sum())
 

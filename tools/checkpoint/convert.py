@@ -49,9 +49,9 @@ from megatron_grpo.parallel.initialize import initialize_distributed, print_rank
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.arguments import merge_architecture
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, check_checksums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -119,7 +119,7 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
 
 def table(args: argparse.Namespace) -> list[Weight]:
     """The model's weights; GrpoError where one cannot be cut for the layout."""
-    weights = mapping.table(args)
+    weights = model_weights.table(args)
     for weight in weights:
         weight.shard_shape(tensor_parallel_size(args, weight))
     return weights

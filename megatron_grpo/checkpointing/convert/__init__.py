@@ -1,1 +1,1 @@
-"""Megatron checkpoints and Hugging Face directories, one made of the other without a model."""
+"""Conversion between Megatron checkpoints and Hugging Face directories, without building a model."""

@@ -1,8 +1,8 @@
-"""Hugging Face directory -> Megatron checkpoint and back, one tensor at a time, and the comparison of the two.
+"""Convert a Hugging Face directory to a Megatron checkpoint and back, one tensor at a time; compare the two.
 
-No model is built: mapping.table says what there is, torch_dist.py, torch_dist_writer.py and safetensors_files.py read
-and write it. Every process takes a share of the parameters, by bytes; none holds more than one of them. What reads or
-writes files of both sides is collective.
+No model is built: model_weights.table lists the parameters; torch_dist.py, torch_dist_writer.py and
+safetensors_files.py read and write them. Each process handles a share of the parameters, of about equal bytes, and
+holds one of them at a time. Functions that read or write files of both formats are collective.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import families, hf, mapping
+from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.hf import on_all_ranks
-from megatron_grpo.weights.layout import Weight
+from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 
 _TOKENS = 16
@@ -38,17 +38,17 @@ LOGITS_TOLERANCE = 1e-3  # of the largest logit, in float32
 
 
 def write_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
-    """What a parameter is written in when the model is written in `dtype`."""
+    """Return the dtype of a parameter in a model that is written in `dtype`."""
     return weight.dtype or dtype
 
 
 def distinct(weights: Sequence[Weight]) -> list[Weight]:
-    """The table without the copies that Hugging Face files hold of some parameters."""
+    """Return the table without the duplicates that Hugging Face files hold of some parameters."""
     return list({weight.name: weight for weight in reversed(weights)}.values())[::-1]
 
 
 def share(weights: Sequence[Weight], dtype: torch.dtype, rank: int, world_size: int) -> list[Weight]:
-    """The parameters, neighbours in the table, that are this rank's to write: about as many bytes for each."""
+    """Return the parameters, adjacent in the table, that this rank writes: about equal bytes for each rank."""
     sizes = [size_of([weight], dtype) for weight in weights]
     total, before, mine = sum(sizes), 0, []
     for weight, size in zip(weights, sizes, strict=True):
@@ -59,17 +59,17 @@ def share(weights: Sequence[Weight], dtype: torch.dtype, rank: int, world_size: 
 
 
 def size_of(weights: Sequence[Weight], dtype: torch.dtype) -> int:
-    """Bytes of these parameters when the model is written in `dtype`."""
+    """Return the bytes of these parameters in a model that is written in `dtype`."""
     return sum(prod(weight.shard_shape(1)) * write_dtype(weight, dtype).itemsize for weight in weights)
 
 
 def hf_to_megatron(
     args: Namespace, weights: Sequence[Weight], source: Safetensors, root: Path, dtype: torch.dtype
 ) -> None:
-    """Write the tensors of `source` as iteration 0 under `root`, cut for the layout of `args` (see torch_dist_writer).
+    """Write the tensors of `source` as iteration 0 under `root`, in chunks for the parallel configuration of `args`.
 
-    Beside it go the tokenizer and config.json, in {root}/hf_assets. GrpoError, on every rank and with nothing left
-    behind, when a tensor cannot be read or the disk refuses.
+    Copies tokenizer and config.json to {root}/hf_assets. Raises GrpoError on every rank, and removes the partial
+    checkpoint, when a tensor cannot be read or writing fails. Chunks: see torch_dist_writer.
     """
     distinct_weights = distinct(weights)
     _check_space(root, size_of(distinct_weights, dtype))
@@ -100,9 +100,10 @@ def megatron_to_hf(
     assets: str | Path | None,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write the checkpoint's tensors as a Hugging Face directory, which replaces one of that name.
+    """Write the checkpoint's tensors as a Hugging Face directory; an existing `out_dir` is replaced.
 
-    `assets`: where tokenizer files, generation_config.json and special token ids come from. GrpoError as above.
+    `assets`: source of tokenizer files, generation_config.json and special token ids. Raises GrpoError as
+    hf_to_megatron does.
     """
     out_dir = out_dir.resolve()
     config, places = families.for_args(args).hf_from_args(args), source.places(args, weights)
@@ -142,9 +143,10 @@ def megatron_to_hf(
 def verify(
     args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, source: Safetensors, dtype: torch.dtype
 ) -> int:
-    """Compare all tensors of both sides bit by bit, in the `dtype` that was written; returns how many of the files'.
+    """Compare all tensors of both formats bit for bit, in the `dtype` that was written.
 
-    Each rank compares a share. GrpoError names the first tensor that differs.
+    Returns the number of compared Hugging Face tensors. Each rank compares a share. Raises GrpoError, which names the
+    first tensor that differs.
     """
     weights = hf.check_tensors(source, weights)
     places = checkpoint.places(args, weights)
@@ -166,7 +168,7 @@ def verify(
 
 
 def _hf_parts(weight: Weight, tensor: Tensor) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """(name, index into the axis of experts if the Hugging Face tensor has one, its part) of a whole parameter."""
+    """Return (name, index of the expert if the tensor holds all experts, tensor) for each part of a full parameter."""
     index = (weight.expert,) if weight.all_experts and weight.expert is not None else ()
     return [(name, index, part) for name, part in zip(weight.hf, weight.split([tensor]), strict=True)]
 
@@ -174,11 +176,11 @@ def _hf_parts(weight: Weight, tensor: Tensor) -> list[tuple[str, tuple[int, ...]
 def compare_logits(
     args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
 ) -> str:
-    """Compare transformers' model of `hf_dir` with ours of the checkpoint on a few tokens, both in float32 with weights
-    as they are in `dtype`, which was written.
+    """Compare the logits of transformers' model of `hf_dir` and of this project's model of the checkpoint.
 
-    Returns what was found, or why nothing was: both models must fit into the available memory. GrpoError when they
-    differ by more than LOGITS_TOLERANCE.
+    Both run a few tokens in float32, with weights rounded to `dtype`, the one that was written. Returns the result as
+    text, or the reason why there is none: both models must fit into the available memory. Raises GrpoError when the
+    logits differ by more than LOGITS_TOLERANCE.
     """
     return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, hf_dir, dtype), hf_dir, "is another model")
 
@@ -195,9 +197,9 @@ def _compare_logits(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it names the multi-token-prediction layers, which it leaves out
+    logging.set_verbosity_error()  # it warns about the multi-token-prediction layers, which it ignores
     tokens = torch.randint(args.vocab_size, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    # Not every other implementation has all that a model asks for: soft caps, sinks.
+    # Other attention implementations lack features of some models: soft caps, sinks.
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
@@ -214,7 +216,7 @@ def _compare_logits(
 def _logits(
     args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Logits [tokens, padded vocabulary] of the checkpoint's model, built in this process alone."""
+    """Return the logits [tokens, padded vocabulary] of the checkpoint's model, built in this process only."""
     alone = copy(args)
     alone.bf16 = alone.fp16 = alone.perform_initialization = False
     alone.tensor_model_parallel_size = alone.pipeline_model_parallel_size = alone.expert_model_parallel_size = 1
@@ -222,7 +224,7 @@ def _logits(
     set_random_seed(alone.seed)
     model = model_provider(alone, pre_process=True, post_process=True).eval()
     places, by_name = checkpoint.places(args, weights), {weight.name: weight for weight in weights}
-    for name, tensor in mapping.named_weights([model]):
+    for name, tensor in model_weights.named_weights([model]):
         tensor.copy_(checkpoint.read(places[name]).to(write_dtype(by_name[name], dtype)))
     pack = packed_seq_params(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "local")
     positions = torch.arange(len(tokens))[None]
@@ -230,7 +232,7 @@ def _logits(
 
 
 def on_rank_0(step, directory: Path, problem: str = "cannot be written"):
-    """What `step`, called on rank 0 alone, returns there; GrpoError on every rank when it fails."""
+    """Call `step` on rank 0 only and return its result there; raise GrpoError on every rank when it fails."""
     return on_all_ranks(lambda: step() if dist.get_rank() == 0 else None, directory, problem)[0]
 
 
@@ -238,11 +240,11 @@ def _check_space(target: Path, size: int) -> None:
     existing = next(path for path in (target, *target.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if size > free:
-        raise GrpoError(f"{target} cannot be written: it takes {size / 1e9:.1f} GB, {free / 1e9:.1f} are free there")
+        raise GrpoError(f"{target} cannot be written: it needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
 def _progress(title: str, size: int) -> tqdm:
-    """A bar of rank 0's bytes with their rate: on a terminal, or elsewhere one line every half minute."""
+    """Return a progress bar of rank 0's bytes; without a terminal it prints one line every 30 seconds."""
     wait = 0.0 if sys.stderr.isatty() else 30.0
     return tqdm(
         total=size // dist.get_world_size(),

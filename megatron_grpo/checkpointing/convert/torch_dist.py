@@ -1,10 +1,10 @@
-"""The tensors of a megatron-core checkpoint (`torch_dist`), by their keys, read one by one without a model.
+"""Reader of the tensors in a megatron-core checkpoint (`torch_dist`), one by one and without a model.
 
-A checkpoint holds global tensors under keys, cut into chunks that lie in the files of the ranks that wrote them. Layers
-that are alike share a key, and so do experts: `decoder.layers.self_attention.linear_qkv.weight` has an axis for the
-layers in front. What is not alike has keys of its own, with the layer's number, and an expert may (see `spell`).
+A checkpoint stores global tensors under keys. Each tensor is split into chunks, in the files of the ranks that wrote
+them. Identical layers share a key, and so do experts: `decoder.layers.self_attention.linear_qkv.weight` has the layers
+as its first axis. Layers that differ have separate keys with the layer's number; experts may have, too (`place_of`).
 
-Nothing here depends on the layout that wrote a checkpoint: that decides only how the tensors are cut.
+The reader works for every parallel configuration of the writer, which affects only the chunks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Weight
-from megatron_grpo.weights.mapping import FUSED_NORMS
+from megatron_grpo.weights.model_weights import FUSED_NORMS
+from megatron_grpo.weights.parameter_mapping import Weight
 
 _LAYER = re.compile(r"((decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _TO_FUSED = {norm: fused for fused, norm in FUSED_NORMS.items()}
-# What a training checkpoint holds beside the model's tensors (its other keys hold pickled objects, not tensors).
+# Tensors of a training checkpoint that are not the model's (keys other than these hold pickled objects, not tensors).
 _NOT_THE_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a checkpoint: in tensor `key`, at `index` of axes in front that have these `sizes`."""
+    """Position of a parameter in a checkpoint: tensor `key`, at `index` of its additional first axes of `sizes`."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -50,11 +50,12 @@ class Place(NamedTuple):
         return self.key + "".join(f"[{number}]" for number in self.index)
 
 
-def spell(args: Namespace, name: str, layers: bool = True, experts: bool = True, fused: bool = True) -> Place:
-    """The place of parameter `name` (mapping.table's names) where `layers` share a key, `experts` share a key, and
-    norms have the names of Transformer Engine, which fuses them into the linear layer behind (`fused`).
+def place_of(args: Namespace, name: str, layers: bool = True, experts: bool = True, fused: bool = True) -> Place:
+    """Return the place of parameter `name` (a name of model_weights.table) in a checkpoint.
 
-    From sharded_state_dict of megatron-core's TransformerBlock, MultiTokenPredictionBlock and SequentialMLP.
+    `layers`, `experts`: whether all layers, all experts share a key. `fused`: whether norms have the names of
+    Transformer Engine, which fuses them into the following linear layer. The keys are those
+    of sharded_state_dict in megatron-core's TransformerBlock, MultiTokenPredictionBlock and SequentialMLP.
     """
     found = _LAYER.fullmatch(name)
     if not found:
@@ -76,26 +77,26 @@ def spell(args: Namespace, name: str, layers: bool = True, experts: bool = True,
 
 
 def written_places(args: Namespace, weights: Sequence[Weight]) -> dict[str, Place]:
-    """Parameter -> where a checkpoint of the built model has it (models/layer_specs.py gives norms their names)."""
+    """Return the place of each parameter in a checkpoint of the built model (names of norms: models/layer_specs.py)."""
     names = {weight.name for weight in weights}
-    # TransformerBlock's rule: layers share their keys unless some may be mixtures of experts and others not.
+    # As in TransformerBlock: layers share keys unless some may be mixtures of experts and others dense.
     alike = args.moe_layer_freq == 1
 
     def place(name: str) -> Place:
         found = _LAYER.fullmatch(name)
         rest = found[5] if found else name
-        # A norm is fused when the linear layer is there: attention with latents has no linear_qkv.
+        # A norm is fused only if its linear layer exists: latent attention has no linear_qkv.
         linear = _TO_FUSED.get(rest, "").replace("layer_norm_weight", "weight")
-        return spell(args, name, layers=alike, fused=name.removesuffix(rest) + linear in names)
+        return place_of(args, name, layers=alike, fused=name.removesuffix(rest) + linear in names)
 
     return {name: place(name) for name in names}
 
 
 def megatron_lm_args(directory: Path) -> dict[str, Any]:
-    """The arguments that Megatron-LM stored in a checkpoint's common.pt, {} when there are none.
+    """Return the arguments that Megatron-LM stored in a checkpoint's common.pt, {} when there are none.
 
-    It is read with torch's `weights_only`, which makes plain values and what megatron-core registers as safe, and
-    nothing else (a Namespace, enumerations, arrays: megatron/core/safe_globals.py); GrpoError names what there is more.
+    The file is read with torch's `weights_only`: plain values, and the types that megatron-core registers as safe
+    (Namespace, enumerations, arrays: megatron/core/safe_globals.py). Raises GrpoError, which names any other type.
     """
     try:
         common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
@@ -107,7 +108,7 @@ def megatron_lm_args(directory: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """A checkpoint's tensors, of which no more is read than is asked for; GrpoError names what is wrong with a file."""
+    """Reader of a checkpoint's tensors; it reads only what is requested. GrpoError names the file and the problem."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -154,30 +155,31 @@ class Checkpoint:
                 )
 
     def places(self, args: Namespace, weights: Sequence[Weight]) -> dict[str, list[Place]]:
-        """Parameter -> where it lies, in whichever spelling: in one place, or gate and up in two, to be concatenated.
+        """Return the places of each parameter, with any form of keys: one, or two (gate and up) to be concatenated.
 
-        GrpoError unless the checkpoint has exactly the model's tensors (optimizer aside), in the table's shapes.
+        Raises GrpoError unless the checkpoint has exactly the model's tensors (besides the optimizer's), in the table's
+        shapes.
         """
         found = {weight.name: self._find(args, weight) for weight in weights}
         claimed = {place.key for places in found.values() for place in places}
         if unclaimed := sorted(self.tensors.keys() - claimed):
             more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
             raise GrpoError(
-                f"checkpoint {self.directory} holds {unclaimed[0]}{more}, for which the family has no place"
+                f"checkpoint {self.directory} holds {unclaimed[0]}{more}, which is not in the model family's table"
             )
         return found
 
     def _find(self, args: Namespace, weight: Weight) -> list[Place]:
         for spelling in product((True, False), repeat=3):
-            place = spell(args, weight.name, *spelling)
+            place = place_of(args, weight.name, *spelling)
             for endings in (("",), ("_w", "_v")):  # megatron-core's singleton_local_shards: gate and up
                 places = [place._replace(key=place.key + ending) for ending in endings]
                 if all(place.key in self.tensors for place in places):
                     self._check(weight, places)
                     return places
         raise GrpoError(
-            f"checkpoint {self.directory} lacks {spell(args, weight.name).key} (the model's {weight.name}): it is of "
-            "another architecture than its arguments, or the --hf-config, say"
+            f"checkpoint {self.directory} lacks {place_of(args, weight.name).key} (the model's {weight.name}): its "
+            "architecture is not that of its stored arguments or of --hf-config"
         )
 
     def _check(self, weight: Weight, places: Sequence[Place]) -> None:
@@ -198,11 +200,11 @@ class Checkpoint:
                 )
 
     def read(self, places: Sequence[Place]) -> Tensor:
-        """One parameter whole, on the CPU: mapped from its file where it is one chunk there, else put together."""
-        parts = [self._at(place) for place in places]
+        """Return a full parameter on the CPU: memory-mapped if it is one chunk, else assembled from its chunks."""
+        parts = [self._read_place(place) for place in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _at(self, place: Place) -> Tensor:
+    def _read_place(self, place: Place) -> Tensor:
         axes = len(place.index)
         stored = self.tensors[place.key]
         shape = stored.size[axes:]
@@ -217,11 +219,11 @@ class Checkpoint:
                 whole = torch.empty(shape, dtype=stored.properties.dtype)
             whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets[axes:], part.shape, strict=True))] = part
         if whole is None or sum(prod(chunk.sizes[axes:]) for chunk in chunks) != prod(shape):
-            raise GrpoError(f"checkpoint {self.directory} is damaged: it holds {place} in part only")
+            raise GrpoError(f"checkpoint {self.directory} is damaged: it holds only a part of {place}")
         return whole
 
     def _chunks_by_index(self, key: str, axes: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
-        """Index into the first `axes` axes -> the chunks that hold a part of it."""
+        """Return, for each index of the first `axes` axes, the chunks that hold a part of it."""
         found = defaultdict(list)
         for chunk in self.tensors[key].chunks:
             ranges = [range(o, o + n) for o, n in zip(chunk.offsets[:axes], chunk.sizes[:axes], strict=True)]
@@ -230,13 +232,13 @@ class Checkpoint:
         return found
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A chunk as it lies in its file, where each is what torch.save writes."""
+        """Return a chunk, memory-mapped from its file, in which torch.save wrote each chunk."""
         info = self._stored[MetadataIndex(key, chunk.offsets)]
         memory = self._file(info.relative_path)
         try:
             with open(self.directory / info.relative_path, "rb") as stream:
                 view = _create_file_view(stream, info.offset, info.length)
-                meta = torch.load(view, map_location="meta", weights_only=True)  # reads all but the numbers
+                meta = torch.load(view, map_location="meta", weights_only=True)  # reads everything except the values
         except (RuntimeError, UnpicklingError, OSError) as error:
             raise GrpoError(f"{self.directory / info.relative_path}: {key} cannot be read: {error}") from None
         if meta.shape != chunk.sizes:

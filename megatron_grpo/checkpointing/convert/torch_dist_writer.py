@@ -1,8 +1,8 @@
-"""The tensors of a megatron-core checkpoint (`torch_dist`), made and written one by one, without a model.
+"""Writer of the tensors in a megatron-core checkpoint (`torch_dist`), one by one and without a model.
 
-A checkpoint can be read in any layout, whichever it is written for: that decides only how the tensors are cut. A chunk
-is the least that torch reads, so a checkpoint for tensor-parallel size n is cut into the shards of n ranks, each of
-which then reads its own; without a layout (size 1) every parameter is one chunk.
+A checkpoint can be loaded with any parallel configuration; the one that it is written for determines only the chunks.
+torch reads whole chunks, so a checkpoint for tensor-parallel size n has the shards of n ranks as chunks, and each rank
+reads only its own. With size 1 each parameter is one chunk.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.futures import Future
 from megatron_grpo.checkpointing.checkpoint import CONTENT_METADATA
 from megatron_grpo.checkpointing.convert.torch_dist import Place, written_places
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Read, Weight
+from megatron_grpo.weights.parameter_mapping import Read, Weight
 
 
 def tensor_parallel_size(args: Namespace, weight: Weight) -> int:
-    """Size of the tensor parallelism that splits a weight in the layout of `args`."""
+    """Return the size of the tensor parallelism that shards a weight: that of experts, or that of all others."""
     return args.tensor_model_parallel_size if weight.expert is None else args.expert_tensor_parallel_size
 
 
@@ -46,14 +46,15 @@ def write(
     dtype: torch.dtype,
     progress: Callable[[int], Any] = lambda size: None,
 ) -> None:
-    """Write a checkpoint's tensors into an empty directory, each made from Hugging Face's when its turn comes.
+    """Write a checkpoint's tensors into an empty directory; each is built from Hugging Face tensors just before.
 
-    `weights`: the table; `mine`: the part of it that this process writes. Collective where there is a process group.
-    `read`: see Weight.fill. `progress` is told each number of bytes written. GrpoError when reading or writing fails.
+    `weights`: the table. `mine`: the part of the table that this process writes. `read`: see Weight.fill. `progress`:
+    called with each number of bytes written. Collective if torch.distributed is initialized. Raises GrpoError when
+    reading or writing fails.
     """
     planner = _Planner(list(_cuts(args, written_places(args, weights), mine, dtype)), read, progress)
     crc32 = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # nothing checks it, and it costs more than all the rest
+    torch.serialization.set_crc32_options(False)  # no reader checks it, and it takes longer than everything else here
     try:
         torch_checkpoint.save({}, storage_writer=_Writer(directory), planner=planner, no_dist=not dist.is_initialized())
     except CheckpointException as error:
@@ -64,7 +65,7 @@ def write(
 
 
 def write_common(directory: Path) -> None:
-    """Write what makes the tensors a checkpoint of megatron-core: common.pt and metadata.json, as for weights alone."""
+    """Write common.pt and metadata.json of a checkpoint that holds weights only; readers need both files."""
     common = {
         "checkpoint_version": 3.0,
         "iteration": 0,
@@ -77,7 +78,7 @@ def write_common(directory: Path) -> None:
 
 
 class _Cut(NamedTuple):
-    """Lines [first, last) of a parameter, and the item of torch's plan that writes them."""
+    """Lines [first, last) of a parameter, and the item of torch's save plan that writes them."""
 
     weight: Weight
     first: int
@@ -86,7 +87,7 @@ class _Cut(NamedTuple):
 
 
 def _cuts(args: Namespace, places: dict[str, Place], weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[_Cut]:
-    """Each parameter cut into the shards of the layout's tensor-parallel ranks, gate and up of a shard apart."""
+    """Yield the chunks of each parameter: tensor-parallel shards, with gate and up of a shard in separate chunks."""
     for weight in weights:
         place, shape, axis = places[weight.name], weight.shard_shape(1), weight.lines_axis
         parts = _number_of_cuts(weight, args)
@@ -112,12 +113,12 @@ def _number_of_cuts(weight: Weight, args: Namespace) -> int:
     size = tensor_parallel_size(args, weight)
     lines = [shape[weight.axis] for shape in weight.part_shapes()]
     whole, ranks = (weight.layout(lines, n, weight.dims) for n in (1, size))
-    # Where ranks hold other lines than those at their place in the whole, they hold as many of each of its parts.
+    # If the shards are not contiguous in the full tensor, each one has an equal share of every part of it (gate, up).
     return size if whole == ranks else size * len(whole)
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer each chunk when it is asked for, and keeps one parameter at a time."""
+    """Save planner that builds each chunk when torch's writer requests it, and holds one parameter at a time."""
 
     def __init__(self, cuts: Sequence[_Cut], read: Read, progress: Callable[[int], Any]):
         super().__init__(flatten_state_dict=False)
@@ -129,35 +130,33 @@ class _Planner(DefaultSavePlanner):
         return SavePlan([cut.item for cut in self.cuts.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Without the default's search for overlapping chunks, which takes minutes with ten thousand experts."""
+        """Build the global plan without the default check for overlapping chunks: minutes with ten thousand experts."""
         return create_default_global_save_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         weight, first, last, item = self.cuts[write_item.index]
         assert item.tensor_data is not None
         if self.held is None or self.held[0] is not weight:
-            self.held = None  # before the next is made
+            self.held = None  # frees the last one before the next is allocated
             whole = torch.empty(weight.shard_shape(1), dtype=item.tensor_data.properties.dtype)
             weight.fill(whole, 0, 1, self.read)
             self.held = (weight, whole)
         whole = self.held[1]
         part = whole.narrow(weight.lines_axis, first, last - first)
         if part.shape != whole.shape:
-            part = part.clone(memory_format=torch.contiguous_format)  # torch.save would write the whole
+            part = part.clone(memory_format=torch.contiguous_format)  # torch.save would write the full tensor
         self.progress(part.nbytes)
         return part.view(item.tensor_data.chunk.sizes)
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """torch's own, except that it reads one chunk ahead, and lets go of a tensor when it is written; that one keeps the
-    last of each key.
-    """
+    """File writer that prefetches one chunk and frees each tensor after its write; torch's keeps the last per key."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
         with open(Path(self.path) / name, "wb") as stream:
-            for item, tensor in _one_ahead(planner.resolve_data, plan.items):
+            for item, tensor in _prefetch(planner.resolve_data, plan.items):
                 start = stream.tell()
                 torch.save(tensor, stream)
                 length = stream.tell() - start
@@ -167,8 +166,8 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         return done
 
 
-def _one_ahead(read: Callable[[WriteItem], Tensor], items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Each item with what is read for it; the next is read while one is used."""
+def _prefetch(read: Callable[[WriteItem], Tensor], items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, Tensor]]:
+    """Yield (item, its tensor); the next tensor is read in a thread meanwhile."""
     with ThreadPoolExecutor(1) as reader:
         last = None
         for item in items:

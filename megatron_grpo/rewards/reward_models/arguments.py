@@ -8,11 +8,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_grpo.rewards.reward_models.judge import DEFAULT_PATTERN, check_pattern, check_template
-from megatron_grpo.utils.arguments import Row
+from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive
 
-REWARD_MODELS: tuple[Row, ...] = (
+REWARD_MODELS: tuple[FlagRow, ...] = (
     ("--reward-model", [str], None, "NAME=DIR or NAME=URL: reward models, to be named in --reward-funcs"),
     ("--reward-model-template", [str], None, "NAME=FILE: it is a generative judge, and is asked this (Jinja)"),
     ("--reward-model-pattern", [str], None, "NAME=REGEX: the judge's score, in one group [Score: NUMBER]"),

@@ -13,7 +13,7 @@ from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.utils.errors import EngineLost, GrpoError
-from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, Silence
+from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, RequestTimeout
 
 WATCH_INTERVAL = 2.0  # seconds between two probes of a server; shorter than any restart
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
@@ -104,7 +104,7 @@ class ServerPool:
         for retry in range(RETRIES):
             try:
                 return await server.status(PROBE_TIMEOUT)
-            except Silence:
+            except RequestTimeout:
                 raise
             except Fault as fault:
                 if not fault.retryable:
@@ -279,7 +279,7 @@ class ServerPool:
         fault = task.exception()
         if server.lost is not None:
             return
-        if isinstance(fault, Silence):
+        if isinstance(fault, RequestTimeout):
             server.failures = max(server.failures, 1)  # no new requests; running ones stay until the time-out
             return
         if isinstance(fault, Fault):

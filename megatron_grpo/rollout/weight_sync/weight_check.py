@@ -22,9 +22,11 @@ from megatron.core import parallel_state
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.errors import GrpoError
 
 PROMPTS_PER_REPLICA, PROBE_TOKENS, PROBE_SEED = 4, 16, 0
@@ -70,19 +72,20 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
     )
     # Without the rows' own sampling: a constrained completion has other log-probabilities.
     prompts = [replace(prompts[i % len(prompts)], sampling_fields={}) for i in range(count)]
-    batch, _ = collect_rollout(engine, prompts, 1, sampling, None, tokenizer, PROBE_SEED, timers)
+    plan = RolloutPlan(prompts, 1, sampling, PROBE_SEED)
+    batch, _ = collect_rollout(engine, plan, None, tokenizer, timers)
     return batch
 
 
 def compare_log_probs(
-    args: Namespace, batch: RolloutBatch, num_replicas: int, log_probs: Callable[[Namespace, RolloutBatch], np.ndarray]
+    args: Namespace, model: forward.Model, forward_step: Callable, batch: RolloutBatch, num_replicas: int
 ) -> None:
-    """Raise GrpoError if the trainer's ``log_probs`` of a probe differ from the engine's. Collective."""
+    """Raise GrpoError if the model's log-probabilities of a probe differ from the engine's. Collective."""
     one_by_one = copy.copy(args)  # the probe is not a multiple of a run's micro-batches
     one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
-    gap = np.abs(log_probs(one_by_one, batch) - batch.rollout_log_probs)
+    gap = np.abs(forward.log_probs(one_by_one, model, forward_step, batch) - batch.rollout_log_probs)
     replica = np.repeat(batch.sample_ids % num_replicas, batch.lengths)
-    means = [float(gap[(replica == r) & (batch.loss_mask == 1)].mean()) for r in range(num_replicas)]
+    means = [float(gap[(replica == r) & (batch.response_mask == 1)].mean()) for r in range(num_replicas)]
     worst, limit = int(np.argmax(means)), largest_mismatch(args)  # nan is the largest
     if not means[worst] <= limit:
         raise GrpoError(

@@ -1,4 +1,4 @@
-"""The model families that are supported. A new one is a module like qwen3.py and a name in FAMILIES."""
+"""Supported model families. To add a family, write a module like qwen3.py and add it to FAMILIES."""
 
 from argparse import Namespace
 
@@ -45,7 +45,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def for_hf_config(config: Config) -> Family:
-    """The family of a config.json: by `architectures`, by `model_type` where there are none; GrpoError if unknown."""
+    """Return the family of a config.json by `architectures`, else by `model_type`; raise GrpoError if unknown."""
     names = config.get("architectures") or []
     for family in FAMILIES.values():
         if family.architecture in names or (not names and config.get("model_type") == family.name):
@@ -56,7 +56,7 @@ def for_hf_config(config: Config) -> Family:
 
 
 def for_args(args: Namespace) -> Family:
-    """The family that --model-family (or the checkpoint it was filled from) names; GrpoError if unknown."""
+    """Return the family named by --model-family or by the checkpoint's arguments; raise GrpoError if unknown."""
     if args.model_family not in FAMILIES:
         raise GrpoError(f"--model-family is {args.model_family!r}: give one of {', '.join(FAMILIES)}, or --load-hf DIR")
     return FAMILIES[args.model_family]

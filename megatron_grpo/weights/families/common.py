@@ -1,4 +1,4 @@
-"""What every family shares: the Family record and the part of config.json that dense models have in common."""
+"""Code that all families share: the Family record, and the keys of config.json that dense models have in common."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from megatron_grpo.models.rope import check_scaling
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Row, fused, grouped_qkv, stacked, untied, vocabulary
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, fused, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
 
-# Rotary embedding, RMSNorm and SwiGLU without biases: true of most families here.
+# Arguments of most families: rotary embedding, RMSNorm, and SwiGLU without biases.
 COMMON = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
-# What only some families have: argument -> its value in a model without. A family that has it says so in `fixed`, or
-# reads and writes it; all others refuse it.
+# Features of some families only: argument -> its value in a model without the feature. A family with the feature sets
+# the argument in `fixed`, or in `read` and `write`; all other families refuse it.
 ABSENT: dict[str, Any] = {
     "window_size": None,
     "window_attn_skip_freq": None,
@@ -42,9 +42,11 @@ DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 MCORE = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
 
-EMBEDDING = Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0)
-OUTPUT = Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied)
-QKV_BIAS = Row(
+EMBEDDING = ParameterMapping(
+    "embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, vocabulary, axis=0
+)
+OUTPUT = ParameterMapping("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0, when=untied)
+QKV_BIAS = ParameterMapping(
     MCORE + "self_attention.linear_qkv.bias",
     {HF + "self_attn.q_proj.bias": "q", HF + "self_attn.k_proj.bias": "kv", HF + "self_attn.v_proj.bias": "kv"},
     grouped_qkv,
@@ -52,16 +54,16 @@ QKV_BIAS = Row(
     when=lambda args, layer: args.add_qkv_bias,
 )
 DENSE_MLP = (
-    Row(
+    ParameterMapping(
         MCORE + "mlp.linear_fc1.weight",
         {HF + "mlp.gate_proj.weight": "ffn hidden", HF + "mlp.up_proj.weight": "ffn hidden"},
         stacked,
         axis=0,
     ),
-    Row(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
+    ParameterMapping(MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": "hidden ffn"}, axis=1),
 )
 FUSED_MLP = (
-    Row(
+    ParameterMapping(
         MCORE + "mlp.linear_fc1.weight",
         {HF + "mlp.gate_up_proj.weight": "two_ffn hidden"},
         fused(stacked, "ffn", "ffn"),
@@ -71,9 +73,9 @@ FUSED_MLP = (
 )
 
 
-def grouped_attention(*more: Row) -> tuple[Row, ...]:
-    """Grouped-query attention; `more` are the rows that a family adds after the QKV weight."""
-    qkv = Row(
+def grouped_attention(*more: ParameterMapping) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of grouped-query attention; `more`: mappings that a family adds after the QKV weight."""
+    qkv = ParameterMapping(
         MCORE + "self_attention.linear_qkv.weight",
         {
             HF + "self_attn.q_proj.weight": "q hidden",
@@ -83,50 +85,56 @@ def grouped_attention(*more: Row) -> tuple[Row, ...]:
         grouped_qkv,
         axis=0,
     )
-    projection = Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1)
+    projection = ParameterMapping(
+        MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1
+    )
     return (qkv, *more, projection)
 
 
-def dense_rows(*attention: Row) -> tuple[Row, ...]:
-    """The table of a dense Llama-like model; `attention` are the rows that a family adds after the QKV weight."""
-    return decoder_rows(grouped_attention(*attention), DENSE_MLP)
+def dense_mappings(*attention: ParameterMapping) -> tuple[ParameterMapping, ...]:
+    """Return the table of a dense Llama-like model; `attention`: mappings that a family adds after the QKV weight."""
+    return decoder_mappings(grouped_attention(*attention), DENSE_MLP)
 
 
-def decoder_rows(
-    attention: Sequence[Row], mlp: Sequence[Row], pre_mlp_norm: str = "post_attention_layernorm"
-) -> tuple[Row, ...]:
-    """The table of a Llama-like model with these rows for attention and MLP; `pre_mlp_norm`: the norm between them."""
+def decoder_mappings(
+    attention: Sequence[ParameterMapping],
+    mlp: Sequence[ParameterMapping],
+    pre_mlp_norm: str = "post_attention_layernorm",
+) -> tuple[ParameterMapping, ...]:
+    """Return the table of a Llama-like model; `pre_mlp_norm`: Hugging Face name of the norm before the MLP."""
     return (
         EMBEDDING,
-        Row(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
+        ParameterMapping(MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": "hidden"}),
         *attention,
-        Row(MCORE + "pre_mlp_layernorm.weight", {HF + f"{pre_mlp_norm}.weight": "hidden"}),
+        ParameterMapping(MCORE + "pre_mlp_layernorm.weight", {HF + f"{pre_mlp_norm}.weight": "hidden"}),
         *mlp,
-        Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
+        ParameterMapping("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
         OUTPUT,
     )
 
 
-def sandwich_norms(attention: str, mlp: str) -> tuple[Row, Row]:
-    """The norms behind attention and MLP (--sandwich-norm), by their Hugging Face names."""
+def sandwich_norms(attention: str, mlp: str) -> tuple[ParameterMapping, ParameterMapping]:
+    """Return the mappings of the norms after attention and MLP (--sandwich-norm), given their Hugging Face names."""
     return (
-        Row(MCORE + "self_attention.linear_proj.post_layernorm.weight", {HF + f"{attention}.weight": "hidden"}),
-        Row(MCORE + "mlp.linear_fc2.post_layernorm.weight", {HF + f"{mlp}.weight": "hidden"}),
+        ParameterMapping(
+            MCORE + "self_attention.linear_proj.post_layernorm.weight", {HF + f"{attention}.weight": "hidden"}
+        ),
+        ParameterMapping(MCORE + "mlp.linear_fc2.post_layernorm.weight", {HF + f"{mlp}.weight": "hidden"}),
     )
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
-    """config[key]; GrpoError when it is missing or null."""
+    """Return config[key]; raise GrpoError when it is missing or null."""
     if config.get(key) is None:
         raise GrpoError(f"config.json lacks {key!r}: it does not describe a model of type {config.get('model_type')!r}")
     return config[key]
 
 
 def rope_of(config: Config, partial: bool = False) -> tuple[int | float, float, Config | None]:
-    """(theta, share of a head that is rotated, scaling as in models/rope.py) of the rotary embedding.
+    """Return (theta, fraction of a head that is rotated, scaling as in models/rope.py) of the rotary embedding.
 
-    Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5). Raises
-    GrpoError for a share less than 1, but for families that may have one (`partial`).
+    Reads both formats: `rope_theta` and `rope_scaling` (transformers 4), and `rope_parameters` (transformers 5). Raises
+    GrpoError for a fraction less than 1 unless `partial` allows it.
     """
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
@@ -134,74 +142,79 @@ def rope_of(config: Config, partial: bool = False) -> tuple[int | float, float, 
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000
     percent = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if percent != 1.0 and not partial:
-        raise GrpoError(f"config.json has partial_rotary_factor {percent}: this family rotates whole heads only")
+        raise GrpoError(f"config.json has partial_rotary_factor {percent}: this family supports 1.0 only")
     old = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or old or "default"
     original = config.get("original_max_position_embeddings")
-    if original and kind in ("llama3", "yarn", "longrope"):  # transformers prefers it to the one inside
+    if original and kind in (
+        "llama3",
+        "yarn",
+        "longrope",
+    ):  # transformers prefers this key to the inner one
         rope["original_max_position_embeddings"] = original
     scaling = {"rope_type": kind, **{name: value for name, value in rope.items() if value is not None}}
     return int(theta) if theta == int(theta) else theta, percent, None if kind == "default" else scaling
 
 
 def read_rope(config: Config, partial: bool = False) -> dict[str, Any]:
-    """Arguments of the rotary embedding; `partial` as in rope_of."""
+    """Return the arguments of the rotary embedding; `partial`: see rope_of."""
     theta, percent, scaling = rope_of(config, partial)
     check_scaling(scaling, need(config, "max_position_embeddings"))
     return {"rotary_base": theta, "rotary_percent": percent, "rope_scaling": scaling}
 
 
 def read_partial_rope(config: Config) -> dict[str, Any]:
-    """Arguments of a rotary embedding that may turn a part of every head only."""
+    """Return the arguments of a rotary embedding that may rotate only a part of each head."""
     return read_rope(config, partial=True)
 
 
 def write_rope(args: Namespace) -> Config:
-    """The keys that read_rope reads."""
+    """Return the config.json keys that read_rope reads."""
     if args.rotary_percent != 1.0:
-        raise GrpoError(f"model family {args.model_family} rotates whole heads: not --rotary-percent")
+        raise GrpoError(f"model family {args.model_family} rotates whole heads: leave out --rotary-percent")
     return rope_keys(args, args.rope_scaling)
 
 
 def write_partial_rope(args: Namespace) -> Config:
-    """The keys that read_partial_rope reads."""
+    """Return the config.json keys that read_partial_rope reads."""
     keys = rope_keys(args, args.rope_scaling)
     part = {"partial_rotary_factor": args.rotary_percent}
     return {**keys, **part, "rope_parameters": {**keys["rope_parameters"], **part}}
 
 
 def rope_keys(args: Namespace, scaling: Mapping[str, Any] | None) -> Config:
-    """Both spellings, because readers of either kind take a default theta in silence when theirs is missing."""
+    """Return the keys in both formats: a reader of either one silently uses a default theta when its key is missing."""
     parameters = {"rope_theta": args.rotary_base, **(scaling or {"rope_type": "default"})}
     return {"rope_theta": args.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: names, the table of its weights, and its configuration in both directions.
+    """One model family: its names, its table of parameter mappings, and the translation of config.json both ways.
 
-    `fixed`: arguments that every member has. `read(config)`: the family's own arguments from a config.json, GrpoError
-    for what cannot be represented. `write(args)`: the config.json keys that `read` reads. `read_rope` and `write_rope`
-    do the same for the rotary embedding. `mtp_rows`: what a multi-token-prediction layer has beside its decoder layer;
-    none in families without such layers. `activation`: the key of config.json that names the activation function of the
-    MLP, and the name.
+    `fixed`: arguments with the same value in all models of the family.
+    `read(config)`: the family's other arguments from a config.json; GrpoError for an unsupported setting.
+    `write(args)`: the config.json keys that `read` reads.
+    `read_rope`, `write_rope`: the same for the rotary embedding.
+    `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
+    `activation`: config.json key of the MLP's activation function, and its value.
     """
 
     name: str
     architecture: str
-    rows: tuple[Row, ...]
+    mappings: tuple[ParameterMapping, ...]
     fixed: Mapping[str, Any]
     read: Callable[[Config], dict[str, Any]]
     write: Callable[[Namespace], Config]
     read_rope: Callable[[Config], dict[str, Any]] = read_rope
     write_rope: Callable[[Namespace], Config] = write_rope
-    mtp_rows: tuple[Row, ...] = ()
+    mtp_mappings: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:
-        """Argument values (by Megatron-LM's attribute names) of the model that a config.json describes.
+        """Return the arguments (Megatron-LM's attribute names -> values) of the model that a config.json describes.
 
-        Raises GrpoError for a missing key, or for a setting that the model built from these arguments would not have.
+        Raises GrpoError for a missing key, or for a setting that cannot be expressed by the arguments.
         """
         try:
             key, activation = self.activation
@@ -217,14 +230,14 @@ class Family:
             raise GrpoError(f"config.json has a value of the wrong type: {error}") from error
 
     def hf_from_args(self, args: Namespace) -> Config:
-        """The config.json of the model that `args` describe; the inverse of args_from_hf.
+        """Return the config.json of the model that `args` describe; the inverse of args_from_hf.
 
-        Raises GrpoError when an argument has a value that no member of the family has.
+        Raises GrpoError when an argument has a value that no model of the family has.
         """
         self._check(args, self.fixed)
         names = dict([("architectures", [self.architecture]), ("model_type", self.name), self.activation])
         config = {**names, **_write_common(args), **self.write_rope(args), **self.write(args)}
-        written = self.args_from_hf(config)  # a part that the family does not have, or not so, is not in there
+        written = self.args_from_hf(config)  # lacks a feature that the family cannot express
         self._check(args, {dest: written[dest] for dest in ABSENT})
         return config
 
@@ -238,7 +251,7 @@ class Family:
 
 
 def refuse_bias(config: Config, *keys: str) -> None:
-    """Raise GrpoError when one of these bias switches is on."""
+    """Raise GrpoError when one of these bias keys is true."""
     for key in keys:
         if config.get(key):
             raise GrpoError(f"config.json has {key} true: this family is supported without these biases only")
@@ -284,12 +297,12 @@ def _write_common(args: Namespace) -> Config:
 
 
 def head_dim(config: Config) -> int:
-    """Size of an attention head: config["head_dim"], or the hidden size shared out among the heads."""
+    """Return the size of an attention head: config["head_dim"], or hidden_size / num_attention_heads."""
     return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
 
 
 def refuse_head_dim(args: Namespace) -> None:
-    """Raise GrpoError when heads have a size of their own, which the family's config.json cannot say."""
+    """Raise GrpoError unless a head has hidden_size / num_attention_heads channels: config.json has no other key."""
     if args.kv_channels * args.num_attention_heads != args.hidden_size:
         raise GrpoError(
             f"model family {args.model_family} has heads of hidden_size / num_attention_heads channels: kv_channels "

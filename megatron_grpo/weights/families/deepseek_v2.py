@@ -1,4 +1,7 @@
-"""DeepSeek-V2-Lite and its kin: latent attention, a softmax router, shared experts (arXiv:2405.04434)."""
+"""DeepSeek-V2-Lite and models with its architecture: latent attention, softmax router, shared experts.
+
+Source: arXiv:2405.04434.
+"""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -6,19 +9,20 @@ from typing import Any
 
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.families.common import COMMON, Config, Family, decoder_rows, need
+from megatron_grpo.weights.families.common import COMMON, Config, Family, decoder_mappings, need
 from megatron_grpo.weights.families.mla import ATTENTION, FIXED, read_mla, read_mla_rope, write_mla, write_mla_rope
 from megatron_grpo.weights.families.moe import MLP, read_moe, write_moe
 
-# Keys of DeepSeek's own code; Megatron-Core scores groups by another rule than group_limited_greedy.
-_ONLY = {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1, "norm_topk_prob": False}
+# Supported values of keys of DeepSeek's own code. Not group_limited_greedy: Megatron-Core scores groups in another way.
+_SUPPORTED = {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1, "norm_topk_prob": False}
 
 
-def read_deepseek_moe(config: Config, only: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of routed and shared experts in all layers but the first ones; `only`: keys of config.json with the one
-    value that is supported.
+def read_deepseek_moe(config: Config, supported: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of routed and shared experts; the first layers are dense.
+
+    `supported`: config.json key -> the only supported value.
     """
-    for key, value in only.items():
+    for key, value in supported.items():
         if config.get(key, value) != value:
             raise GrpoError(f"config.json has {key} {config[key]}: only {value} is supported")
     layers, first = need(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
@@ -33,18 +37,18 @@ def read_deepseek_moe(config: Config, only: Mapping[str, Any]) -> dict[str, Any]
 
 
 def write_deepseek_moe(args: Namespace) -> Config:
-    """The keys that read_deepseek_moe reads, but for `only`."""
+    """Return the config.json keys that read_deepseek_moe reads, except those of `supported`."""
     sparse = moe_layers(args)
     first, shared = sparse.index(True), args.moe_shared_expert_intermediate_size or 0
     if not all(sparse[first:]):
         raise GrpoError(
-            f"model family {args.model_family} has its dense layers before all others: not moe_layer_freq "
+            f"model family {args.model_family} has all dense layers before the expert layers, but moe_layer_freq is "
             f"{args.moe_layer_freq}"
         )
     if shared % args.moe_ffn_hidden_size:
         raise GrpoError(
-            f"moe_shared_expert_intermediate_size ({shared}) is no multiple of moe_ffn_hidden_size "
-            f"({args.moe_ffn_hidden_size}): model family {args.model_family} has shared experts of an expert's size"
+            f"moe_shared_expert_intermediate_size ({shared}) is not a multiple of moe_ffn_hidden_size "
+            f"({args.moe_ffn_hidden_size}): {args.model_family} has shared experts of a routed expert's size"
         )
     return {
         **write_moe(args),
@@ -56,17 +60,17 @@ def write_deepseek_moe(args: Namespace) -> Config:
 
 
 def _read(config):
-    return {**read_mla(config), **read_deepseek_moe(config, _ONLY)}
+    return {**read_mla(config), **read_deepseek_moe(config, _SUPPORTED)}
 
 
 def _write(args):
-    return {**write_mla(args), **write_deepseek_moe(args), **_ONLY, "n_group": 1, "topk_group": 1}
+    return {**write_mla(args), **write_deepseek_moe(args), **_SUPPORTED, "n_group": 1, "topk_group": 1}
 
 
 FAMILY = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    rows=decoder_rows(ATTENTION, MLP),
+    mappings=decoder_mappings(ATTENTION, MLP),
     fixed={
         **COMMON,
         **FIXED,

@@ -1,24 +1,24 @@
-"""Gemma 2 (arXiv:2408.00118): norms before and after each half of a layer, a window in every second one, soft caps."""
+"""Gemma 2 (arXiv:2408.00118): norms before and after attention and MLP, alternating sliding windows, soft caps."""
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     DENSE,
     DENSE_MLP,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     need,
     refuse_bias,
     sandwich_norms,
 )
 from megatron_grpo.weights.families.windows import read_windows, write_windows
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
-def gemma_rows(*attention: Row) -> tuple[Row, ...]:
-    """The table of Gemma 2 and 3; `attention` are the rows that come after the QKV weight."""
+def gemma_mappings(*attention: ParameterMapping) -> tuple[ParameterMapping, ...]:
+    """Return the table of Gemma 2 and 3; `attention`: mappings to add after the QKV weight."""
     post_attention, post_mlp = sandwich_norms("post_attention_layernorm", "post_feedforward_layernorm")
-    return decoder_rows(
+    return decoder_mappings(
         (*grouped_attention(*attention), post_attention), (*DENSE_MLP, post_mlp), "pre_feedforward_layernorm"
     )
 
@@ -36,22 +36,22 @@ ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def read_gemma(config, full_every):
-    """Arguments that Gemma 2 and 3 have; `full_every`: how often a layer without a window comes."""
+    """Return the arguments of Gemma 2 and 3; every `full_every`-th layer has no window."""
     refuse_bias(config, "attention_bias", "use_bidirectional_attention")
     need(config, "sliding_window")
     return {
         **read_windows(config, lambda layer: (layer + 1) % full_every),
         "kv_channels": need(config, "head_dim"),
         "softmax_scale": need(config, "query_pre_attn_scalar") ** -0.5,
-        # transformers' default for Gemma, and left out where it holds
+        # true is transformers' default for Gemma; it omits the key then
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
     }
 
 
 def write_gemma(args):
-    """The keys that read_gemma reads."""
+    """Return the config.json keys that read_gemma reads."""
     if args.softmax_scale is None or args.window_size is None:
-        raise GrpoError(f"model family {args.model_family} has --softmax-scale and --window-size: give both")
+        raise GrpoError(f"model family {args.model_family} needs --softmax-scale and --window-size: give both")
     return {
         **write_windows(args),
         "head_dim": args.kv_channels,
@@ -63,7 +63,7 @@ def write_gemma(args):
 def _read(config):
     found = read_gemma(config, full_every=2)
     if found["untie_embeddings_and_output_weights"]:
-        raise GrpoError("config.json has tie_word_embeddings false, but vLLM's Gemma 2 has no output layer of its own")
+        raise GrpoError("config.json has tie_word_embeddings false, but vLLM's Gemma 2 has no separate output layer")
     return {
         **found,
         "attn_logit_softcapping": config.get("attn_logit_softcapping", 50.0),
@@ -79,7 +79,7 @@ def _write(args):
 FAMILY = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
-    rows=gemma_rows(),
+    mappings=gemma_mappings(),
     fixed={**FIXED, "qk_layernorm": False, "untie_embeddings_and_output_weights": False},
     read=_read,
     write=_write,

@@ -1,16 +1,20 @@
-"""Gemma 3's language models (arXiv:2503.19786): norms on query and key heads in place of Gemma 2's soft caps, and a
-window in five of six layers, with a rotary base of their own.
+"""Gemma 3, language model only (arXiv:2503.19786).
+
+Differences from Gemma 2: norms on query and key heads instead of soft caps; sliding windows in five of six layers,
+which have a separate rotary base.
 """
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import Family, read_rope, write_rope
-from megatron_grpo.weights.families.gemma2 import ACTIVATION, FIXED, gemma_rows, read_gemma, write_gemma
+from megatron_grpo.weights.families.gemma2 import ACTIVATION, FIXED, gemma_mappings, read_gemma, write_gemma
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
 
 
 def _read(config):
     if config.get("attn_logit_softcapping"):
-        raise GrpoError("config.json has attn_logit_softcapping: no Gemma 3 has it, and transformers ignores it")
+        raise GrpoError(
+            "config.json has attn_logit_softcapping, which transformers ignores for Gemma 3: remove the key"
+        )
     return {
         **read_gemma(config, config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
@@ -26,7 +30,7 @@ def _write(args):
 
 
 def _read_rope(config):
-    """`rope_local_base_freq` beside `rope_theta` (transformers 4), or `rope_parameters` of both kinds of layers (5)."""
+    """Read `rope_theta` and `rope_local_base_freq` (transformers 4), or `rope_parameters` per kind of layer (5)."""
     by_kind = config.get("rope_parameters") or {}
     full, local = by_kind.get("full_attention"), by_kind.get("sliding_attention")
     if not (full and local):
@@ -37,7 +41,7 @@ def _read_rope(config):
     if windowed["rope_scaling"] or (whole["rope_scaling"] or {"rope_type": "linear"})["rope_type"] != "linear":
         raise GrpoError(
             f"config.json has rope scaling {whole['rope_scaling']} and, in layers with a window, "
-            f"{windowed['rope_scaling']}: supported is 'linear' in layers without a window"
+            f"{windowed['rope_scaling']}: only 'linear' in layers without a window is supported"
         )
     return {**whole, "rotary_base_local": windowed["rotary_base"]}
 
@@ -52,7 +56,7 @@ def _write_rope(args):
 FAMILY = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    rows=gemma_rows(*HEAD_NORMS),
+    mappings=gemma_mappings(*HEAD_NORMS),
     fixed={**FIXED, "qk_layernorm": True},
     read=_read,
     write=_write,

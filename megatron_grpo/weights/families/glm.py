@@ -1,12 +1,12 @@
-"""GLM-4 of 2024 (GlmForCausalLM): GLM-4 without the norms behind attention and MLP."""
+"""GLM-4 of 2024 (GlmForCausalLM): as Glm4ForCausalLM, without the norms after attention and MLP."""
 
 from megatron_grpo.weights.families import glm4
-from megatron_grpo.weights.families.common import FUSED_MLP, Family, decoder_rows, write_partial_rope
+from megatron_grpo.weights.families.common import FUSED_MLP, Family, decoder_mappings, write_partial_rope
 
 FAMILY = Family(
     name="glm",
     architecture="GlmForCausalLM",
-    rows=decoder_rows(glm4.ATTENTION, FUSED_MLP),
+    mappings=decoder_mappings(glm4.ATTENTION, FUSED_MLP),
     fixed=glm4.FIXED,
     read=glm4.read,
     write=glm4.write,

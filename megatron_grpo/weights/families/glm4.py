@@ -1,11 +1,11 @@
-"""GLM-4 of 2025 (Glm4ForCausalLM): norms before and after each half of a layer, half of every head rotated in pairs."""
+"""GLM-4 of 2025 (Glm4ForCausalLM): norms before and after attention and MLP; half of each head is rotated, in pairs."""
 
 from megatron_grpo.weights.families.common import (
     DENSE,
     FUSED_MLP,
     QKV_BIAS,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     head_dim,
     read_partial_rope,
@@ -27,13 +27,13 @@ def write(args):
 
 
 def read_rope(config):
-    return read_partial_rope({"partial_rotary_factor": 0.5, **config})  # transformers' default, as in all GLM-4
+    return read_partial_rope({"partial_rotary_factor": 0.5, **config})  # transformers' default for all GLM-4
 
 
 FAMILY = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
-    rows=decoder_rows((*ATTENTION, POST_ATTENTION), (*FUSED_MLP, POST_MLP)),
+    mappings=decoder_mappings((*ATTENTION, POST_ATTENTION), (*FUSED_MLP, POST_MLP)),
     fixed={**FIXED, "sandwich_norm": True},
     read=read,
     write=write,

@@ -1,5 +1,6 @@
-"""GLM-4.5 and 4.6, also Air (arXiv:2508.06471): grouped-query attention with a part of each head rotated, DeepSeek-V3's
-experts and multi-token prediction.
+"""GLM-4.5 and 4.6, also Air (arXiv:2508.06471).
+
+Grouped-query attention with partial rotation of each head; experts and multi-token prediction as in DeepSeek-V3.
 """
 
 from dataclasses import replace
@@ -8,14 +9,14 @@ from megatron_grpo.weights.families.common import (
     COMMON,
     QKV_BIAS,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     head_dim,
     read_partial_rope,
     write_partial_rope,
 )
 from megatron_grpo.weights.families.deepseek_v3 import (
-    MTP_ROWS,
+    MTP_MAPPINGS,
     SIGMOID_ROUTER,
     read_sigmoid_moe,
     write_sigmoid_moe,
@@ -28,13 +29,13 @@ def _normed(args, layer):
     return args.qk_layernorm
 
 
-_ATTENTION = grouped_attention(QKV_BIAS, *(replace(row, when=_normed) for row in HEAD_NORMS))
-_ONLY = {"norm_topk_prob": True}
+_ATTENTION = grouped_attention(QKV_BIAS, *(replace(mapping, when=_normed) for mapping in HEAD_NORMS))
+_SUPPORTED = {"norm_topk_prob": True}
 
 
 def _read(config):
     return {
-        **read_sigmoid_moe(config, _ONLY),
+        **read_sigmoid_moe(config, _SUPPORTED),
         "kv_channels": head_dim(config),
         "add_qkv_bias": bool(config.get("attention_bias")),
         "qk_layernorm": bool(config.get("use_qk_norm")),
@@ -44,7 +45,7 @@ def _read(config):
 def _write(args):
     return {
         **write_sigmoid_moe(args),
-        **_ONLY,
+        **_SUPPORTED,
         "head_dim": args.kv_channels,
         "attention_bias": args.add_qkv_bias,
         "use_qk_norm": args.qk_layernorm,
@@ -58,11 +59,11 @@ def _read_rope(config):
 FAMILY = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    rows=decoder_rows(_ATTENTION, MLP),
+    mappings=decoder_mappings(_ATTENTION, MLP),
     fixed={**COMMON, **SIGMOID_ROUTER, "multi_latent_attention": False},
     read=_read,
     write=_write,
     read_rope=_read_rope,
     write_rope=write_partial_rope,
-    mtp_rows=MTP_ROWS,
+    mtp_mappings=MTP_MAPPINGS,
 )

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, biases everywhere, clamped SwiGLU in its experts."""
+"""gpt-oss (arXiv:2508.10925): attention sinks, alternating sliding windows, biases, clamped SwiGLU in the experts."""
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
@@ -7,27 +7,29 @@ from megatron_grpo.weights.families.common import (
     MCORE,
     QKV_BIAS,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     need,
     read_rope,
 )
 from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER
 from megatron_grpo.weights.families.windows import read_windows, write_windows
-from megatron_grpo.weights.layout import Row, interleaved
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, interleaved
 
 _EXPERT, _EXPERTS = MCORE + "mlp.experts.local_experts.{expert}.", HF + "mlp.experts."
 ATTENTION = (
     *grouped_attention(
         QKV_BIAS,
-        Row(MCORE + "self_attention.core_attention.softmax_offset", {HF + "self_attn.sinks": "heads"}, axis=0),
+        ParameterMapping(
+            MCORE + "self_attention.core_attention.softmax_offset", {HF + "self_attn.sinks": "heads"}, axis=0
+        ),
     ),
-    Row(MCORE + "self_attention.linear_proj.bias", {HF + "self_attn.o_proj.bias": "hidden"}),
+    ParameterMapping(MCORE + "self_attention.linear_proj.bias", {HF + "self_attn.o_proj.bias": "hidden"}),
 )
 MLP = (
-    Row(MCORE + "mlp.router.weight", {HF + "mlp.router.weight": "experts hidden"}),
-    Row(MCORE + "mlp.router.bias", {HF + "mlp.router.bias": "experts"}),
-    Row(
+    ParameterMapping(MCORE + "mlp.router.weight", {HF + "mlp.router.weight": "experts hidden"}),
+    ParameterMapping(MCORE + "mlp.router.bias", {HF + "mlp.router.bias": "experts"}),
+    ParameterMapping(
         _EXPERT + "linear_fc1.weight",
         {_EXPERTS + "gate_up_proj": "experts hidden two_expert_ffn"},
         interleaved,
@@ -35,24 +37,24 @@ MLP = (
         all_experts=True,
         transposed=True,
     ),
-    Row(
+    ParameterMapping(
         _EXPERT + "linear_fc1.bias",
         {_EXPERTS + "gate_up_proj_bias": "experts two_expert_ffn"},
         interleaved,
         axis=0,
         all_experts=True,
     ),
-    Row(
+    ParameterMapping(
         _EXPERT + "linear_fc2.weight",
         {_EXPERTS + "down_proj": "experts expert_ffn hidden"},
         axis=1,
         all_experts=True,
         transposed=True,
     ),
-    Row(_EXPERT + "linear_fc2.bias", {_EXPERTS + "down_proj_bias": "experts hidden"}, all_experts=True),
+    ParameterMapping(_EXPERT + "linear_fc2.bias", {_EXPERTS + "down_proj_bias": "experts hidden"}, all_experts=True),
 )
-# What vLLM's model has, whatever config.json says.
-_ONLY = {
+# vLLM's model has these values and ignores the keys in config.json.
+_SUPPORTED = {
     "attention_bias": True,
     "rms_norm_eps": 1e-5,
     "swiglu_alpha": 1.702,
@@ -67,21 +69,21 @@ def _read_rope(config):
     scaling = found["rope_scaling"] or {}
     if scaling.get("rope_type") != "yarn" or scaling.keys() - {"truncate"} != _YARN:
         raise GrpoError(
-            f"config.json has rope parameters {scaling}: the engine wants gpt-oss's to be yarn, with "
-            f"{', '.join(sorted(_YARN))}, and ignores others but truncate"
+            f"config.json has rope parameters {scaling}: the engine supports only yarn for gpt-oss, with "
+            f"{', '.join(sorted(_YARN))} and optionally truncate"
         )
     return found
 
 
 def _read(config):
-    for key, value in _ONLY.items():
+    for key, value in _SUPPORTED.items():
         if config.get(key, value) != value:
-            raise GrpoError(f"config.json has {key} {config[key]}: gpt-oss has {value}, and the engine knows no other")
+            raise GrpoError(f"config.json has {key} {config[key]}: the engine supports only {value} for gpt-oss")
     windows = read_windows(config, lambda layer: layer % 2 == 0)
     if windows["window_size"] and windows["window_attn_skip_freq"] != 2:
         raise GrpoError(
-            f"config.json has layer_types {config['layer_types']}: the engine gives a window to the first layer and "
-            "then to every other one"
+            f"config.json has layer_types {config['layer_types']}: the engine supports a window only in the "
+            "first, third, fifth ... layer"
         )
     return {
         **windows,
@@ -95,11 +97,11 @@ def _read(config):
 def _write(args):
     if args.moe_ffn_hidden_size != args.ffn_hidden_size:
         raise GrpoError(
-            f"model family gpt_oss has experts in every layer, of --ffn-hidden-size ({args.ffn_hidden_size}): "
+            f"model family gpt_oss has experts in every layer, of size --ffn-hidden-size ({args.ffn_hidden_size}), but "
             f"moe_ffn_hidden_size is {args.moe_ffn_hidden_size}"
         )
     return {
-        **_ONLY,
+        **_SUPPORTED,
         **write_windows(args),
         "head_dim": args.kv_channels,
         "num_local_experts": args.num_experts,
@@ -110,7 +112,7 @@ def _write(args):
 FAMILY = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
-    rows=decoder_rows(ATTENTION, MLP),
+    mappings=decoder_mappings(ATTENTION, MLP),
     fixed={
         **COMMON,
         **SOFTMAX_ROUTER,

@@ -1,8 +1,8 @@
 """Llama 2, 3, 3.1, 3.2, 3.3 (dense): separate query, key and value, no biases, Llama 3.1's rope scaling."""
 
-from megatron_grpo.weights.families.common import DENSE, Family, dense_rows, head_dim, refuse_bias
+from megatron_grpo.weights.families.common import DENSE, Family, dense_mappings, head_dim, refuse_bias
 
-ROWS = dense_rows()
+MAPPINGS = dense_mappings()
 
 
 def _read(config):
@@ -17,7 +17,7 @@ def _write(args):
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    rows=ROWS,
+    mappings=MAPPINGS,
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": False},
     read=_read,
     write=_write,

@@ -1,6 +1,6 @@
-"""Mistral (dense): Llama with a sliding window in every layer, or none (arXiv:2310.06825)."""
+"""Mistral (dense): Llama with a sliding window in all layers or in none (arXiv:2310.06825)."""
 
-from megatron_grpo.weights.families.common import DENSE, Family, dense_rows, head_dim, refuse_bias
+from megatron_grpo.weights.families.common import DENSE, Family, dense_mappings, head_dim, refuse_bias
 from megatron_grpo.weights.families.windows import read_window, write_window
 
 
@@ -16,7 +16,7 @@ def _write(args):
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    rows=dense_rows(),
+    mappings=dense_mappings(),
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": False},
     read=_read,
     write=_write,

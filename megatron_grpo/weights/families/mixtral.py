@@ -1,11 +1,11 @@
-"""Mixtral: Mistral's attention, a softmax router over experts of the size of a dense layer (arXiv:2401.04088)."""
+"""Mixtral: Mistral's attention, softmax router, experts of the size of a dense MLP (arXiv:2401.04088)."""
 
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     head_dim,
     need,
@@ -18,7 +18,9 @@ from megatron_grpo.weights.families.windows import read_window, write_window
 def _read(config):
     topk = need(config, "num_experts_per_tok")
     if topk == 1:
-        raise GrpoError("config.json has one expert per token, of weight 1: nothing could train the router")
+        raise GrpoError(
+            "config.json has num_experts_per_tok 1: the expert's weight is always 1, so the router has no gradient"
+        )
     return {
         **read_window(config),
         "kv_channels": head_dim(config),
@@ -31,7 +33,7 @@ def _read(config):
 def _write(args):
     if not all(moe_layers(args)) or args.ffn_hidden_size != args.moe_ffn_hidden_size:
         raise GrpoError(
-            f"model family mixtral has experts in every layer, and one size of inner layers: not moe_layer_freq "
+            f"model family mixtral needs experts in every layer and one inner size, but has moe_layer_freq "
             f"{args.moe_layer_freq}, ffn_hidden_size {args.ffn_hidden_size}, moe_ffn_hidden_size "
             f"{args.moe_ffn_hidden_size}"
         )
@@ -50,7 +52,7 @@ def _read_rope(config):
 FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    rows=decoder_rows(grouped_attention(), routed_experts("block_sparse_moe", "w1", "w3", "w2")),
+    mappings=decoder_mappings(grouped_attention(), routed_experts("block_sparse_moe", "w1", "w3", "w2")),
     fixed={
         **COMMON,
         **SOFTMAX_ROUTER,

@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): its rows, its arguments, and its rotary embedding."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): parameter mappings, arguments, rotary embedding."""
 
 from argparse import Namespace
 from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias, rope_keys, rope_of
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
 def _latent_queries(args, layer):
@@ -17,34 +17,41 @@ def _full_queries(args, layer):
 
 
 _ATTENTION, _HF = MCORE + "self_attention.", HF + "self_attn."
-# Every tensor-parallel rank has the whole of the projections down to the latents. The channels that the rotary
-# embedding turns are interleaved on both sides (megatron-core's code for multi_latent_attention, transformers'
-# rope_interleave), so nothing is permuted.
+# Every tensor-parallel rank has the full down projections to the latents. The rotated channels are interleaved in
+# megatron-core (multi_latent_attention) and in transformers (rope_interleave), so no permutation is needed.
 ATTENTION = (
-    Row(_ATTENTION + "linear_q_proj.weight", {_HF + "q_proj.weight": "latent_q hidden"}, axis=0, when=_full_queries),
-    Row(
+    ParameterMapping(
+        _ATTENTION + "linear_q_proj.weight", {_HF + "q_proj.weight": "latent_q hidden"}, axis=0, when=_full_queries
+    ),
+    ParameterMapping(
         _ATTENTION + "linear_q_down_proj.weight",
         {_HF + "q_a_proj.weight": "q_latent hidden"},
         when=_latent_queries,
     ),
-    Row(_ATTENTION + "q_layernorm.weight", {_HF + "q_a_layernorm.weight": "q_latent"}, when=_latent_queries),
-    Row(
+    ParameterMapping(
+        _ATTENTION + "q_layernorm.weight", {_HF + "q_a_layernorm.weight": "q_latent"}, when=_latent_queries
+    ),
+    ParameterMapping(
         _ATTENTION + "linear_q_up_proj.weight",
         {_HF + "q_b_proj.weight": "latent_q q_latent"},
         axis=0,
         when=_latent_queries,
     ),
-    Row(_ATTENTION + "linear_kv_down_proj.weight", {_HF + "kv_a_proj_with_mqa.weight": "kv_latent_and_rope hidden"}),
-    Row(_ATTENTION + "kv_layernorm.weight", {_HF + "kv_a_layernorm.weight": "kv_latent"}),
-    Row(_ATTENTION + "linear_kv_up_proj.weight", {_HF + "kv_b_proj.weight": "latent_kv kv_latent"}, axis=0),
-    Row(_ATTENTION + "linear_proj.weight", {_HF + "o_proj.weight": "hidden latent_out"}, axis=1),
+    ParameterMapping(
+        _ATTENTION + "linear_kv_down_proj.weight", {_HF + "kv_a_proj_with_mqa.weight": "kv_latent_and_rope hidden"}
+    ),
+    ParameterMapping(_ATTENTION + "kv_layernorm.weight", {_HF + "kv_a_layernorm.weight": "kv_latent"}),
+    ParameterMapping(
+        _ATTENTION + "linear_kv_up_proj.weight", {_HF + "kv_b_proj.weight": "latent_kv kv_latent"}, axis=0
+    ),
+    ParameterMapping(_ATTENTION + "linear_proj.weight", {_HF + "o_proj.weight": "hidden latent_out"}, axis=1),
 )
 
 FIXED = {"multi_latent_attention": True, "qk_layernorm": True, "add_qkv_bias": False, "group_query_attention": False}
 
 
 def read_mla(config: Config) -> dict[str, Any]:
-    """Arguments of the attention layers."""
+    """Return the arguments of the attention layers."""
     refuse_bias(config, "attention_bias")
     heads = need(config, "num_attention_heads")
     if (config.get("num_key_value_heads") or heads) != heads:
@@ -65,7 +72,7 @@ def read_mla(config: Config) -> dict[str, Any]:
 
 
 def write_mla(args: Namespace) -> Config:
-    """The keys that read_mla reads."""
+    """Return the config.json keys that read_mla reads."""
     return {
         "attention_bias": False,
         "q_lora_rank": args.q_lora_rank,
@@ -77,7 +84,7 @@ def write_mla(args: Namespace) -> Config:
 
 
 def read_mla_rope(config: Config) -> dict[str, Any]:
-    """Arguments of the rotary embedding: plain, or YaRN (arXiv:2309.00071) as DeepSeek scales it."""
+    """Return the arguments of the rotary embedding: unscaled, or YaRN (arXiv:2309.00071) with DeepSeek's scaling."""
     theta, _, rope = rope_of(config)
     if rope is None:
         return {"rotary_base": theta, "rope_type": "rope", "mscale_all_dim": 0.0}
@@ -86,15 +93,15 @@ def read_mla_rope(config: Config) -> dict[str, Any]:
         raise GrpoError(f"config.json has rope scaling of type {kind!r}: only 'default' and 'yarn' are supported")
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
         raise GrpoError(
-            "config.json has yarn rope scaling with attention_factor or without truncate: Megatron-Core computes the "
-            "factor from mscale and mscale_all_dim, and truncates"
+            "config.json has yarn rope scaling with attention_factor or with truncate false, which is not supported: "
+            "Megatron-Core computes the factor from mscale and mscale_all_dim, and truncates"
         )
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if not (mscale and all_dim):
         if all_dim or mscale not in (None, 1):
             raise GrpoError(
                 f"config.json has yarn rope scaling with mscale {mscale} and mscale_all_dim {all_dim}, which "
-                f"transformers and vLLM read differently: give both, or neither"
+                f"transformers and vLLM interpret differently: give both, or neither"
             )
         mscale, all_dim = 1.0, 0.0
     return {
@@ -110,7 +117,7 @@ def read_mla_rope(config: Config) -> dict[str, Any]:
 
 
 def write_mla_rope(args: Namespace) -> Config:
-    """The keys that read_mla_rope reads; DeepSeek's own code wants the kind as `type`, transformers as `rope_type`."""
+    """Return the keys that read_mla_rope reads; DeepSeek's code reads `type`, transformers reads `rope_type`."""
     if args.rope_type == "rope":
         return rope_keys(args, None)
     scaling = {

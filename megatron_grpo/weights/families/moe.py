@@ -1,4 +1,4 @@
-"""Mixtures of experts: their rows, and the arguments that several families have in common."""
+"""Mixtures of experts: parameter mappings and arguments that several families have in common."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import DENSE_MLP, HF, MCORE, Config, need
-from megatron_grpo.weights.layout import Row, stacked
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, stacked
 
 _EXPERT = MCORE + "mlp.experts.local_experts.{expert}."
 
@@ -31,32 +31,34 @@ def _shared(args, layer):
     return _sparse(args, layer) and bool(args.moe_shared_expert_intermediate_size)
 
 
-def routed_experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Router and experts, by the names that a family has for the block and for an expert's three projections."""
+def routed_experts(block: str, gate: str, up: str, down: str) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of router and experts, given the Hugging Face names of the block and its projections."""
     expert = f"{HF}{block}.experts.{{expert}}."
     return (
-        Row(MCORE + "mlp.router.weight", {f"{HF}{block}.gate.weight": "experts hidden"}, when=_sparse),
-        Row(
+        ParameterMapping(MCORE + "mlp.router.weight", {f"{HF}{block}.gate.weight": "experts hidden"}, when=_sparse),
+        ParameterMapping(
             _EXPERT + "linear_fc1.weight",
             {f"{expert}{gate}.weight": "expert_ffn hidden", f"{expert}{up}.weight": "expert_ffn hidden"},
             stacked,
             axis=0,
             when=_sparse,
         ),
-        Row(_EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": "hidden expert_ffn"}, axis=1, when=_sparse),
+        ParameterMapping(
+            _EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": "hidden expert_ffn"}, axis=1, when=_sparse
+        ),
     )
 
 
 MLP = (
-    *(replace(row, when=_dense) for row in DENSE_MLP),
+    *(replace(mapping, when=_dense) for mapping in DENSE_MLP),
     *routed_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    Row(
+    ParameterMapping(
         MCORE + "mlp.router.expert_bias",
         {HF + "mlp.gate.e_score_correction_bias": "experts"},
         when=_biased,
         dtype=torch.float32,
     ),
-    Row(
+    ParameterMapping(
         MCORE + "mlp.shared_experts.linear_fc1.weight",
         {
             HF + "mlp.shared_experts.gate_proj.weight": "shared_ffn hidden",
@@ -66,7 +68,7 @@ MLP = (
         axis=0,
         when=_shared,
     ),
-    Row(
+    ParameterMapping(
         MCORE + "mlp.shared_experts.linear_fc2.weight",
         {HF + "mlp.shared_experts.down_proj.weight": "hidden shared_ffn"},
         axis=1,
@@ -75,7 +77,7 @@ MLP = (
 )
 
 
-# A softmax over the logits of the experts, without groups, biases of experts, scaling, or shared experts.
+# Softmax router without expert groups, expert biases, scaling or shared experts.
 SOFTMAX_ROUTER = {
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
@@ -86,9 +88,9 @@ SOFTMAX_ROUTER = {
 
 
 def read_moe(config: Config, sparse: Sequence[bool]) -> dict[str, Any]:
-    """Arguments that every mixture of experts has; `sparse`: which decoder layers are mixtures of experts."""
+    """Return the arguments of every mixture of experts; `sparse`: whether each decoder layer is one."""
     if not any(sparse):
-        raise GrpoError("config.json describes no layer with experts: use the dense family")
+        raise GrpoError("config.json describes no layer with experts: use the architecture of the dense family")
     return {
         "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
         "moe_router_topk": need(config, "num_experts_per_tok"),
@@ -97,5 +99,5 @@ def read_moe(config: Config, sparse: Sequence[bool]) -> dict[str, Any]:
 
 
 def write_moe(args: Namespace) -> Config:
-    """The keys that read_moe reads, but for the layers."""
+    """Return the config.json keys that read_moe reads, except those of the layers."""
     return {"moe_intermediate_size": args.moe_ffn_hidden_size, "num_experts_per_tok": args.moe_router_topk}

@@ -1,5 +1,6 @@
-"""Phi-3, Phi-3.5 and Phi-4, also mini (dense): fused projections, a part of each head rotated, LongRoPE
-(arXiv:2404.14219, arXiv:2402.13753).
+"""Phi-3, Phi-3.5 and Phi-4, also mini (dense): fused projections, partial rotation of each head, LongRoPE.
+
+Sources: arXiv:2404.14219, arXiv:2402.13753.
 """
 
 from megatron_grpo.utils.errors import GrpoError
@@ -9,7 +10,7 @@ from megatron_grpo.weights.families.common import (
     HF,
     MCORE,
     Family,
-    decoder_rows,
+    decoder_mappings,
     head_dim,
     read_partial_rope,
     refuse_bias,
@@ -17,16 +18,16 @@ from megatron_grpo.weights.families.common import (
     write_partial_rope,
 )
 from megatron_grpo.weights.families.windows import read_window, write_window
-from megatron_grpo.weights.layout import Row, fused, grouped_qkv
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, fused, grouped_qkv
 
 _ATTENTION = (
-    Row(
+    ParameterMapping(
         MCORE + "self_attention.linear_qkv.weight",
         {HF + "self_attn.qkv_proj.weight": "qkv hidden"},
         fused(grouped_qkv, "q", "kv", "kv"),
         axis=0,
     ),
-    Row(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
+    ParameterMapping(MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1),
 )
 
 
@@ -41,15 +42,17 @@ def _write(args):
 
 
 def _read_rope(config):
-    # transformers takes the length from outside the scaling, 4096 where there is none.
+    # transformers reads the original length from the top level of config.json, with default 4096.
     found = read_partial_rope({"original_max_position_embeddings": 4096, **_renamed(config)})
     if found["rope_scaling"] and found["rope_scaling"]["rope_type"] != "longrope":
-        raise GrpoError(f"config.json has rope scaling {found['rope_scaling']}: Phi-3 has that of type 'longrope' only")
+        raise GrpoError(
+            f"config.json has rope scaling {found['rope_scaling']}: only type 'longrope' is supported for Phi-3"
+        )
     return found
 
 
 def _renamed(config):
-    """The configuration with LongRoPE under its present name; Phi-3's first files have "su", or wrongly "yarn"."""
+    """Return the configuration with LongRoPE's current name; early Phi-3 files have "su" or, wrongly, "yarn"."""
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type")
     return {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}} if kind in ("su", "yarn") else config
@@ -63,7 +66,7 @@ def _write_rope(args):
 FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
-    rows=decoder_rows(_ATTENTION, FUSED_MLP),
+    mappings=decoder_mappings(_ATTENTION, FUSED_MLP),
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": False},
     read=_read,
     write=_write,

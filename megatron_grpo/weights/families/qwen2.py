@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): bias on query, key and value, none elsewhere."""
+"""Qwen2 and Qwen2.5 (dense): biases on query, key and value only."""
 
 from argparse import Namespace
 from typing import Any
@@ -9,20 +9,20 @@ from megatron_grpo.weights.families.common import (
     QKV_BIAS,
     Config,
     Family,
-    dense_rows,
+    dense_mappings,
     head_dim,
     refuse_head_dim,
 )
 from megatron_grpo.weights.families.windows import read_windows, write_window
 
-ROWS = dense_rows(QKV_BIAS)
+MAPPINGS = dense_mappings(QKV_BIAS)
 
 
 def read_qwen_window(config: Config) -> dict[str, Any]:
-    """The arguments of `use_sliding_window` and what stands beside it."""
+    """Return the arguments of `use_sliding_window`, `sliding_window` and `max_window_layers`."""
     if not config.get("use_sliding_window"):
         return {}
-    first = config.get("max_window_layers", 28)  # as in transformers, like the size below
+    first = config.get("max_window_layers", 28)  # default in transformers, as is the size below
     found = read_windows({"sliding_window": 4096, **config}, lambda layer: layer >= first)
     if found["window_attn_skip_freq"] is not None:
         raise GrpoError(
@@ -33,7 +33,7 @@ def read_qwen_window(config: Config) -> dict[str, Any]:
 
 
 def write_qwen_window(args: Namespace) -> Config:
-    """The keys that read_qwen_window reads."""
+    """Return the config.json keys that read_qwen_window reads."""
     windowed = bool(args.window_size)
     return {
         **write_window(args),
@@ -54,7 +54,7 @@ def _write(args):
 FAMILY = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    rows=dense_rows(QKV_BIAS),
+    mappings=dense_mappings(QKV_BIAS),
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": True},
     read=_read,
     write=_write,

@@ -1,12 +1,12 @@
-"""Qwen3 (dense): RMSNorm on every query and key head, no biases, head size of its own."""
+"""Qwen3 (dense): RMSNorm on each query and key head, no biases, head size from config.json."""
 
-from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_rows, refuse_bias
+from megatron_grpo.weights.families.common import DENSE, HF, MCORE, Family, dense_mappings, refuse_bias
 from megatron_grpo.weights.families.qwen2 import read_qwen_window, write_qwen_window
-from megatron_grpo.weights.layout import Row
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 HEAD_NORMS = (
-    Row(MCORE + "self_attention.q_layernorm.weight", {HF + "self_attn.q_norm.weight": "head"}),
-    Row(MCORE + "self_attention.k_layernorm.weight", {HF + "self_attn.k_norm.weight": "head"}),
+    ParameterMapping(MCORE + "self_attention.q_layernorm.weight", {HF + "self_attn.q_norm.weight": "head"}),
+    ParameterMapping(MCORE + "self_attention.k_layernorm.weight", {HF + "self_attn.k_norm.weight": "head"}),
 )
 
 
@@ -22,7 +22,7 @@ def _write(args):
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    rows=dense_rows(*HEAD_NORMS),
+    mappings=dense_mappings(*HEAD_NORMS),
     fixed={**DENSE, "qk_layernorm": True, "add_qkv_bias": False},
     read=_read,
     write=_write,

@@ -1,11 +1,11 @@
-"""Qwen3 with mixtures of experts: Qwen3's attention, a softmax router, no shared experts."""
+"""Qwen3-MoE: Qwen3's attention, softmax router, no shared experts."""
 
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import (
     COMMON,
     Family,
-    decoder_rows,
+    decoder_mappings,
     grouped_attention,
     head_dim,
     need,
@@ -15,7 +15,7 @@ from megatron_grpo.weights.families.moe import MLP, SOFTMAX_ROUTER, read_moe, wr
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
 from megatron_grpo.weights.families.windows import read_window, write_window
 
-ROWS = decoder_rows(grouped_attention(*HEAD_NORMS), MLP)
+MAPPINGS = decoder_mappings(grouped_attention(*HEAD_NORMS), MLP)
 
 
 def _read(config):
@@ -25,10 +25,10 @@ def _read(config):
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"])]
     found = read_moe(config, sparse)
-    # Weights that sum to 1 over the chosen experts are the softmax over their logits alone.
+    # Normalised over the chosen experts, the weights equal a softmax over the logits of these experts.
     normalised = bool(config.get("norm_topk_prob"))
     if normalised and found["moe_router_topk"] == 1:
-        raise GrpoError("config.json has norm_topk_prob true with one expert per token, which nothing could train")
+        raise GrpoError("config.json has norm_topk_prob true and num_experts_per_tok 1: the router has no gradient")
     return {
         **found,
         **(read_window(config, default=4096) if config.get("use_sliding_window") else {}),
@@ -55,7 +55,7 @@ def _write(args):
 FAMILY = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    rows=ROWS,
+    mappings=MAPPINGS,
     fixed={
         **COMMON,
         **SOFTMAX_ROUTER,

@@ -167,7 +167,7 @@ def test_the_overlong_filter():
     before = batch.advantages.copy()
     batch.finish_reasons[[1, 2]] = FinishReason.LENGTH, FinishReason.ABORT
     drop_overlong(batch)
-    assert batch.loss_lengths.tolist() == [1, 0, 1, 2] and batch.completion_lengths.tolist() == [1, 2, 1, 2]
+    assert batch.response_lengths.tolist() == [1, 0, 1, 2] and batch.completion_lengths.tolist() == [1, 2, 1, 2]
     np.testing.assert_array_equal(batch.advantages, before)
     batch.validate()
     batch.finish_reasons[:] = FinishReason.LENGTH

@@ -177,7 +177,7 @@ def damage_manifest(directory):
     [
         (damage_missing, r"iter_0000020 is damaged: __0_0.distcp is missing; .*: iter_0000010$"),
         (damage_truncated, r"iter_0000020 is damaged: __0_0.distcp has 100 bytes instead of 700"),
-        (damage_metadata, r"iter_0000020 is damaged: the content of .metadata is not what was written"),
+        (damage_metadata, r"iter_0000020 is damaged: the content of .metadata has changed since it was written"),
         (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist; .*: iter_0000010$"),
         (damage_latest, r"holds 'twenty', not an iteration; in .*: iter_0000010, iter_0000020$"),
         (damage_no_latest, r"no checkpoint in .*: there is no latest_checkpointed_iteration.txt"),
@@ -194,7 +194,7 @@ def test_damage_is_named(tmp_path, damage, message):
 
 def test_a_checkpoint_given_in_place_of_its_parent_is_pointed_out(tmp_path):
     save(tmp_path, 20)
-    with pytest.raises(GrpoError, match=f"it is a checkpoint itself: give {re.escape(str(tmp_path))}$"):
+    with pytest.raises(GrpoError, match=f"this directory is a single checkpoint: give {re.escape(str(tmp_path))}$"):
         cd.find(tmp_path / "iter_0000020")
 
 

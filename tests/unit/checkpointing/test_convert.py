@@ -250,7 +250,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         convert(*into)
     with pytest.raises(GrpoError, match="the same directory"):
         convert(*into, "--save", source)
-    with pytest.raises(GrpoError, match=r"linear_qkv\.weight cannot be laid out for tensor-parallel size 3"):
+    with pytest.raises(GrpoError, match=r"linear_qkv\.weight cannot be sharded with tensor-parallel size 3"):
         convert(*into, "--dry-run", "--tensor-model-parallel-size", 3)
     with pytest.raises(GrpoError, match="2 layers cannot be divided into 3 equal pipeline stages"):
         convert(*into, "--dry-run", "--pipeline-model-parallel-size", 3)
@@ -267,7 +267,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         convert(*into, "--save", run)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(GrpoError, match=r"out cannot be written: it takes .* GB, 0\.0 are free there"):
+        with pytest.raises(GrpoError, match=r"out cannot be written: it needs .* GB, 0\.0 GB are free"):
             convert(*into, *out)
     with monkeypatch.context() as patch:
 
@@ -304,7 +304,10 @@ NORM = "decoder.final_layernorm.weight"
     ("damage", "message"),
     [
         (lambda d: change_metadata(d, lambda t: t.pop(NORM)), rf"lacks {NORM} \(the model's {NORM}\)"),
-        (lambda d: change_metadata(d, lambda t: t.update(lora=t[NORM])), "holds lora, for which the family has no"),
+        (
+            lambda d: change_metadata(d, lambda t: t.update(lora=t[NORM])),
+            "holds lora, which is not in the model family",
+        ),
         (
             lambda d: change_metadata(d, lambda t: setattr(t[NORM], "size", torch.Size([65]))),
             rf"{NORM} has shape \(65,\), but the configuration says \(64,\)",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithm.weighting import token_weights
-from megatron_grpo.data.batch import DTYPES, OPTIONAL, FinishReason, RolloutBatch
+from megatron_grpo.data.batch import FIELDS, FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.parallel.zigzag import padded_lengths
@@ -37,7 +37,7 @@ def filled(batch):
     batch.rewards = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
     batch.old_log_probs = -np.arange(total, dtype=np.float32)
     batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
-    batch.corrections = np.arange(total, dtype=np.float32) + 0.25
+    batch.rollout_importance_weights = np.arange(total, dtype=np.float32) + 0.25
     batch.teacher_log_probs = -np.arange(total, dtype=np.float32) - 2000
     batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
     batch.advantages = np.arange(n, dtype=np.float32) - 1
@@ -46,11 +46,11 @@ def filled(batch):
 
 
 def assert_same(a, b):
-    for name in DTYPES:
+    for name, spec in FIELDS.items():
         left, right = getattr(a, name), getattr(b, name)
         assert (left is None) == (right is None), name
         if left is not None:
-            assert left.dtype == right.dtype == DTYPES[name]
+            assert left.dtype == right.dtype == spec.dtype
             np.testing.assert_array_equal(left, right, err_msg=name)
 
 
@@ -73,7 +73,7 @@ def batches(draw, min_size=0, max_size=8):
         finish_reasons=[FinishReason.STOP] * n,
     )
     holes = draw(st.lists(st.booleans(), min_size=len(batch.tokens), max_size=len(batch.tokens)))
-    batch.loss_mask[np.array(holes, dtype=bool)] = 0
+    batch.response_mask[np.array(holes, dtype=bool)] = 0
     batch.validate()
     return filled(batch) if draw(st.booleans()) else batch
 
@@ -86,10 +86,10 @@ def test_flat_arrays_by_hand():
     assert batch.num_completions == 3
     assert batch.cu_seqlens.tolist() == [0, 4, 5, 9]
     assert batch.tokens.tolist() == [10, 11, 12, 13, 20, 30, 31, 32, 33]
-    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
+    assert batch.response_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
     np.testing.assert_array_equal(batch.rollout_log_probs, np.float32([NAN, NAN, -0.5, -0.25, *[NAN] * 5]))
     assert batch.lengths.tolist() == [4, 1, 4]
-    assert batch.completion_lengths.tolist() == batch.loss_lengths.tolist() == [2, 0, 1]
+    assert batch.completion_lengths.tolist() == batch.response_lengths.tolist() == [2, 0, 1]
     assert set(batch.weight_version.tolist()) == {4}
     assert batch.rewards.shape == (3, 0)
 
@@ -108,23 +108,27 @@ def test_pack_by_hand():
     # the label tokens 33, 12, 13 lie at 8, 2, 3 of the batch
     assert pack.num_labels == 3
     assert pack.token_index.tolist() == [8, 2, 3]
-    np.testing.assert_array_equal(pack.rollout_log_probs, np.float32([NAN, -0.5, -0.25]))
-    assert pack.old_log_probs.tolist() == [-8, -2, -3]
-    assert pack.ref_log_probs.tolist() == [-1008, -1002, -1003]
-    assert pack.advantages.tolist() == [1, -1, -1]
-    assert pack.weights.tolist() == [2.5, 0.5, 0.5]
+    np.testing.assert_array_equal(pack.of_labels["rollout_log_probs"], np.float32([NAN, -0.5, -0.25]))
+    assert pack.of_labels["old_log_probs"].tolist() == [-8, -2, -3]
+    assert pack.of_labels["ref_log_probs"].tolist() == [-1008, -1002, -1003]
+    assert pack.of_labels["advantages"].tolist() == [1, -1, -1]
+    assert pack.of_labels["weights"].tolist() == [2.5, 0.5, 0.5]
     # experts stand at their own token, not at the place where it is predicted
     assert pack.source.tolist() == [5, 6, 7, 8, 4, 0, 1, 2, 3, -1, -1, -1]
-    assert pack.routed_experts.shape == (12, 3, 2) and pack.routed_experts.dtype == np.int16
-    assert pack.routed_experts[:, 0, 0].tolist() == [30, 36, 42, 48, 24, 0, 6, 12, 18, -1, -1, -1]
-    assert pack.routed_experts[1].tolist() == [[36, 37], [38, 39], [40, 41]]
+    assert pack.of_tokens["routed_experts"].shape == (12, 3, 2) and pack.of_tokens["routed_experts"].dtype == np.int16
+    assert pack.of_tokens["routed_experts"][:, 0, 0].tolist() == [30, 36, 42, 48, 24, 0, 6, 12, 18, -1, -1, -1]
+    assert pack.of_tokens["routed_experts"][1].tolist() == [[36, 37], [38, 39], [40, 41]]
 
 
 def test_advantages_of_tokens_take_the_place_of_those_of_completions():
     batch = filled(hand_batch())
     batch.token_advantages = np.arange(9, dtype=np.float32) / 2
-    assert pack_completions(batch, [2, 1, 0]).advantages.tolist() == [4, 1, 1.5]  # of the tokens 33, 12 and 13
-    assert pack_completions(batch, [0], cp_size=2, cp_rank=1).advantages.tolist() == [1, 1.5]
+    assert pack_completions(batch, [2, 1, 0]).of_labels["advantages"].tolist() == [
+        4,
+        1,
+        1.5,
+    ]  # of the tokens 33, 12 and 13
+    assert pack_completions(batch, [0], cp_size=2, cp_rank=1).of_labels["advantages"].tolist() == [1, 1.5]
 
 
 def test_experts_of_an_engine_that_has_not_routed_the_last_token():
@@ -147,7 +151,7 @@ def test_experts_of_an_engine_that_has_not_routed_the_last_token():
 def test_pack_without_padding_and_before_anything_is_computed():
     pack = pack_completions(hand_batch(), [0, 1], pad_multiple=5)
     assert pack.cu_seqlens.tolist() == [0, 4, 5]
-    assert pack.old_log_probs is pack.ref_log_probs is pack.advantages is pack.weights is pack.routed_experts is None
+    assert pack.of_labels.keys() == {"rollout_log_probs"} and not pack.of_tokens
 
 
 def test_pack_of_two_context_ranks_by_hand():
@@ -163,8 +167,8 @@ def test_pack_of_two_context_ranks_by_hand():
     assert first.padding.tolist() == [False, False, False, True, False, False, True, True]
     assert second.padding.tolist() == [False, False, True, True, False, False, True, True]
     assert first.source.tolist() == [5, 8, 4, -1, 0, 3, -1, -1]
-    assert first.routed_experts[:, 2, 1].tolist() == [35, 53, 29, -1, 5, 23, -1, -1]
-    assert second.routed_experts[:, 2, 1].tolist() == [41, 47, -1, -1, 11, 17, -1, -1]
+    assert first.of_tokens["routed_experts"][:, 2, 1].tolist() == [35, 53, 29, -1, 5, 23, -1, -1]
+    assert second.of_tokens["routed_experts"][:, 2, 1].tolist() == [41, 47, -1, -1, 11, 17, -1, -1]
     for pack in (first, second):
         assert pack.cu_seqlens.tolist() == [0, 4, 8, 12, 16]
         assert pack.max_seqlen == 4
@@ -176,11 +180,11 @@ def test_pack_of_two_context_ranks_by_hand():
     for pack in (first, second):  # what belongs to labels is the whole pack's
         assert pack.token_index.tolist() == [8, 2, 3]
         assert pack.completion.tolist() == [0, 2, 2]
-        np.testing.assert_array_equal(pack.rollout_log_probs, np.float32([NAN, -0.5, -0.25]))
-        assert pack.old_log_probs.tolist() == [-8, -2, -3]
-        assert pack.ref_log_probs.tolist() == [-1008, -1002, -1003]
-        assert pack.advantages.tolist() == [1, -1, -1]
-        assert pack.weights.tolist() == [2.5, 0.5, 0.5]
+        np.testing.assert_array_equal(pack.of_labels["rollout_log_probs"], np.float32([NAN, -0.5, -0.25]))
+        assert pack.of_labels["old_log_probs"].tolist() == [-8, -2, -3]
+        assert pack.of_labels["ref_log_probs"].tolist() == [-1008, -1002, -1003]
+        assert pack.of_labels["advantages"].tolist() == [1, -1, -1]
+        assert pack.of_labels["weights"].tolist() == [2.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(("cp_size", "total"), [(1, 9), (1, 11), (2, 12), (2, 20)])
@@ -221,7 +225,9 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
     whole = []  # sequences of (token, its place in the flat arrays, the place of its label), None where there is none
     for i in chosen:
         a, b = batch.cu_seqlens[i : i + 2].tolist()
-        rows = [(int(batch.tokens[k]), k, k + 1 if k + 1 < b and batch.loss_mask[k + 1] else None) for k in range(a, b)]
+        rows = [
+            (int(batch.tokens[k]), k, k + 1 if k + 1 < b and batch.response_mask[k + 1] else None) for k in range(a, b)
+        ]
         whole.append(rows + [(0, None, None)] * (-len(rows) % unit))
     used = sum(map(len, whole))
     total = used + -used % (unit * pad_multiple) + (more or 0) * unit * pad_multiple
@@ -250,14 +256,21 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
         own = pack.token_index[pack.own_labels]
         assert own.tolist() == [label for label in labels if label is not None]
         assert [chosen[i] for i in pack.completion] == owner[pack.token_index].tolist()
-        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "corrections", "advantages", "weights"):
-            source, values = getattr(batch, name), getattr(pack, name)
+        for name in (
+            "old_log_probs",
+            "ref_log_probs",
+            "rollout_log_probs",
+            "rollout_importance_weights",
+            "advantages",
+            "weights",
+        ):
+            source, values = getattr(batch, name), pack.of_labels.get(name)
             assert (values is None) == (source is None)
             if values is not None:
                 at = owner[pack.token_index] if name in ("advantages", "weights") else pack.token_index
                 np.testing.assert_array_equal(values, source[at])
         seen += own.tolist()
-    in_loss = [k for i in chosen for k in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) if batch.loss_mask[k]]
+    in_loss = [k for i in chosen for k in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) if batch.response_mask[k]]
     assert sorted(seen) == sorted(in_loss)
 
 
@@ -265,7 +278,12 @@ def test_pack_of_an_empty_completion_has_no_label():
     pack = pack_completions(filled(hand_batch()), [1])
     assert pack.num_labels == 0
     assert pack.labels.tolist() == [-100]
-    assert pack.advantages.shape == pack.weights.shape == pack.old_log_probs.shape == (0,)
+    assert (
+        pack.of_labels["advantages"].shape
+        == pack.of_labels["weights"].shape
+        == pack.of_labels["old_log_probs"].shape
+        == (0,)
+    )
 
 
 def test_pack_refuses_log_probs_that_were_never_computed():
@@ -291,7 +309,7 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
     batch = filled(batch.select(np.arange(batch.num_completions // dp_size * dp_size)))
     if not batch.num_completions:
         return
-    batch.weights = token_weights("grpo", batch.loss_lengths, 1, 10).astype(np.float32)
+    batch.weights = token_weights("grpo", batch.response_lengths, 1, 10).astype(np.float32)
     lengths = padded_lengths(batch.lengths, cp_size)
     budget = int(lengths.max()) + data.draw(st.integers(0, 20))
     multiple = pad_multiple * (2 * cp_size if cp_size > 1 else 1)
@@ -308,14 +326,18 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
             own = pack.token_index[pack.own_labels]
             np.testing.assert_array_equal(pack.labels[at], batch.tokens[own])
             np.testing.assert_array_equal(pack.tokens[at], batch.tokens[own - 1])
-            np.testing.assert_array_equal(pack.advantages, batch.advantages[owner[pack.token_index]])
-            np.testing.assert_array_equal(pack.old_log_probs, batch.old_log_probs[pack.token_index])
-            np.testing.assert_array_equal(pack.rollout_log_probs, batch.rollout_log_probs[pack.token_index])
+            np.testing.assert_array_equal(pack.of_labels["advantages"], batch.advantages[owner[pack.token_index]])
+            np.testing.assert_array_equal(pack.of_labels["old_log_probs"], batch.old_log_probs[pack.token_index])
+            np.testing.assert_array_equal(
+                pack.of_labels["rollout_log_probs"], batch.rollout_log_probs[pack.token_index]
+            )
             seen += own.tolist()
-            total += float((pack.weights * pack.old_log_probs)[pack.own_labels].sum(dtype=np.float64))
-    assert sorted(seen) == np.flatnonzero(batch.loss_mask).tolist()
+            total += float(
+                (pack.of_labels["weights"] * pack.of_labels["old_log_probs"])[pack.own_labels].sum(dtype=np.float64)
+            )
+    assert sorted(seen) == np.flatnonzero(batch.response_mask).tolist()
     expected = [
-        batch.old_log_probs[a:b][batch.loss_mask[a:b] == 1].mean() if batch.loss_mask[a:b].any() else 0.0
+        batch.old_log_probs[a:b][batch.response_mask[a:b] == 1].mean() if batch.response_mask[a:b].any() else 0.0
         for a, b in pairwise(batch.cu_seqlens)
     ]
     assert total == pytest.approx(float(np.mean(expected)), rel=1e-5, abs=1e-6)
@@ -341,7 +363,7 @@ def test_split_shuffle_and_join_is_the_identity(batch, data):
 @given(batches())
 def test_buffers_round_trip(batch):
     buffers = batch.to_buffers()
-    assert [buffer.dtype for buffer in buffers] == [np.int64, *DTYPES.values()]
+    assert [buffer.dtype for buffer in buffers] == [np.int64, *(spec.dtype for spec in FIELDS.values())]
     assert all(buffer.ndim == 1 for buffer in buffers)
     assert_same(RolloutBatch.from_buffers([buffer.copy() for buffer in buffers]), batch)
 
@@ -401,16 +423,16 @@ def test_load_refuses_what_is_not_a_rollout(tmp_path):
         ("cu_seqlens", np.array([0, 4, 5, 8]), "cu_seqlens must rise from 0 to the 9 tokens"),
         ("cu_seqlens", np.array([0, 5, 4, 9]), "cu_seqlens must rise"),
         ("cu_seqlens", np.array([], np.int64), "cu_seqlens must rise"),
-        ("loss_mask", np.zeros(8, np.uint8), r"loss_mask has shape \(8,\), expected \(9,\)"),
+        ("response_mask", np.zeros(8, np.uint8), r"response_mask has shape \(8,\), expected \(9,\)"),
         ("group_ids", np.zeros(2, np.int64), r"group_ids has shape \(2,\), expected \(3,\)"),
         ("rewards", np.zeros(3, np.float32), r"rewards has shape \(3,\), expected \(3, 0\)"),
         ("rewards", np.zeros((2, 4), np.float32), r"rewards has shape \(2, 4\), expected \(3, 4\)"),
         ("rewards", np.float32([[1], [np.inf], [NAN]]), "rewards are not infinite, but not at index 1 of 3"),
         ("prompt_lengths", np.array([2, 0, 3], np.int32), "a prompt has at least one token, but not at index 1"),
         ("prompt_lengths", np.array([2, 2, 3], np.int32), "a prompt is no longer than its sequence"),
-        ("prompt_lengths", np.array([3, 1, 3], np.int32), "loss_mask is 0 on prompts, but not at index 2"),
+        ("prompt_lengths", np.array([3, 1, 3], np.int32), "response_mask is 0 on prompts, but not at index 2"),
         ("tokens", np.full(9, -1, np.int32), "token ids are not negative"),
-        ("loss_mask", np.full(9, 2, np.uint8), "loss_mask is 0 or 1"),
+        ("response_mask", np.full(9, 2, np.uint8), "response_mask is 0 or 1"),
         ("rollout_log_probs", np.full(9, 0.5, np.float32), "log-probabilities are not above 0"),
         ("sample_ids", np.array([1, 0, 1]), "sample_ids are unique"),
         ("finish_reasons", np.array([0, 1, 3], np.uint8), "finish_reasons are known, but not at index 2"),
@@ -435,4 +457,16 @@ def test_validate_names_what_is_wrong(name, value, message):
 
 
 def test_every_optional_array_is_absent_at_first():
-    assert all(getattr(hand_batch(), name) is None for name in OPTIONAL)
+    assert all((getattr(hand_batch(), name) is None) == spec.optional for name, spec in FIELDS.items())
+
+
+def test_the_wire_and_the_files_have_one_order():
+    """Ranks of one run and saved rollouts rely on it."""
+    assert (
+        list(FIELDS)
+        == """cu_seqlens tokens response_mask rollout_log_probs weight_version prompt_lengths group_ids
+        row_ids sample_ids rewards finish_reasons turns old_log_probs ref_log_probs rollout_importance_weights
+        policy_mask kl_cov teacher_log_probs token_advantages routed_experts advantages weights""".split()
+    )
+    assert filled(hand_batch()).to_buffers()[0].tolist() == [2, 3, 2, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1]
+    assert hand_batch().to_buffers()[0].tolist() == [0, 0, 0] + [0] * 10

@@ -143,7 +143,7 @@ def test_or_are_left_out_and_counted_streamed_or_not(malformed, limit, monkeypat
     assert [prompt.row["answer"] for prompt in draw(data, sampler, good)] == ["2"] * good
     said = capsys.readouterr().out
     if limit:
-        assert len(data) == good and f"left out 1,000 of {COUNT + good:,} prompts that cannot be used" in said
+        assert len(data) == good and f"left out 1,000 of {COUNT + good:,} prompts that are invalid" in said
         assert sampler.left_out == 0
     else:
         assert data.streamed and sampler.left_out <= COUNT and sampler.consumed == good

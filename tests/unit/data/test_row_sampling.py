@@ -52,13 +52,13 @@ def test_a_rows_own_sampling_wins(tmp_path):
         ("fast", "", "must be an object"),
         ({"temperature": 0.5}, "", "temperature of sampling_params cannot differ by row"),
         ({"top_p": 0.5}, "", "give --top-p for all rows"),
-        ({"seed": 3}, "", "has 'seed': max_tokens, stop and structured_outputs can be set by a row"),
+        ({"seed": 3}, "", "has 'seed': a row can set max_tokens, stop and structured_outputs only"),
         ({"max_tokens": 17}, "--max-completion-length 16", r"from 1 to --max-completion-length \(16\)"),
         ({"max_tokens": 0}, "", "max_tokens of sampling_params is 0"),
         ({"max_tokens": True}, "", "max_tokens of sampling_params is True"),
         ({"stop": []}, "", "give a string, or a list of strings"),
         ({"stop": ["a", ""]}, "", "give a string, or a list of strings"),
-        ({"stop": "a"}, "--tokenizer-type SentencePieceTokenizer", "needs a HuggingFaceTokenizer"),
+        ({"stop": "a"}, "--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-type HuggingFaceTokenizer"),
         ({"structured_outputs": "[0-9]"}, "", "give an object with one of regex, json, choice, grammar"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "", "give an object with one of"),
         ({"structured_outputs": {"regex": "(a"}}, "", "unterminated subpattern"),
@@ -99,7 +99,7 @@ def test_prompts_outside_the_pass_rates_are_left_out(tmp_path, capsys):
     data = dataset(tmp_path, *rated(0, 0.25, 1, 0.5), flags="--min-pass-rate 0.25 --max-pass-rate 0.5 --curriculum")
     assert [(prompt.id, prompt.row["pass_rate"]) for prompt in data] == [(0, 0.25), (1, 0.5)]
     assert data.pass_rates.tolist() == [0.25, 0.5] and data[1].ids == [ord(c) for c in "0.5"]
-    assert "left out 2 of 4 prompts whose pass_rate is below --min-pass-rate (0.25)" in capsys.readouterr().out
+    assert "left out 2 of 4 prompts with a pass_rate below --min-pass-rate (0.25)" in capsys.readouterr().out
     with pytest.raises(
         GrpoError, match=r"no prompts left: left out 2 of 2 .*pass_rate is below --min-pass-rate \(0.6\)"
     ):

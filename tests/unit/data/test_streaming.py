@@ -195,10 +195,8 @@ def test_rows_that_do_not_fit_are_left_out_and_counted_and_a_resume_is_exact(tmp
         patch.setattr(prompts, "CHECKED_BYTES", 2**20)
         assert answers(dataset(path, flags=FILTERS)) == good
     said = capsys.readouterr().out
-    assert (
-        "left out 10 of 60 prompts that cannot be used" in said and "left out 10 of 60 prompts that are longer" in said
-    )
-    assert "left out 10 of 60 prompts whose pass_rate" in said
+    assert "left out 10 of 60 prompts that are invalid" in said and "left out 10 of 60 prompts that are longer" in said
+    assert "left out 10 of 60 prompts with a pass_rate" in said
 
 
 def test_a_bad_row_ends_a_streamed_run_when_its_turn_comes(tmp_path):
@@ -212,9 +210,7 @@ def test_nothing_that_can_be_used_is_said(tmp_path):
     data = dataset(
         jsonl(tmp_path / "a.jsonl", rows(20, 100)), flags="--max-prompt-length 2 --truncation-strategy delete"
     )
-    with pytest.raises(
-        GrpoError, match=r"no prompts left in the whole data: left out .* longer than --max-prompt-length 2"
-    ):
+    with pytest.raises(GrpoError, match=r"no prompts left in all files: left out .* longer than --max-prompt-length 2"):
         draw(data, data.sampler(), 1)
 
 
@@ -296,7 +292,7 @@ def test_blends_in_words():
         with pytest.raises(GrpoError, match="give a weight before each file"):
             read_blend(words)
     for weight in ("0", "-1", "inf", "nan"):
-        with pytest.raises(GrpoError, match="weights are above 0"):
+        with pytest.raises(GrpoError, match="weights must be finite and greater than 0"):
             read_blend([weight, "a"])
 
 

@@ -182,7 +182,7 @@ def test_refusals_tiktoken(tmp_path):
     vocabulary(path)
     with pytest.raises(GrpoError, match=r"--tiktoken-num-special-tokens \(6\) must be at least 7"):
         build_tokenizer(tik(path, tiktoken_num_special_tokens=6))
-    with pytest.raises(GrpoError, match="each once, with <unk>"):
+    with pytest.raises(GrpoError, match="give each token once, and include all of <unk>"):
         build_tokenizer(tik(path, tiktoken_special_tokens=["<unk>"]))
     with pytest.raises(GrpoError, match=r"--vocab-size \(200\) leaves no room"):
         build_tokenizer(tik(path, vocab_size=200))

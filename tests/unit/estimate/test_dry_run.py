@@ -141,7 +141,7 @@ def test_the_cache_of_the_training_model():
     args = arguments(QWEN3_0_6B + f"--bf16 --tensor-model-parallel-size 2 {flags}", 2)
     cache = 2 * 28 * (8 // 2) * 128 * 100 * 128 * 2
     assert Plan(args).cache(0) == cache
-    assert f"engine: the training model; while it generates, a cache of {cache / GIB:.2f}" in dry_run_report(args, 2)
+    assert f"engine: the training model, with a cache of {cache / GIB:.2f}" in dry_run_report(args, 2)
 
 
 # ---- memory
@@ -300,8 +300,8 @@ def test_the_report_has_everything_and_abbreviates_large_worlds():
     assert "dp_size" in report and "4 / (1 x 2 x 1)" in report
     assert "embedding, layers 0-13" in report and "layers 14-27, final norm, output layer" in report
     assert f"engine: {596_049_920 * 2 / GIB:.2f} of weights" in report
-    assert "reference policy" in report
-    assert "reference policy" not in dry_run_report(arguments(QWEN3_0_6B + "--beta 0", 1), 1)
+    assert "reference model" in report
+    assert "reference model" not in dry_run_report(arguments(QWEN3_0_6B + "--beta 0", 1), 1)
 
     many = dry_run_report(arguments(QWEN3_0_6B + "--global-batch-size 256", 256), 256)
     assert "192 more ranks" in many and "\n   255 " in many and len(many.splitlines()) < 100

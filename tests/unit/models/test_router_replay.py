@@ -18,6 +18,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import colocate as vllm_colocate
 from megatron_grpo.utils.errors import GrpoError
 
@@ -109,16 +110,20 @@ def test_an_update_is_that_of_forced_routers(one_rank, mode, recompute):
         assert row[key] == pytest.approx(want[key], rel=1e-5), key
 
 
+def log_probs(args, trainer, batch) -> np.ndarray:
+    return forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
+
+
 def test_a_pass_without_recorded_experts_routes_by_itself(one_rank):
     """As the reference does."""
     args, trainer = start("R3")
     batch = prepare(args, trainer)
     own = replace(batch, routed_experts=None)
-    values = pretrain_grpo.log_probs(args, trainer, own)
+    values = log_probs(args, trainer, own)
     free_args, free = start("disabled")
     move_routers(free)
-    np.testing.assert_allclose(values, pretrain_grpo.log_probs(free_args, free, own), rtol=1e-6)
-    replayed = pretrain_grpo.log_probs(args, trainer, batch)
+    np.testing.assert_allclose(values, log_probs(free_args, free, own), rtol=1e-6)
+    replayed = log_probs(args, trainer, batch)
     assert np.nanmax(np.abs(replayed - values)) > 1e-3
 
 
@@ -182,7 +187,7 @@ def vllm_double(one_rank, monkeypatch):
 
 def collect(engine):
     prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i, ids in enumerate([[4, 5], [6, 7, 8]])]
-    return collect_rollout(engine, prompts, 1, Sampling(max_tokens=3), None, None, 0, Timers())[0]
+    return collect_rollout(engine, RolloutPlan(prompts, 1, Sampling(max_tokens=3), 0), None, None, Timers())[0]
 
 
 @pytest.mark.vllm

@@ -18,7 +18,7 @@ FLAGS = (
 def args(tmp_path, monkeypatch):
     words = [*FLAGS.split(), "--save", str(tmp_path), "--system-prompt", "two words"]
     monkeypatch.setattr(sys, "argv", ["pretrain_grpo.py", *words])
-    monkeypatch.setattr(provenance, "layout", lambda args: "2 ranks")  # which asks torch.distributed
+    monkeypatch.setattr(provenance, "parallel_configuration", lambda args: "2 ranks")  # which asks torch.distributed
     return parse_args(words)
 
 

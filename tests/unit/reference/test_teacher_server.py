@@ -52,7 +52,7 @@ def rollout() -> RolloutBatch:
 def test_log_probabilities_are_the_models_of_the_completions_tokens(double, ask):
     batch, model = rollout(), tiny_model(99)
     found = ask(batch)
-    assert found.dtype == np.float32 and (np.isfinite(found) == (batch.loss_mask == 1)).all()
+    assert found.dtype == np.float32 and (np.isfinite(found) == (batch.response_mask == 1)).all()
     for start, end, prompt in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.prompt_lengths, strict=True):
         ids = batch.tokens[start:end].tolist()
         for position in range(prompt, len(ids)):  # token by token, as it would be sampled
@@ -84,13 +84,13 @@ def test_a_fault_that_passes_is_waited_out(double, ask, monkeypatch):
     double.fault = "500 generating"
     threading.Timer(0.5, setattr, (double, "fault", "")).start()
     batch = rollout()
-    assert np.isfinite(ask(batch)[batch.loss_mask == 1]).all()
+    assert np.isfinite(ask(batch)[batch.response_mask == 1]).all()
     assert called(double, "/v1/completions") > 8
 
 
 def test_a_wrong_key_and_a_short_server_are_refused(double, ask, monkeypatch):
     double.config["max_model_len"] = 16
-    with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start it with at least that"):
+    with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start the server with at least"):
         ask(rollout())
     double.key = "other"
     with pytest.raises(GrpoError, match=r"API key is refused: give the one .* TEACHER_API_KEY"):

@@ -14,6 +14,7 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import STEPS_TO_SCORE, Selection, has_signal, prompts_to_draw
+from megatron_grpo.rollout.plan import RolloutPlan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,9 +34,8 @@ def choose(num_groups, polls, signals=None, ratio=1.0, rounds=0):
     scorer = TableScorer(lambda number, place: float(place * signals(number)) if signals else 1.0)
     selection = Selection(engine, num_groups, GENERATIONS, ratio, rounds, scorer, [1.0])
     drawn = prompts(prompts_to_draw(num_groups, ratio, rounds))
-    batch, _ = collect_rollout(
-        engine, drawn, GENERATIONS, Sampling(9), scorer, Letters, 0, Timers(), selection=selection
-    )
+    plan = RolloutPlan(drawn, GENERATIONS, Sampling(9), 0, selection)
+    batch, _ = collect_rollout(engine, plan, scorer, Letters, Timers())
     unused, metrics = selection.close()
     assert batch.sample_ids.tolist() == list(range(num_groups * GENERATIONS))
     assert batch.group_ids.tolist() == [g for g in range(num_groups) for _ in range(GENERATIONS)]

@@ -8,6 +8,7 @@ import torch
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.models import forward
 from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.rollout.weight_sync import weight_check
@@ -100,7 +101,8 @@ def test_the_probe_is_sampled_without_what_its_rows_set(monkeypatch):
     args = SimpleNamespace(pipeline_model_parallel_size=1, max_completion_length=99, temperature=0.7)
     prompt = Prompt(3, [5], {}, "made up", {"structured_outputs": "{}", "max_tokens": 1})
     weight_check.probe(args, SimpleNamespace(num_replicas=2), [prompt], None, None)
-    ((_, prompts, _, sampling, *_),) = asked
+    ((_, plan, *_),) = asked
+    prompts, sampling = plan.prompts, plan.sampling
     assert len(prompts) == 2 * weight_check.PROMPTS_PER_REPLICA
     assert all(p.sampling(sampling) is sampling and p.id == 3 for p in prompts) and sampling.log_probs
 
@@ -113,13 +115,13 @@ def probe_batch():
 
 
 @pytest.mark.parametrize("bf16, off, passes", [(False, 5e-4, True), (False, 2e-3, False), (True, 0.1, True)])
-def test_the_replica_that_says_other_things_is_told(bf16, off, passes):
+def test_the_replica_that_says_other_things_is_told(bf16, off, passes, monkeypatch):
     """Replica 1 made completions 1 and 3; its tokens lie 4, 5 and 10, 11 behind one of prompt each."""
 
-    def log_probs(args, batch):
+    def log_probs(args, model, forward_step, batch):
         assert args.micro_batch_size == 1 and args.max_tokens_per_microbatch is None
         values = np.full(12, np.nan, np.float32)
-        values[batch.loss_mask == 1] = -1
+        values[batch.response_mask == 1] = -1
         values[[4, 5, 10, 11]] -= off
         return values
 
@@ -131,15 +133,16 @@ def test_the_replica_that_says_other_things_is_told(bf16, off, passes):
         micro_batch_size=512,
         max_tokens_per_microbatch=64,
     )
+    monkeypatch.setattr(forward, "log_probs", log_probs)
     if passes:
-        weight_check.compare_log_probs(args, probe_batch(), 2, log_probs)
+        weight_check.compare_log_probs(args, [], None, probe_batch(), 2)
         return
     with pytest.raises(GrpoError, match=r"engine replica 1 has other log-probabilities than the trainer: 0\.002 nats"):
-        weight_check.compare_log_probs(args, probe_batch(), 2, log_probs)
+        weight_check.compare_log_probs(args, [], None, probe_batch(), 2)
     assert args.micro_batch_size == 512
 
 
-def test_nan_is_no_match():
+def test_nan_is_no_match(monkeypatch):
     args = SimpleNamespace(
         bf16=True,
         fp16=False,
@@ -148,5 +151,6 @@ def test_nan_is_no_match():
         micro_batch_size=1,
         max_tokens_per_microbatch=None,
     )
+    monkeypatch.setattr(forward, "log_probs", lambda *_: np.full(12, np.nan, np.float32))
     with pytest.raises(GrpoError, match="nan nats"):
-        weight_check.compare_log_probs(args, probe_batch(), 1, lambda *_: np.full(12, np.nan, np.float32))
+        weight_check.compare_log_probs(args, [], None, probe_batch(), 1)

@@ -23,8 +23,8 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.reference import frozen_model
-from megatron_grpo.reference.frozen_model import SwappedReference
+from megatron_grpo.reference import reference_model
+from megatron_grpo.reference.reference_model import SwappedReference
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
@@ -138,7 +138,7 @@ def trained(tiny_models, case, one_process):
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)
     hf.load_hf(model, args, directory)
-    policy = frozen_model.ReferencePolicy(model)
+    policy = reference_model.HostWeights(model)
     with torch.no_grad():
         for parameter in model[0].parameters():
             parameter.mul_(1.1)
@@ -149,6 +149,7 @@ def trained(tiny_models, case, one_process):
     trainer = Trainer(
         args=args,
         model=model,
+        forward_step=pretrain_grpo.forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,

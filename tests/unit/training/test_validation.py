@@ -85,7 +85,7 @@ REFUSED = {
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
     f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
-        "would cut off before the bias is added"
+        "would clamp before the bias is added"
     ),
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine": (
         "experts with biases need --moe-grouped-gemm"
@@ -106,7 +106,7 @@ REFUSED = {
     ),
     "--sequence-parallel": "--sequence-parallel needs --tensor-model-parallel-size 2 or more",
     "--apply-rope-fusion": "--apply-rope-fusion needs --transformer-impl transformer_engine",
-    "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local has auto, local",
+    "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local supports only auto, local",
     "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
     "--gradient-accumulation-fusion": "--gradient-accumulation-fusion needs apex",
     "--num-layers 0": "--num-layers (0) must be greater than 0",
@@ -117,8 +117,9 @@ REFUSED = {
     "--seq-length 1000": "= 1024 must be at most --seq-length (1000)",
     "--vllm-max-model-len 1000": "= 1024 must be at most --vllm-max-model-len (1000)",
     "--vllm-max-model-len 4096": "--vllm-max-model-len (4096) must be at most --max-position-embeddings (2048)",
-    "--max-tokens-per-microbatch 1000": "are 1024 tokens: --max-tokens-per-microbatch (1000) must be at least that",
-    "--max-tokens-per-microbatch 1025 --max-prompt-length 513 --context-parallel-size 2": "are 1028 tokens: --max",
+    "--max-tokens-per-microbatch 1000": "are 1024 tokens, padded for --context-parallel-size 1: --max-tokens-per-micro"
+    "batch (1000) must be at least 1024",
+    "--max-tokens-per-microbatch 1025 --max-prompt-length 513 --context-parallel-size 2": "are 1028 tokens, padded",
     "--max-completion-length 0": "--max-completion-length (0) must be greater than 0",
     "--vllm-tensor-parallel-size 3": "world_size (8) must be divisible by --vllm-tensor-parallel-size (3)",
     "--vllm-tensor-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
@@ -244,18 +245,18 @@ REFUSED = {
     "--save-hf a --no-save-hf": "--save-hf and --no-save-hf cannot both be given",
     "--wandb-exp-name run": "--wandb-exp-name needs --wandb-project",
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
-    "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local keys and values are gathered",
+    "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
     "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
     "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",
     f"{PP2} --num-virtual-stages-per-pipeline-rank 4": "divisible by pipeline parallel size x virtual stages (8)",
     f"{PP2} --num-layers-per-virtual-pipeline-stage 3": "must be divisible by --pipeline-model-parallel-size (2) x",
     f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2": "cannot both be given",
-    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": "gradients would be wrong",
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": "would give wrong gradients",
     f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24 --micro-batch-size 2": (
         "an update has 3 micro-batches on each data-parallel rank"
     ),
-    f"{PP2} --overlap-p2p-comm": "it belongs to the interleaved schedule",
+    f"{PP2} --overlap-p2p-comm": "only the interleaved schedule uses it",
     "--expert-model-parallel-size 2": "--expert-model-parallel-size needs --num-experts",
     "--moe-router-topk 4": "--moe-router-topk needs --num-experts",
     "--router-replay-mode R2": "--router-replay-mode needs --num-experts",
@@ -264,7 +265,7 @@ REFUSED = {
     f"{MOE} --moe-ffn-hidden-size 90 --expert-tensor-parallel-size 4": "--moe-ffn-hidden-size (90) must be divisible",
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
-    f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own part",
+    f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own shard",
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
     f"{MOE} --moe-expert-capacity-factor 1.5": "it drops tokens; the engine does not",
     f"{MOE} --moe-router-fusion": "--moe-router-fusion needs --transformer-impl transformer_engine",
@@ -410,7 +411,7 @@ def test_rows_without_a_route_are_refused():
     assert routes == {"math": ["accuracy", "format"], "code": ["code"]}
     check_source(routes, {"data_source": "code"})
     check_source({}, {})
-    with pytest.raises(GrpoError, match=r"no --reward-routing .* 'maths', only for math, code"):
+    with pytest.raises(GrpoError, match=r"--reward-routing has no .* 'maths', only math, code"):
         check_source(routes, {"data_source": "maths"})
-    with pytest.raises(GrpoError, match=r'no --reward-routing for "data_source" None'):
+    with pytest.raises(GrpoError, match=r'--reward-routing has no "data_source" None'):
         check_source(routes, {})

@@ -475,10 +475,10 @@ def test_megatron_counts_every_nth_layer_from_the_first():
 def test_dense_layers_after_others_are_no_deepseek():
     args = Namespace(**families.FAMILIES["deepseek_v3"].args_from_hf(DEEPSEEK_V3))
     args.moe_layer_freq = 2
-    with pytest.raises(GrpoError, match="deepseek_v3 has its dense layers before all others: not moe_layer_freq 2"):
+    with pytest.raises(GrpoError, match="has all dense layers before the expert layers, but moe_layer_freq is 2"):
         families.for_args(args).hf_from_args(args)
     args.moe_layer_freq, args.moe_shared_expert_intermediate_size = 1, 3000
-    with pytest.raises(GrpoError, match=r"moe_shared_expert_intermediate_size \(3000\) is no multiple"):
+    with pytest.raises(GrpoError, match=r"moe_shared_expert_intermediate_size \(3000\) is not a multiple"):
         families.for_args(args).hf_from_args(args)
 
 
@@ -546,11 +546,15 @@ def test_unknown_architectures_are_refused_by_name(config, message):
             "sliding_window 64 in some",
         ),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, "sliding_window 32768 in some layers only"),
-        ("mistral", {"layer_types": ["full_attention"] * 32}, "sliding_window 4096 and layer_types without it"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 32},
+            "4096 and layer_types with full_attention",
+        ),
         ("mistral", {"attention_bias": True}, "attention_bias true"),
-        ("mixtral", {"num_experts_per_tok": 1}, "one expert per token, of weight 1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1: the expert's weight is always 1"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias true"),
-        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "has that of type 'longrope' only"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only type 'longrope' is supported for Phi-3"),
         ("phi3", {"rope_scaling": {**PHI4_MINI["rope_scaling"], "short_mscale": 1.1}}, "has 'short_mscale'"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
@@ -562,22 +566,26 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": {}}}, "each kind of layer"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu': only 'gelu_pytorch_tanh'"),
-        ("gemma2", {"tie_word_embeddings": False}, "vLLM's Gemma 2 has no output layer of its own"),
+        ("gemma2", {"tie_word_embeddings": False}, "vLLM's Gemma 2 has no separate output layer"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
         ("gemma2", {"sliding_window": None}, "lacks 'sliding_window'"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "no Gemma 3 has it, and transformers ignores it"),
-        ("gemma3_text", {"rope_scaling": YARN}, "supported is 'linear' in layers without a window"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "transformers ignores for Gemma 3"),
+        ("gemma3_text", {"rope_scaling": YARN}, "only 'linear' in layers without a window is supported"),
         ("glm4", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
-        ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob true with one expert per token"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob true and num_experts_per_tok 1"),
         ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
-        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0: gpt-oss has 7.0"),
-        ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06: gpt-oss has 1e-05"),
-        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings True: gpt-oss has False"),
-        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 12}, "a window to the first layer"),
-        ("gpt_oss", {"rope_scaling": None}, "the engine wants gpt-oss's to be yarn"),
-        ("gpt_oss", {"rope_scaling": {**GPT_OSS_20B["rope_scaling"], "attention_factor": 1.0}}, "ignores others"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0: the engine supports only 7.0 for gpt-oss"),
+        ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06: the engine supports only 1e-05 for gpt-oss"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings True: the engine supports only False"),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 12}, "a window only in the first, third"),
+        ("gpt_oss", {"rope_scaling": None}, "the engine supports only yarn for gpt-oss"),
+        (
+            "gpt_oss",
+            {"rope_scaling": {**GPT_OSS_20B["rope_scaling"], "attention_factor": 1.0}},
+            "only yarn for gpt-oss, with .*truncate",
+        ),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\)"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy: only greedy"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func softmax: only sigmoid"),
@@ -585,7 +593,7 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave False"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ("deepseek_v3", {"topk_group": 2}, r"Megatron-Core by their best .* \(8\) // topk_group \(2\) = 4"),
-        ("deepseek_v3", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok 1: Megatron-Core does not normalise"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads 8 and num_attention_heads 128"),
         ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.7}}, "mscale 0.7 and mscale_all"),

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from megatron_grpo.parallel import initialize
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import hf, mapping
+from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
 
@@ -172,7 +172,7 @@ def test_export_replaces_only_a_model_directory(world, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.tex").write_text("precious")
-    with pytest.raises(GrpoError, match="home exists and is no Hugging Face model directory"):
+    with pytest.raises(GrpoError, match="home exists and is not a Hugging Face model directory"):
         hf.save_hf(chunks, args, home)
     assert [path.name for path in home.iterdir()] == ["thesis.tex"]
     with pytest.raises(GrpoError, match=r"thesis\.tex/out cannot be written"):
@@ -196,12 +196,12 @@ def test_names_of_wrapped_and_fused_models(world, tmp_path):
     make(tmp_path, "qwen3", tied=False)
     args = toy_args(tmp_path)
     (model,) = build(args)
-    expected = {weight.name for weight in mapping.table(args)}
-    assert {name for name, _ in mapping.named_weights([model])} == expected
+    expected = {weight.name for weight in model_weights.table(args)}
+    assert {name for name, _ in model_weights.named_weights([model])} == expected
     wrapped = torch.nn.Module()
     wrapped.module = torch.nn.Module()
     wrapped.module.module = model
-    assert {name for name, _ in mapping.named_weights([wrapped])} == expected
+    assert {name for name, _ in model_weights.named_weights([wrapped])} == expected
 
     class Stage(torch.nn.Module):
         """The last stage of a model with Transformer Engine's names: layers 2 (dense) and 3 (experts 4 and 5)."""
@@ -244,7 +244,7 @@ def test_names_of_wrapped_and_fused_models(world, tmp_path):
         mlp.experts.local_experts.4.linear_fc1.weight mlp.experts.local_experts.5.linear_fc1.weight
         mlp.experts.local_experts.4.linear_fc2.weight mlp.experts.local_experts.5.linear_fc2.weight
     """.split()
-    found = dict(mapping.named_weights([Stage()]))
+    found = dict(model_weights.named_weights([Stage()]))
     assert sorted(found) == sorted(
         [
             "decoder.layers.2.input_layernorm.weight",
@@ -337,7 +337,7 @@ def test_tensor_that_no_row_claims(untied):
     directory, load = untied
     path = edit_file(directory, lambda tensors: tensors.update(strange=torch.zeros(3)))
     edit_index(directory, lambda names: names.update(strange=path.name))
-    with pytest.raises(GrpoError, match="holds the tensor strange, for which the family has no place"):
+    with pytest.raises(GrpoError, match="holds the tensor strange, which is not in the model family"):
         load()
 
 
@@ -366,7 +366,7 @@ EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
         (lambda tensors: tensors.pop(EXPERT), rf"lacks the tensor {EXPERT}, of which de.*\.1\.mlp\..*\.7\.linear_fc2"),
         (
             lambda tensors: tensors.update({EXPERT.replace("7", "8"): tensors[EXPERT].clone()}),
-            rf"holds the tensor {EXPERT.replace('7', '8')}, for which the family has no place",
+            rf"holds the tensor {EXPERT.replace('7', '8')}, which is not in the model family",
         ),
         (
             lambda tensors: tensors.update({EXPERT: torch.zeros(64, 33)}),
@@ -408,12 +408,12 @@ def test_copies_that_are_left_out(world, tmp_path):
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path)
     assert hf.verify_hf(chunks, args, tmp_path) == len(names)
-    assert {name for weight in mapping.table(args) for name in weight.hf} == names.keys() | copies
+    assert {name for weight in model_weights.table(args) for name in weight.hf} == names.keys() | copies
 
 
 def test_checkpoints_that_transformers_saved_without_their_multi_token_prediction(world, tmp_path):
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
-    weights = mapping.table(toy_args(tmp_path))
+    weights = model_weights.table(toy_args(tmp_path))
     with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, of which mtp.*set num_nextn_predict_layers to 0"):
         hf.check_tensors(Safetensors(tmp_path), weights)
 
@@ -421,7 +421,7 @@ def test_checkpoints_that_transformers_saved_without_their_multi_token_predictio
 def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
     make(tmp_path, "qwen3_moe", tied=False)
     with pytest.raises(GrpoError, match="qwen3_moe has no multi-token prediction: leave --mtp-num-layers out"):
-        mapping.table(toy_args(tmp_path, mtp_num_layers=1))
+        model_weights.table(toy_args(tmp_path, mtp_num_layers=1))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])

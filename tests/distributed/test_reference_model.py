@@ -1,13 +1,13 @@
-"""Reference and teacher in layouts, and of architectures, of their own; frozen_worker.py has the checks."""
+"""Reference and teacher in layouts, and of architectures, of their own; reference_worker.py has the checks."""
 
 import pytest
 import toy_checkpoints
 
 
 @pytest.mark.distributed
-def test_frozen_models_beside_the_policy(tmp_path, torchrun):
+def test_reference_models_beside_the_policy(tmp_path, torchrun):
     toy_checkpoints.make(tmp_path / "teacher", "llama", False, vocab_size=250)
-    out = torchrun(4, "tests/distributed/frozen_worker.py", tmp_path).stdout
+    out = torchrun(4, "tests/distributed/reference_worker.py", tmp_path).stdout
     claims = ("one reference in two layouts", "the moved reference survives a resume")
     claims += ("a reference of its own origin leaves the policy alone", "the teacher is transformers'")
     for claim in claims:

@@ -8,30 +8,30 @@ import pytest
 from good_args import MOE, validated
 
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_grpo.reference.arguments import SIZES, has_own_layout
-from megatron_grpo.reference.model_args import check_teachers_tokenizer, reference_args, teacher_args
+from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
+from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 
 TEACHER = "--teacher-load-hf t --teacher-kl-coef 1"
 REF_TP2 = "--ref-tensor-model-parallel-size 2"
 REFUSED = {
-    f"--beta 0 {REF_TP2}": "--ref-tensor-model-parallel-size needs --beta: without the KL term there is no reference",
+    f"--beta 0 {REF_TP2}": "--ref-tensor-model-parallel-size needs --beta: there is no reference model without",
     "--beta 0 --ref-load-hf r": "--ref-load-hf needs --beta",
     "--beta 0 --ref-load r": "--ref-load needs --beta",
     "--beta 0 --sync-ref-model": "--sync-ref-model needs --beta",
     "--beta 0 --ref-micro-batch-size 2": "--ref-micro-batch-size needs --beta",
-    "--ref-load a --ref-load-hf b": "--ref-load and --ref-load-hf cannot both be given: the reference has one origin",
+    "--ref-load a --ref-load-hf b": "--ref-load and --ref-load-hf cannot both be given: the reference model has one",
     "--ref-pipeline-model-parallel-size 0": r"--ref-pipeline-model-parallel-size \(0\) must be greater than 0",
     "--ref-expert-model-parallel-size 2": "--ref-expert-model-parallel-size needs --num-experts",
-    "--ref-micro-batch-size 2 --logprobs-max-tokens-per-microbatch 2048": "cannot both be given: each says how micro",
+    "--ref-micro-batch-size 2 --logprobs-max-tokens-per-microbatch 2048": "cannot both be given: both set the size",
     "--logprobs-max-tokens-per-microbatch 1023": r"1024 tokens: --logprobs-max-tokens-per-microbatch \(1023\) must be",
     "--ref-model-sync-steps 4": "--ref-model-sync-steps needs --sync-ref-model",
     "--ref-model-mixup-alpha 0.5": "--ref-model-mixup-alpha needs --sync-ref-model",
     "--sync-ref-model --ref-model-mixup-alpha 0": r"\(0.0\) must be greater than 0 and at most 1",
     "--sync-ref-model --ref-model-mixup-alpha 1.5": r"\(1.5\) must be greater than 0 and at most 1",
     "--sync-ref-model --ref-model-sync-steps 3 --num-iterations 2": r"\(3\) must be divisible by .* per rollout \(2\)",
-    "--teacher-load-hf t": "--teacher-load-hf needs --teacher-kl-coef: .*give its weight, such as 1",
+    "--teacher-load-hf t": "--teacher-load-hf needs --teacher-kl-coef: .*give 1, for example",
     "--teacher-server http://h:1": "--teacher-server needs --teacher-kl-coef",
     "--teacher-kl-coef 1": "--teacher-kl-coef needs --teacher-load-hf or --teacher-server",
     f"{TEACHER} --teacher-server http://h:1": "--teacher-load-hf and --teacher-server cannot both be given",
@@ -39,8 +39,8 @@ REFUSED = {
     f"{TEACHER} --teacher-server-timeout 9": "--teacher-server-timeout needs --teacher-server",
     "--teacher-tensor-model-parallel-size 2": "--teacher-tensor-model-parallel-size needs --teacher-load-hf",
     f"{TEACHER} --loss-type gmpo": "is positive, but with --teacher-kl-coef each token has its own: leave one",
-    "--teacher-server h:1 --teacher-kl-coef 1": "is no server's address: give http://HOST:PORT",
-    "--teacher-server http://u:secret@h:1 --teacher-kl-coef 1": "must not hold a password",
+    "--teacher-server h:1 --teacher-kl-coef 1": "is not the address of a server: give http://HOST:PORT",
+    "--teacher-server http://u:secret@h:1 --teacher-kl-coef 1": "must not contain a password",
     "--teacher-server http://h:1 --teacher-kl-coef 1 --temperature 0.5": "at temperature 1 only",
 }
 
@@ -52,10 +52,10 @@ def test_refused(flags):
 
 
 LAYOUTS = {
-    "--ref-tensor-model-parallel-size 3": r"world_size \(8\) must be divisible by the sizes of --ref-.* \(3\): TP 3",
+    "--ref-tensor-model-parallel-size 3": r"world_size \(8\) must be divisible by the product of --ref-.* \(3\): TP 3",
     "--ref-tensor-model-parallel-size 16": r"world_size \(8\) must be divisible .* \(16\)",
-    "--ref-pipeline-model-parallel-size 8": r"reference, as --ref-.*--num-layers \(4\) must be divisible .*\(8\)",
-    f"{MOE} --ref-expert-model-parallel-size 3": r"reference, as .*--num-experts \(8\) must be divisible by .*\(3\)",
+    "--ref-pipeline-model-parallel-size 8": r"reference model .*--num-layers \(4\) must be divisible .*\(8\)",
+    f"{MOE} --ref-expert-model-parallel-size 3": r"reference model .*--num-experts \(8\) must be divisible by .*\(3\)",
     "--ref-micro-batch-size 16": r"_size \(64\) must be divisible by --ref-micro-batch-size \(16\) x DP",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --ref-micro-batch-size 16": "x PP",
 }
@@ -73,14 +73,14 @@ def test_the_references_arguments():
     policy += " --num-virtual-stages-per-pipeline-rank 2 --num-experts 8 --model-family qwen3_moe"
     args = validated(f"{policy} --router-replay-mode R2")
     own = reference_args(args)
-    assert not has_own_layout(args, "ref")
+    assert not has_own_parallel_configuration(args, "ref")
     assert [getattr(own, size) for size in SIZES] == [2, 2, 1, 1, 2] and own.num_virtual_stages_per_pipeline_rank == 2
     assert own.router_replay_mode == "disabled" and args.router_replay_mode == "R2"
 
     sizes = "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1 --ref-expert-model-parallel-size 4"
     args = validated(f"{policy} {sizes} --ref-micro-batch-size 4 --max-tokens-per-microbatch 2048")
     own = reference_args(args)
-    assert has_own_layout(args, "ref") and not has_own_layout(args, "teacher")
+    assert has_own_parallel_configuration(args, "ref") and not has_own_parallel_configuration(args, "teacher")
     # Experts are cut as the rest of the reference is, and not as the policy's.
     assert [getattr(own, size) for size in SIZES] == [1, 1, 1, 4, 1]
     assert (own.data_parallel_size, own.micro_batch_size, own.max_tokens_per_microbatch) == (8, 4, None)
@@ -105,7 +105,7 @@ def hf_directory(tmp_path):
 def test_a_reference_of_another_architecture_is_refused(hf_directory):
     same = hf_directory("--max-position-embeddings 4096")
     reference_args(validated(f"--ref-load-hf {same}"))
-    with pytest.raises(GrpoError, match=r"config.json says --num-layers 2, the policy has 4: the reference is a model"):
+    with pytest.raises(GrpoError, match=r"config.json says --num-layers 2, the policy has 4: give a reference model"):
         reference_args(validated(f"--ref-load-hf {hf_directory('--num-layers 2')}"))
 
 
@@ -117,9 +117,9 @@ def test_the_teachers_arguments(hf_directory):
     assert (own.expert_model_parallel_size, own.tensor_model_parallel_size, own.temperature) == (1, 1, 1.0)
     assert (args.model_family, args.num_layers) == ("qwen3_moe", 4)
     flags = f"--teacher-load-hf {directory} --teacher-kl-coef 1"
-    with pytest.raises(GrpoError, match=r"the teacher, as --teacher-.*--num-layers \(2\) must be divisible .* \(4\)"):
+    with pytest.raises(GrpoError, match=r"teacher with --teacher-.*--num-layers \(2\) must be divisible .* \(4\)"):
         teacher_args(validated(f"{flags} --teacher-pipeline-model-parallel-size 4"))
-    with pytest.raises(GrpoError, match="has a vocabulary of 999, the policy one of 1000: take a teacher with"):
+    with pytest.raises(GrpoError, match="has vocab_size 999, the policy has 1000: give a teacher with"):
         directory = hf_directory("--vocab-size 999")
         teacher_args(validated(flags))
 
@@ -127,7 +127,7 @@ def test_the_teachers_arguments(hf_directory):
 def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
     args = validated(f"--teacher-load-hf {tiny_models['llama']} --teacher-kl-coef 1")
     tokenizer = HuggingFaceTokenizer(tiny_models["qwen3"])
-    check_teachers_tokenizer(args, tokenizer)
+    check_teacher_tokenizer(args, tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(tiny_models["llama"], name), tmp_path)
     changed = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -136,7 +136,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
     args.teacher_load_hf = str(tmp_path)
-    with pytest.raises(GrpoError, match=r"has another tokenizer than .*: take a teacher whose tokens have the same"):
-        check_teachers_tokenizer(args, tokenizer)
+    with pytest.raises(GrpoError, match=r"has another tokenizer than .*: give a teacher with the same token ids"):
+        check_teacher_tokenizer(args, tokenizer)
     args.teacher_load_hf = str(tmp_path / "none")  # no tokenizer to compare with: the size has to do
-    check_teachers_tokenizer(args, tokenizer)
+    check_teacher_tokenizer(args, tokenizer)

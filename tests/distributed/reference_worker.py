@@ -1,6 +1,6 @@
-"""What test_frozen_model.py runs under torchrun on 4 ranks: reference and teacher in layouts of their own.
+"""What test_reference_model.py runs under torchrun on 4 ranks: reference and teacher in layouts of their own.
 
-torchrun --nproc-per-node 4 tests/distributed/frozen_worker.py DIRECTORY     (the test puts DIRECTORY/teacher there)
+torchrun --nproc-per-node 4 tests/distributed/reference_worker.py DIRECTORY     (the test puts DIRECTORY/teacher there)
 """
 
 import sys
@@ -19,8 +19,8 @@ from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import set_random_seed
-from megatron_grpo.reference.frozen_model import FrozenModel, SwappedReference
 from megatron_grpo.reference.model_args import reference_args, teacher_args
+from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.training import setup, train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
@@ -31,15 +31,15 @@ SHARE = 0.6
 
 
 class Trainer:
-    """What updates and frozen passes need."""
+    """What updates and separate passes need."""
 
     def __init__(self, args, model):
         self.iteration = 0
         self.model, self.optimizer, self.scheduler = train_step.setup_optimizer(args, model)
 
 
-def weights(frozen, policy) -> dict[str, torch.Tensor]:
-    with frozen.ready(policy) as ready:
+def weights(separate, policy) -> dict[str, torch.Tensor]:
+    with separate.ready(policy) as ready:
         return {name: tensor.clone() for name, tensor in stream_hf(ready.model, ready.args)}
 
 
@@ -49,34 +49,36 @@ def same_bits(one, other) -> bool:
 
 
 def references(root: Path) -> None:
-    """A reference in another layout is the one in the policy's own: at first, moved, and as a checkpoint holds it."""
+    """A reference in another layout is the one in the policy's own: at first, updated, and as a checkpoint holds it."""
     args, model = enter(f"{MOE} {SHARDED} {REF} --sync-ref-model --ref-model-sync-steps 1", "TP2 SP PP2")
     fill(model, args, "weight")
     before = {name: tensor.clone() for name, tensor in stream_hf(model, args)}
     coordinates = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    swapped, frozen = SwappedReference(args, model), FrozenModel(reference_args(args), model_provider)
-    frozen.take_over(args, model)
+    swapped, separate = SwappedReference(args, model), ReferenceModel(reference_args(args), model_provider)
+    separate.update_from(args, model)
     trainer = Trainer(args, model)
     batch = made_up.rollout(args)
 
     def log_probs() -> list[np.ndarray]:
-        return [pretrain_grpo.frozen_log_probs(reference, trainer, batch) for reference in (swapped, frozen)]
+        return [
+            reference.log_probs(batch, trainer.model, pretrain_grpo.forward_step) for reference in (swapped, separate)
+        ]
 
     first = log_probs()
-    np.testing.assert_array_equal(first[0], pretrain_grpo.log_probs(args, trainer, batch))
+    np.testing.assert_array_equal(first[0], forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch))
     np.testing.assert_allclose(first[1], first[0], rtol=0, atol=1e-5)
-    assert (np.isfinite(first[0]) == (batch.loss_mask == 1)).all()
+    assert (np.isfinite(first[0]) == (batch.response_mask == 1)).all()
 
     batch.old_log_probs, batch.ref_log_probs = first[0], first[1]
     pretrain_grpo.update(args, trainer, batch, np.arange(batch.num_completions // 2))
-    for reference in (swapped, frozen):
-        reference.move(args, trainer.model, SHARE)
+    for reference in (swapped, separate):
+        reference.ema_update(args, trainer.model, SHARE)
     after = {name: tensor.clone() for name, tensor in stream_hf(trainer.model, args)}
-    moved = weights(frozen, trainer.model)
-    assert same_bits(moved, weights(swapped, trainer.model))
-    for name, tensor in moved.items():
+    updated = weights(separate, trainer.model)
+    assert same_bits(updated, weights(swapped, trainer.model))
+    for name, tensor in updated.items():
         torch.testing.assert_close(tensor, SHARE * after[name] + (1 - SHARE) * before[name], rtol=1e-6, atol=1e-7)
-    assert any(not torch.equal(moved[name], before[name]) for name in moved)
+    assert any(not torch.equal(updated[name], before[name]) for name in updated)
     second = log_probs()
     np.testing.assert_allclose(second[1], second[0], rtol=0, atol=1e-5)
     assert np.nanmax(np.abs(second[1] - first[1])) > 1e-3
@@ -86,7 +88,7 @@ def references(root: Path) -> None:
     )
     say("one reference in two layouts")
 
-    for name, reference in (("frozen", frozen), ("swapped", swapped)):
+    for name, reference in (("separate", separate), ("swapped", swapped)):
         args.save = args.load = str(root / name)
         checkpoint.save_checkpoint(
             args,
@@ -97,25 +99,25 @@ def references(root: Path) -> None:
             {},
             save_reference=lambda directory, reference=reference: reference.save(directory, trainer.model),
         )
-        for own in (frozen.args, args) if reference is frozen else (args,):
-            flags = args if own is frozen.args else without_layout(args)  # --ref-* given, or left out
+        for own in (separate.args, args) if reference is separate else (args,):
+            flags = args if own is separate.args else without_layout(args)  # --ref-* given, or left out
             again, optimizer, scheduler, resumed = setup._build_model(flags, model_provider, True, own)
             checkpoint.load_checkpoint(args, again, optimizer, scheduler)
-            assert isinstance(resumed, FrozenModel if own is frozen.args else SwappedReference) and resumed.moved
-            assert same_bits(weights(resumed, again), moved)
+            assert isinstance(resumed, ReferenceModel if own is separate.args else SwappedReference) and resumed.updated
+            assert same_bits(weights(resumed, again), updated)
             assert same_bits({n: t.clone() for n, t in stream_hf(again, args)}, after)
-    say("the moved reference survives a resume")
+    say("the updated reference survives a resume")
 
     hf.save_hf(trainer.model, args, root / "hf")
     set_random_seed(7)
     fresh = {name: tensor.clone() for name, tensor in stream_hf(forward.build_model(args, model_provider), args)}
-    for own, flag, origin in ((frozen.args, "ref_load_hf", root / "hf"), (args, "ref_load", root / "frozen")):
-        flags = args if own is frozen.args else without_layout(args)
+    for own, flag, origin in ((separate.args, "ref_load_hf", root / "hf"), (args, "ref_load", root / "separate")):
+        flags = args if own is separate.args else without_layout(args)
         flags.ref_load, flags.ref_load_hf = None, None
         setattr(flags, flag, str(origin))
         set_random_seed(7)
         policy, *_, loaded = setup._build_model(flags, model_provider, False, own)
-        assert same_bits(weights(loaded, policy), after) and not loaded.moved
+        assert same_bits(weights(loaded, policy), after) and not loaded.updated
         assert same_bits({name: tensor.clone() for name, tensor in stream_hf(policy, args)}, fresh)
     say("a reference of its own origin leaves the policy alone")
 
@@ -134,9 +136,9 @@ def teacher(root: Path) -> None:
     args, model = enter(flags, "PP2 EP2")
     fill(model, args, "weight")
     own = teacher_args(args)
-    frozen = FrozenModel(own, model_provider, lambda chunks: hf.load_hf(chunks, own, directory))
+    separate = ReferenceModel(own, model_provider, lambda chunks: hf.load_hf(chunks, own, directory))
     batch = made_up.rollout(args)
-    found = pretrain_grpo.frozen_log_probs(frozen, Trainer(args, model), batch)
+    found = separate.log_probs(batch, Trainer(args, model).model, pretrain_grpo.forward_step)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for start, end, prompt in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.prompt_lengths, strict=True):
         ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64))

@@ -1,4 +1,4 @@
-"""A family's table joined with a built model: global names, shapes, and which pipeline stage holds what."""
+"""The weights of a whole model, from its family's table, and their match with the parameters of a built model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
-from megatron_grpo.weights.layout import Dimensions, Row, Weight
+from megatron_grpo.weights.parameter_mapping import Dimensions, ParameterMapping, Weight
 
-# Transformer Engine's layer spec fuses a norm into the linear layer behind it; the local spec's names are canonical.
+# Transformer Engine's layer spec fuses a norm into the linear layer after it; the local spec's names are canonical.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
@@ -27,14 +27,15 @@ FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _MTP_LAYER = "mtp.layers.{mtp}.transformer_layer"
-# Experts by megatron-core's SequentialMLP, by Transformer Engine's grouped layers, and stacked by models/experts.py.
+# Names of expert parameters in megatron-core's SequentialMLP, in Transformer Engine's grouped layers, and in
+# models/experts.py, which stacks all experts of a rank.
 _SEQUENTIAL = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _GROUPED = re.compile(r"experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 _STACKED = re.compile(r"experts\.(linear_fc[12]\.(?:weight|bias))")
 
 
 def dimensions(args: Namespace) -> Dimensions:
-    """The sizes that the tables' shapes and layouts are spelled in."""
+    """Return the sizes, by name, that the shapes and tensor layouts of the tables refer to."""
     head, heads, groups = args.kv_channels, args.num_attention_heads, query_groups(args)
     dims = Dimensions(
         {
@@ -72,42 +73,44 @@ def dimensions(args: Namespace) -> Dimensions:
 
 
 def table(args: Namespace) -> list[Weight]:
-    """Every weight of the whole model that `args` describe: embedding, layer by layer, head, multi-token prediction.
+    """Return every weight of the whole model: embedding, layers in order, output layer, multi-token prediction.
 
-    Two weights have the same name where the files hold a parameter twice: the copies come later.
+    Two weights have the same name where the files store one parameter twice; the duplicates come last.
     """
     dims, family = dimensions(args), families.for_args(args)
-    if args.mtp_num_layers and not family.mtp_rows:
-        raise GrpoError(f"model family {family.name} has no multi-token prediction: leave --mtp-num-layers out")
-    before, layered, after = _around_layers(family.rows)
+    if args.mtp_num_layers and not family.mtp_mappings:
+        raise GrpoError(f"model family {family.name} has no multi-token prediction: leave out --mtp-num-layers")
+    before, layered, after = _around_layers(family.mappings)
 
-    def weights(rows: Sequence[Row], kind: int | None, **numbers: int) -> Iterator[Weight]:
-        for row in rows:
-            if not row.when(args, kind):
+    def weights(mappings: Sequence[ParameterMapping], kind: int | None, **numbers: int) -> Iterator[Weight]:
+        for mapping in mappings:
+            if not mapping.when(args, kind):
                 continue
-            if "{expert}" in row.mcore:
-                yield from (row.weight(dims, expert=expert, **numbers) for expert in range(args.num_experts))
+            if "{expert}" in mapping.mcore:
+                yield from (mapping.weight(dims, expert=expert, **numbers) for expert in range(args.num_experts))
             else:
-                yield row.weight(dims, **numbers)
+                yield mapping.weight(dims, **numbers)
 
     out = list(weights(before, None))
     for layer in range(args.num_layers):
         out += weights(layered, layer, layer=layer)
     out += weights(after, None)
-    for mtp in range(args.mtp_num_layers or 0):  # each holds a layer like the decoder's last
+    for mtp in range(args.mtp_num_layers or 0):  # each contains a layer of the same kind as the decoder's last
         last, number = args.num_layers - 1, args.num_layers + mtp
-        out += weights(family.mtp_rows, last, layer=number, mtp=mtp)
-        inner = [replace(row, mcore=row.mcore.replace("decoder.layers.{layer}", _MTP_LAYER)) for row in layered]
+        out += weights(family.mtp_mappings, last, layer=number, mtp=mtp)
+        inner = [
+            replace(mapping, mcore=mapping.mcore.replace("decoder.layers.{layer}", _MTP_LAYER)) for mapping in layered
+        ]
         out += weights(inner, last, layer=number, mtp=mtp)
     return out
 
 
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """(name in the whole model, tensor) for each weight of this rank's chunks; writing to the tensor changes the model.
+    """Yield (name in the whole model, tensor) of each weight on this rank; the tensors share the model's memory.
 
-    Weights are the parameters, and the routers' expert biases, which are buffers. Wrappers and fused norms are undone,
-    experts come one by one under their numbers in the whole model. The copies of tied embeddings and of the embedding
-    for multi-token prediction, which the last pipeline stage keeps, go by the embedding's own name.
+    The weights are the parameters, and the expert biases of routers, which are buffers. Names have no wrapper prefixes,
+    fused norms have their unfused names, and experts are yielded one by one with their global numbers. The last
+    pipeline stage's copies of the embedding (tied output layer, multi-token prediction) have the embedding's name.
     """
     for wrapped in model_chunks:
         chunk: Any = wrapped
@@ -119,13 +122,13 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
             yield from _canonical(chunk, name, parameter.detach())
         for name, buffer in chunk.named_buffers():
             if name.endswith("router.expert_bias"):
-                # Float16Module has rounded it; megatron-core makes it float32 again at the first forward pass only.
+                # Float16Module casts it to 16 bits; megatron-core restores float32 only at the first forward pass.
                 buffer.data = buffer.data.float()
                 yield from _canonical(chunk, name, buffer)
 
 
 def _canonical(chunk: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The name and tensor with layer and experts numbered over the whole model, in the words of the local spec."""
+    """Yield (name, tensor) with global layer and expert numbers and the local spec's parameter names."""
     found = re.match(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.+)", name)
     if not found:
         yield name, tensor
@@ -142,7 +145,7 @@ def _canonical(chunk: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[st
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[int, str, Tensor]]:
-    """(place on this rank, name within the expert, tensor) of the experts that a parameter holds."""
+    """Yield (index on this rank, name within the expert, tensor) for each expert that a parameter contains."""
     if found := _SEQUENTIAL.fullmatch(name):
         yield int(found[1]), found[2], tensor
     elif found := _GROUPED.fullmatch(name):
@@ -151,12 +154,13 @@ def _experts(name: str, tensor: Tensor) -> Iterator[tuple[int, str, Tensor]]:
         yield from ((place, found[1], part) for place, part in enumerate(tensor))
     else:
         raise GrpoError(
-            f"the experts' parameter {name} is of no known kind: give --moe-grouped-gemm, or leave out what replaces it"
+            f"expert parameter {name} has an unknown name: give --moe-grouped-gemm, or leave out the flag that selects "
+            "another implementation of the experts"
         )
 
 
 def tensor_parallel(weight: Weight) -> tuple[int, int]:
-    """(this rank's place, size) of the tensor parallelism that splits a weight: experts have one of their own."""
+    """Return (this rank, size) of the tensor parallelism that shards a weight; experts have their own."""
     if weight.expert is None:
         return (
             parallel_state.get_tensor_model_parallel_rank(),
@@ -166,17 +170,18 @@ def tensor_parallel(weight: Weight) -> tuple[int, int]:
 
 
 def local_weights(model_chunks: Sequence[nn.Module], weights: Sequence[Weight]) -> list[tuple[Weight, Tensor]]:
-    """This rank's tensors with the weights of the table that they hold; GrpoError for one unclaimed or misshaped.
+    """Return (weight of the table, tensor) for each parameter of this rank.
 
-    A weight comes twice when this rank has it twice.
+    A weight is listed twice when this rank has two copies of it. Raises GrpoError for a parameter that is not in the
+    table, or has another shape there.
     """
     by_name = {weight.name: weight for weight in reversed(weights)}
     local = []
     for name, tensor in named_weights(model_chunks):
         if name not in by_name:
             raise GrpoError(
-                f"the model's parameter {name} is not in its family's table: a flag gives the model a part that the "
-                f"family does not have"
+                f"the model's parameter {name} is not in its family's table: a flag adds a part to the model that "
+                f"the family does not have"
             )
         weight = by_name[name]
         expected = weight.shard_shape(tensor_parallel(weight)[1])
@@ -189,27 +194,30 @@ def local_weights(model_chunks: Sequence[nn.Module], weights: Sequence[Weight]) 
 
 
 def owning_stages(weights: Sequence[Weight], held: Container[str]) -> dict[str, int]:
-    """Name -> the first pipeline stage that holds it; one small all-reduce, so every rank must call it.
+    """Return the first pipeline stage that holds each weight, by name. Collective (one small all-reduce).
 
-    `held`: the names of this rank's weights. GrpoError, on every rank, for a weight that no stage holds.
+    `held`: the names of this rank's weights. Raises GrpoError on every rank for a weight that no stage holds.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     owners = torch.tensor([stage if weight.name in held else stages for weight in weights], device=device())
-    # The ranks that hold the model once between them, experts and all.
+    # The ranks of this group together hold every weight of the model, experts included.
     dist.all_reduce(
         owners, op=dist.ReduceOp.MIN, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     )
     for weight, owner in zip(weights, owners.tolist(), strict=True):
         if owner == stages:
             raise GrpoError(
-                f"the model has no parameter {weight.name}, which its family's table asks for: a flag leaves a part of "
-                f"the model out"
+                f"the model has no parameter {weight.name}, which is in its family's table: a flag disables a part of "
+                f"the model"
             )
     return {weight.name: owner for weight, owner in zip(weights, owners.tolist(), strict=True)}
 
 
-def _around_layers(rows: Sequence[Row]) -> tuple[list[Row], list[Row], list[Row]]:
-    layered = [row for row in rows if "{layer}" in row.mcore]
-    first, last = rows.index(layered[0]), rows.index(layered[-1])
-    return list(rows[:first]), layered, list(rows[last + 1 :])
+def _around_layers(
+    mappings: Sequence[ParameterMapping],
+) -> tuple[list[ParameterMapping], list[ParameterMapping], list[ParameterMapping]]:
+    """Split a table into the mappings before, of, and after the decoder layers."""
+    layered = [mapping for mapping in mappings if "{layer}" in mapping.mcore]
+    first, last = mappings.index(layered[0]), mappings.index(layered[-1])
+    return list(mappings[:first]), layered, list(mappings[last + 1 :])

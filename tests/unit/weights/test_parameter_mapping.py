@@ -8,23 +8,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.layout import Dimensions, Row, fused, grouped_qkv, interleaved, same, stacked, vocabulary
+from megatron_grpo.weights.parameter_mapping import (
+    Dimensions,
+    ParameterMapping,
+    fused,
+    grouped_qkv,
+    interleaved,
+    same,
+    stacked,
+    vocabulary,
+)
 
-QKV = Row("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)
-QKV_BIAS = Row("qkv_bias", {"q": "q", "k": "kv", "v": "kv"}, grouped_qkv, axis=0)
-GATE_UP = Row("fc1", {"gate": "ffn hidden", "up": "ffn hidden"}, stacked, axis=0)
-DOWN = Row("fc2", {"down": "hidden ffn"}, same, axis=1)
-NORM = Row("norm", {"norm": "hidden"})
-EMBEDDING = Row("embedding", {"embed": "vocab hidden"}, vocabulary, axis=0)
-FUSED_QKV = Row("qkv", {"qkv": "q+2kv hidden"}, fused(grouped_qkv, "q", "kv", "kv"), axis=0)
-FUSED_GATE_UP = Row("fc1", {"gate_up": "2ffn hidden"}, fused(stacked, "ffn", "ffn"), axis=0)
+QKV = ParameterMapping("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)
+QKV_BIAS = ParameterMapping("qkv_bias", {"q": "q", "k": "kv", "v": "kv"}, grouped_qkv, axis=0)
+GATE_UP = ParameterMapping("fc1", {"gate": "ffn hidden", "up": "ffn hidden"}, stacked, axis=0)
+DOWN = ParameterMapping("fc2", {"down": "hidden ffn"}, same, axis=1)
+NORM = ParameterMapping("norm", {"norm": "hidden"})
+EMBEDDING = ParameterMapping("embedding", {"embed": "vocab hidden"}, vocabulary, axis=0)
+FUSED_QKV = ParameterMapping("qkv", {"qkv": "q+2kv hidden"}, fused(grouped_qkv, "q", "kv", "kv"), axis=0)
+FUSED_GATE_UP = ParameterMapping("fc1", {"gate_up": "2ffn hidden"}, fused(stacked, "ffn", "ffn"), axis=0)
 IN_ALL = {"all_experts": True}
-EXPERTS_GATE_UP = Row(
+EXPERTS_GATE_UP = ParameterMapping(
     "{expert}.fc1", {"gate_ups": "experts hidden 2ffn"}, interleaved, axis=0, transposed=True, **IN_ALL
 )
-EXPERTS_GATE_UP_BIAS = Row("{expert}.fc1_bias", {"gate_up_biases": "experts 2ffn"}, interleaved, axis=0, **IN_ALL)
-EXPERTS_DOWN = Row("{expert}.fc2", {"downs": "experts ffn hidden"}, axis=1, transposed=True, **IN_ALL)
-EXPERTS_DOWN_BIAS = Row("{expert}.fc2_bias", {"down_biases": "experts hidden"}, **IN_ALL)
+EXPERTS_GATE_UP_BIAS = ParameterMapping(
+    "{expert}.fc1_bias", {"gate_up_biases": "experts 2ffn"}, interleaved, axis=0, **IN_ALL
+)
+EXPERTS_DOWN = ParameterMapping("{expert}.fc2", {"downs": "experts ffn hidden"}, axis=1, transposed=True, **IN_ALL)
+EXPERTS_DOWN_BIAS = ParameterMapping("{expert}.fc2_bias", {"down_biases": "experts hidden"}, **IN_ALL)
 OF_ALL_EXPERTS = (EXPERTS_GATE_UP, EXPERTS_GATE_UP_BIAS, EXPERTS_DOWN, EXPERTS_DOWN_BIAS)
 ROWS = (QKV, QKV_BIAS, GATE_UP, DOWN, NORM, EMBEDDING, FUSED_QKV, FUSED_GATE_UP, *OF_ALL_EXPERTS)
 EXPERTS = 3
@@ -225,16 +236,16 @@ def test_fill_converts_the_dtype_in_place():
 
 
 def test_names_carry_the_layer_and_the_expert():
-    row = Row("decoder.layers.{layer}.x", {"model.layers.{layer}.y": "hidden"})
+    row = ParameterMapping("decoder.layers.{layer}.x", {"model.layers.{layer}.y": "hidden"})
     weight = row.weight(dims(), layer=11)
     assert (weight.name, weight.hf, weight.expert) == ("decoder.layers.11.x", {"model.layers.11.y": (6,)}, None)
-    row = Row("mtp.layers.{mtp}.e.{expert}.x", {"model.layers.{layer}.e.{expert}.y": "hidden"})
+    row = ParameterMapping("mtp.layers.{mtp}.e.{expert}.x", {"model.layers.{layer}.e.{expert}.y": "hidden"})
     weight = row.weight(dims(), layer=11, mtp=0, expert=7)
     assert (weight.name, weight.hf, weight.expert) == ("mtp.layers.0.e.7.x", {"model.layers.11.e.7.y": (6,)}, 7)
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name():
-    with pytest.raises(GrpoError, match=r"fc1 cannot be laid out for tensor-parallel size 3: 8 lines"):
-        GATE_UP.weight(dims()).pieces(0, 3)
+    with pytest.raises(GrpoError, match=r"fc1 cannot be sharded with tensor-parallel size 3: 8 lines"):
+        GATE_UP.weight(dims()).slices(0, 3)
     with pytest.raises(GrpoError, match=r"embedding .* padded_vocab_size \(12\) is smaller than vocab_size \(13\)"):
         EMBEDDING.weight(dims(padded_vocab=12)).shard_shape(1)

@@ -6,14 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from megatron_grpo.algorithm.corrections import importance_weights
+from megatron_grpo.algorithm.importance_sampling import importance_weights
 
 
-def weights_by_loops(mode, trainer, engine, loss_mask, cu_seqlens, high, low=None) -> tuple[list[float], float]:
+def weights_by_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low=None) -> tuple[list[float], float]:
     """The formulas once more, a token at a time."""
-    weights, outside, tokens = [1.0] * len(loss_mask), 0, 0
+    weights, outside, tokens = [1.0] * len(response_mask), 0, 0
     for begin, end in itertools.pairwise(cu_seqlens):
-        spoken = [k for k in range(begin, end) if loss_mask[k]]
+        spoken = [k for k in range(begin, end) if response_mask[k]]
         r = {k: math.exp(min(max(float(trainer[k]) - float(engine[k]), -20.0), 20.0)) for k in spoken}
         for k in spoken:
             mean = math.prod(x ** (1 / len(spoken)) for x in r.values())

@@ -1,4 +1,4 @@
-"""Process groups of a second layout beside the policy's."""
+"""Process groups of a second parallel configuration beside the policy's."""
 
 import contextlib
 import re
@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from megatron_grpo.parallel.initialize import initialize_model_parallel
 
 
-class Layout:
-    """megatron-core's process groups for other sizes than the policy's; they are in force only while it is entered."""
+class RankGroups:
+    """megatron-core's process groups for other parallel sizes than the policy's, active only within `entered`."""
 
     def __init__(self, args: Namespace):
         outer = _globals()
@@ -24,16 +24,16 @@ class Layout:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, ``megatron.core.parallel_state`` answers for this layout."""
+        """Activate these groups: within the context ``megatron.core.parallel_state`` returns them."""
         outer = _globals()
         vars(parallel_state).update(self._state)
         try:
             yield
         finally:
-            self._state = _globals()  # buffers are made, and the virtual stage is set, in use
+            self._state = _globals()  # a forward pass creates buffers and sets the virtual stage
             vars(parallel_state).update(outer)
 
 
 def _globals() -> dict[str, object]:
-    """The state of megatron-core's module, which has no object for it: what its functions look into."""
+    """Return the module-level variables that hold the state of ``megatron.core.parallel_state``."""
     return {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_]+", name)}

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from correction_loops import check_against_loops
+from importance_sampling_loops import check_against_loops
 
 import pretrain_grpo
 from megatron_grpo.algorithm.arguments import CORRECTIONS
-from megatron_grpo.algorithm.corrections import MISMATCH, importance_weights, mismatch, mismatch_metrics
+from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
@@ -58,10 +58,10 @@ def test_equal_policies_are_not_weighed(mode):
 def test_weights_against_loops(mode):
     rng = np.random.default_rng(4)
     cu_seqlens = np.concatenate([[0], np.cumsum(rng.integers(1, 40, 50))])
-    loss_mask = rng.integers(0, 2, cu_seqlens[-1]).astype(np.uint8)  # some sequences have no token in the loss
-    trainer, engine = -rng.exponential(2, (2, len(loss_mask))).astype(np.float32)
+    response_mask = rng.integers(0, 2, cu_seqlens[-1]).astype(np.uint8)  # some sequences have no token in the loss
+    trainer, engine = -rng.exponential(2, (2, len(response_mask))).astype(np.float32)
     engine[:20] -= 30  # beyond the clamp
-    assert 0 < check_against_loops(mode, trainer, engine, loss_mask, cu_seqlens, 2.0, 0.5) < 1
+    assert 0 < check_against_loops(mode, trainer, engine, response_mask, cu_seqlens, 2.0, 0.5) < 1
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -93,12 +93,12 @@ def test_the_loss_weighs_the_policy_term_alone(monkeypatch):
     with pytest.raises(KeyError):  # never without them by mistake
         pretrain_grpo.loss_func(args, batch, 1, torch.stack([log_probs, torch.zeros(3)]))
     output = torch.stack([log_probs, torch.zeros(3)])
-    loss, report = pretrain_grpo.loss_func(args, batch | {"corrections": corrections}, 1, output)
+    loss, report = pretrain_grpo.loss_func(args, batch | {"rollout_importance_weights": corrections}, 1, output)
     loss.backward()
     k3 = torch.exp(-x) - 1 + x
     torch.testing.assert_close(loss.detach(), (weights * (-corrections * advantages + 0.1 * k3)).sum())
     torch.testing.assert_close(log_probs.grad, weights * (-corrections * advantages + 0.1 * (1 - torch.exp(-x))))
-    assert report.keys() >= set(MISMATCH)
+    assert {"mismatch/tokens", "mismatch/abs_sum", "mismatch/max"} <= report.keys()
 
 
 # ---- mismatch
@@ -108,12 +108,12 @@ def test_mismatch_by_hand():
     trainer = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
     engine = torch.tensor([-1.5, -2.0, NAN, -2.0])
     result = mismatch(trainer, engine)  # d = 0.5, 0, unknown, -1
-    assert result.tokens.item() == 3
-    assert result.abs_sum.item() == pytest.approx(1.5)
-    assert result.abs_max.item() == pytest.approx(1.0)
-    assert result.k3_sum.item() == pytest.approx((math.exp(0.5) - 1.5) + math.exp(-1))
-    assert not any(value.requires_grad for value in result)
-    metrics = mismatch_metrics(dict(zip(MISMATCH, (value.item() for value in result), strict=True)))
+    assert result["mismatch/tokens"].item() == 3
+    assert result["mismatch/abs_sum"].item() == pytest.approx(1.5)
+    assert result["mismatch/max"].item() == pytest.approx(1.0)
+    assert result["mismatch/k3_sum"].item() == pytest.approx((math.exp(0.5) - 1.5) + math.exp(-1))
+    assert not any(value.requires_grad for value in result.values())
+    metrics = mismatch_metrics({name: value.item() for name, value in result.items()})
     r = [math.exp(0.5), 1.0, math.exp(-1)]
     assert metrics == pytest.approx(
         {
@@ -130,15 +130,15 @@ def test_k3_estimates_the_divergence_from_the_engine_to_the_trainer():
     """The tokens are the engine's: the exact expectation over its distribution is KL(engine || trainer)."""
     engine, trainer = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(1)
     expected = (engine.exp() * (engine - trainer)).sum()
-    mean = sum(engine[v].exp() * mismatch(trainer[v : v + 1], engine[v : v + 1]).k3_sum for v in range(5))
+    mean = sum(engine[v].exp() * mismatch(trainer[v : v + 1], engine[v : v + 1])["mismatch/k3_sum"] for v in range(5))
     torch.testing.assert_close(mean, expected)
 
 
 @pytest.mark.parametrize("engine", [[], [NAN, NAN]])
 def test_engine_not_asked(engine):
     result = mismatch(torch.full((len(engine),), -1.0), torch.tensor(engine))
-    assert not any(value.item() for value in result)
-    assert mismatch_metrics(dict.fromkeys(MISMATCH, 0.0)) == {}
+    assert not any(value.item() for value in result.values())
+    assert mismatch_metrics(dict.fromkeys(result, 0.0)) == {}
 
 
 def test_parts_add_up():
@@ -147,6 +147,8 @@ def test_parts_add_up():
     engine[::7] = NAN
     whole = mismatch(trainer, engine)
     parts = [mismatch(a, b) for a, b in zip(trainer.split(13), engine.split(13), strict=True)]
-    for name in whole._fields[:-1]:
-        torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))
-    assert max(part.abs_max for part in parts) == whole.abs_max
+    sums = whole.keys() - {"mismatch/max"}
+    assert len(sums) == 6
+    for name in sums:
+        torch.testing.assert_close(sum(part[name] for part in parts), whole[name])
+    assert max(part["mismatch/max"] for part in parts) == whole["mismatch/max"]

@@ -32,7 +32,7 @@ def importance_weights(
     mode: str,
     log_probs: npt.NDArray[np.float32],
     rollout_log_probs: npt.NDArray[np.float32],
-    loss_mask: npt.NDArray[np.uint8],
+    response_mask: npt.NDArray[np.uint8],
     cu_seqlens: npt.NDArray[np.int64],
     threshold: float,
     lower_bound: float | None = None,
@@ -55,7 +55,7 @@ def importance_weights(
         mode: one of the five.
         log_probs: [total], under the trainer, at the weights that it held when the rollout was sampled.
         rollout_log_probs: [total], under the engine.
-        loss_mask: [total], 1 on the tokens in the loss.
+        response_mask: [total], 1 on the tokens in the loss.
         cu_seqlens: [n + 1], where each sequence begins; the last is the total.
         threshold: upper bound.
         lower_bound: read by icepop only.
@@ -68,7 +68,7 @@ def importance_weights(
     secretly brings you off-policy RL training". Masks: Liu et al. 2025, "When speed kills stability: demystifying RL
     collapse from the training-inference mismatch". icepop: Ling Team 2025, "Every step evolves", arXiv:2510.18855.
     """
-    in_loss = loss_mask == 1
+    in_loss = response_mask == 1
     known = np.isfinite(log_probs) & np.isfinite(rollout_log_probs)
     if not known[in_loss].all():
         raise GrpoError(
@@ -100,63 +100,53 @@ def importance_weights(
     return ImportanceWeights(weights.astype(np.float32), float(outside[in_loss].mean()) if in_loss.any() else 0.0)
 
 
-class Mismatch(NamedTuple):
-    """Sums over tokens, so that micro-batches and ranks add up, and one maximum; all are float64 scalars.
+def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
+    """Compare the trainer's log-probabilities of the sampled tokens with the engine's.
 
-    With d = lp - lp_rollout of a token and r = exp(d), d clamped to [-20, 20] in the exponent.
-    """
+    With d = lp - lp_rollout of a token and r = exp(d), d clamped to [-20, 20] in the exponent:
 
-    tokens: Tensor  # how many tokens have an engine log-probability
-    abs_sum: Tensor  # sum of |d|, nats
-    log_ratio_sum: Tensor  # sum of d, nats
-    k3_sum: Tensor  # sum of the k3 estimate of KL(engine || trainer), nats
-    ratio_sum: Tensor  # sum of r
-    square_sum: Tensor  # sum of r^2
-    abs_max: Tensor  # largest |d|, nats; 0 when there is no token
-
-
-# The names under which the update's report carries a Mismatch: what ends in /max is a maximum, the rest are sums.
-MISMATCH = tuple(f"mismatch/{name}" for name in Mismatch._fields[:-1]) + ("mismatch/max",)
-
-
-def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> Mismatch:
-    """Compare the trainer's log-probabilities of the sampled tokens with those that the engine gave.
+        mismatch/tokens         number of tokens with an engine log-probability
+        mismatch/abs_sum        sum of |d|, nats
+        mismatch/log_ratio_sum  sum of d, nats
+        mismatch/k3_sum         sum of exp(d) - 1 - d, the k3 estimate of KL(engine || trainer), nats
+        mismatch/ratio_sum      sum of r
+        mismatch/square_sum     sum of r^2
+        mismatch/max            largest |d|, nats; 0 without a token
 
     Args:
         log_probs: [t], under the trainer, at the weights that sampled (before the first update on the rollout).
-        rollout_log_probs: [t], under the engine; NaN where the engine was not asked.
+        rollout_log_probs: [t], under the engine; NaN where the engine returned none.
 
     Returns:
-        Mismatch, without gradient. The tokens come from the engine, so the divergence that k3 estimates is
-        KL(engine || trainer): with d = lp - lp_rollout, k3 = exp(d) - 1 - d (see `kl.kl_k3`).
+        Float64 scalars without gradient; micro-batches and ranks combine them as `loss_metrics` says.
     """
     known = ~torch.isnan(rollout_log_probs)
     trainer, engine = log_probs.detach()[known].double(), rollout_log_probs[known].double()
     difference = trainer - engine
     ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return Mismatch(
-        tokens=known.sum().double(),
-        abs_sum=difference.abs().sum(),
-        log_ratio_sum=difference.sum(),
-        k3_sum=kl_k3(engine, trainer).sum(),
-        ratio_sum=ratio.sum(),
-        square_sum=ratio.square().sum(),
-        abs_max=difference.abs().max() if known.any() else difference.sum(),
-    )
+    return {
+        "mismatch/tokens": known.sum().double(),
+        "mismatch/abs_sum": difference.abs().sum(),
+        "mismatch/log_ratio_sum": difference.sum(),
+        "mismatch/k3_sum": kl_k3(engine, trainer).sum(),
+        "mismatch/ratio_sum": ratio.sum(),
+        "mismatch/square_sum": ratio.square().sum(),
+        "mismatch/max": difference.abs().max() if len(difference) else difference.sum(),
+    }
 
 
 def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """A rollout's Mismatch under the names of ``metric_guide.METRICS``; nothing when the engine was not asked.
+    """Return the metrics of an update from its totals of `mismatch`; none if the engine returned no log-probabilities.
 
     The effective sample size is Kish's, as a share of the tokens: (sum r)^2 / (n sum r^2).
     """
-    tokens, abs_sum, log_ratio_sum, k3_sum, ratio_sum, square_sum, abs_max = (totals[name] for name in MISMATCH)
+    tokens = totals["mismatch/tokens"]
     if not tokens:
         return {}
     return {
-        "mismatch/mean_abs": abs_sum / tokens,
-        "mismatch/max_abs": abs_max,
-        "mismatch/kl": k3_sum / tokens,
-        "mismatch/perplexity_ratio": float(np.exp(-log_ratio_sum / tokens)),
-        "mismatch/effective_sample_size": ratio_sum**2 / (tokens * square_sum),
+        "mismatch/mean_abs": totals["mismatch/abs_sum"] / tokens,
+        "mismatch/max_abs": totals["mismatch/max"],
+        "mismatch/kl": totals["mismatch/k3_sum"] / tokens,
+        "mismatch/perplexity_ratio": float(np.exp(-totals["mismatch/log_ratio_sum"] / tokens)),
+        "mismatch/effective_sample_size": totals["mismatch/ratio_sum"] ** 2 / (tokens * totals["mismatch/square_sum"]),
     }

@@ -1,0 +1,76 @@
+"""Agreement of all ranks about a lost engine, in bounded time: some of them may never answer."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.utils.errors import EngineLost
+
+_contexts = 0  # equal on all ranks
+
+
+@contextlib.contextmanager
+def raised_on_every_rank() -> Iterator[None]:
+    """Context in which an EngineLost of one rank is raised on every rank, with the same message. Collective.
+
+    Every rank must leave the context, with EngineLost or without. A rank that cannot (it waits for the lost one in a
+    collective of the engine) ends this context on the others after --distributed-timeout-minutes.
+    """
+    global _contexts
+    _contexts += 1
+    store, key = dist.distributed_c10d._get_default_store(), f"megatron_grpo/engine_lost/{_contexts}"
+    lost = torch.zeros((), dtype=torch.int32)
+    cause: Exception | None = None
+    try:
+        yield
+    except EngineLost as error:
+        cause = error
+        lost += 1
+        store.compare_set(key, "", str(error))  # the first message is everyone's
+    try:
+        dist.all_reduce(lost, dist.ReduceOp.MAX, group=host_group())
+    except RuntimeError as error:  # a rank did not answer
+        if not store.check([key]):
+            raise
+        lost += 1
+        cause = cause or error
+    if lost:
+        raise EngineLost(store.get(key).decode()) from cause
+
+
+def device_answers(seconds: float) -> bool:
+    """Return whether all queued work of this rank's device completes within ``seconds``; True on a CPU."""
+    if not torch.cuda.is_available():
+        return True
+    device, answers = torch.cuda.current_device(), []
+
+    def synchronize() -> None:
+        with contextlib.suppress(RuntimeError):  # a device after an illegal memory access
+            torch.cuda.synchronize(device)
+            answers.append(True)
+
+    thread = threading.Thread(target=synchronize, daemon=True)  # stays behind if a kernel is blocked
+    thread.start()
+    thread.join(seconds)
+    return bool(answers)
+
+
+def all_ranks_agree(vote: bool, seconds: float) -> bool:
+    """Return whether every rank votes True within ``seconds``. After a False no collective may follow."""
+    votes = torch.tensor(vote, dtype=torch.int32)
+    deadline = time.monotonic() + seconds
+    try:
+        work = dist.all_reduce(votes, dist.ReduceOp.MIN, group=host_group(), async_op=True)
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        work.wait()
+    except RuntimeError:  # a rank has ended
+        return False
+    return bool(votes)

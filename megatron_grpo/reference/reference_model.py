@@ -1,0 +1,183 @@
+"""Models that only compute log-probabilities: the reference of the KL term, and the teacher.
+
+A reference with the policy's parallel configuration is a second set of weights for the policy's modules
+(``SwappedReference``). A reference with another one, and a teacher, are second models with process groups of their own
+on the same ranks (``ReferenceModel``). Both store their weights in host memory between passes, and both can follow the
+policy by an EMA update (TR-DPO, arXiv:2404.09656).
+"""
+
+import contextlib
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.models import forward
+from megatron_grpo.parallel.rank_groups import RankGroups
+from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.weights import model_weights
+from megatron_grpo.weights.stream import stream_hf
+
+
+class ReferenceModel:
+    """A reference or teacher model with its own parallel configuration; a teacher may have its own architecture."""
+
+    def __init__(self, args: Namespace, model_provider: Callable, load: Callable[[forward.Model], None] | None = None):
+        """Build the model that ``args`` describe; ``load``, or a later call of `update_from`, sets its weights."""
+        self.args, self.groups, self.updated = args, RankGroups(args), False
+        with self.groups.entered():
+            self.model = forward.build_model(args, model_provider)
+            for chunk in self.model:
+                chunk.requires_grad_(False)
+            if load is not None:
+                load(self.model)
+        self._to_host()
+
+    def _to_host(self) -> None:
+        for chunk in self.model:
+            for tensor in forward.weight_tensors(chunk):
+                tensor.data = forward.to_host(tensor)
+
+    @contextlib.contextmanager
+    def ready(self, policy: forward.Model) -> Iterator["ReferenceModel"]:
+        """Context in which forward passes use this model (``.args``, ``.model``) and its process groups; collective."""
+        tensors = [tensor for chunk in self.model for tensor in forward.weight_tensors(chunk)]
+        hosts = [tensor.data for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device(), non_blocking=True)
+        try:
+            with self.groups.entered():
+                yield self
+        finally:
+            for tensor, host in zip(tensors, hosts, strict=True):
+                tensor.data = host
+
+    def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under this model, ``[total]``; collective."""
+        return _log_probs(self, batch, policy, forward_step)
+
+    @torch.no_grad()
+    def update_from(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
+        """Set the weights to ``share`` x policy + (1 - ``share``) x self, computed in float32; collective."""
+        with self.groups.entered():
+            weights = model_weights.local_weights(self.model, model_weights.table(self.args))
+            shards = [(weight, tensor, model_weights.tensor_parallel(weight)) for weight, tensor in weights]
+        waiting = defaultdict(list)
+        for shard in shards:
+            for name in shard[0].hf:
+                waiting[name].append(shard)
+        received: dict[str, Tensor] = {}
+        for name, whole in stream_hf(policy, policy_args):
+            if name not in waiting:
+                continue
+            received[name] = whole.to("cpu", copy=True)
+            for weight, tensor, place in waiting[name]:
+                if received.keys() >= weight.hf.keys():
+                    theirs = torch.empty_like(tensor)
+                    weight.fill(theirs, *place, lambda part, index: received[part][index])
+                    mix(tensor, theirs, share)
+            for part in [
+                part for part in received if all(received.keys() >= shard[0].hf.keys() for shard in waiting[part])
+            ]:
+                del received[part], waiting[part]
+
+    def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
+        """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
+        with forward.parameters_complete(policy_args, policy):
+            self.update_from(policy_args, policy, share)
+        self.updated = True
+
+    def save(self, directory: Path, policy: forward.Model) -> None:
+        """Write the weights; collective."""
+        with self.ready(policy):
+            checkpoint.save_weights(directory, self.model)
+
+    def load(self, directory: Path, policy: forward.Model) -> None:
+        """Load the weights that `save` wrote, with any parallel configuration; collective."""
+        with self.groups.entered():
+            checkpoint.read_weights(directory, self.model)
+        self.updated = True
+
+
+class SwappedReference:
+    """Reference with the policy's parallel configuration: its weights are swapped into the policy's modules."""
+
+    def __init__(self, args: Namespace, model: forward.Model):
+        """Copy the model's present weights."""
+        self.args, self.weights, self.updated = args, HostWeights(model), False
+
+    @contextlib.contextmanager
+    def ready(self, policy: forward.Model) -> Iterator[Namespace]:
+        """Context in which the policy's modules hold the reference's weights."""
+        with forward.parameters_complete(self.args, policy), self.weights.in_place_of(policy):
+            yield Namespace(args=self.args, model=policy)
+
+    def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
+        return _log_probs(self, batch, policy, forward_step)
+
+    @torch.no_grad()
+    def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
+        """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
+        with forward.parameters_complete(policy_args, policy):
+            for chunk, weights in zip(policy, self.weights.weights, strict=True):
+                for theirs, own in zip(forward.weight_tensors(chunk), weights, strict=True):
+                    mix(own, theirs.to("cpu"), share)
+        self.updated = True
+
+    def save(self, directory: Path, policy: forward.Model) -> None:
+        """Write the weights; collective."""
+        with self.ready(policy):
+            checkpoint.save_weights(directory, policy)
+
+    def load(self, directory: Path, policy: forward.Model) -> None:
+        """Load the weights that `save` wrote, with any parallel configuration; collective."""
+        present = HostWeights(policy)
+        checkpoint.read_weights(directory, policy)
+        self.weights, self.updated = HostWeights(policy), True
+        present.copy_to(policy)
+
+
+def _log_probs(
+    reference: ReferenceModel | SwappedReference, batch: RolloutBatch, policy: forward.Model, forward_step: Callable
+) -> np.ndarray:
+    with reference.ready(policy) as ready:  # routes by itself, not by the policy's experts
+        return forward.log_probs(ready.args, ready.model, forward_step, replace(batch, routed_experts=None))
+
+
+def mix(own: Tensor, theirs: Tensor, share: float) -> None:
+    """own <- share x theirs + (1 - share) x own, computed in float32 and rounded once; with share 1 a copy."""
+    mixes = share < 1 and own.is_floating_point()
+    own.copy_(own.float().lerp_(theirs.float(), share) if mixes else theirs)
+
+
+class HostWeights:
+    """A copy of a model's weights, stored in host memory; swapped in for one forward pass."""
+
+    def __init__(self, model: forward.Model):
+        """Copy the model's present weights."""
+        self.weights = [[forward.to_host(tensor) for tensor in forward.weight_tensors(chunk)] for chunk in model]
+
+    @torch.no_grad()
+    def copy_to(self, model: forward.Model) -> None:
+        """Overwrite the model's weights."""
+        for chunk, weights in zip(model, self.weights, strict=True):
+            for tensor, weight in zip(forward.weight_tensors(chunk), weights, strict=True):
+                tensor.copy_(weight, non_blocking=True)
+
+    @contextlib.contextmanager
+    def in_place_of(self, model: forward.Model) -> Iterator[None]:
+        """Context in which the model holds these weights; the policy's weights are restored bit for bit afterwards."""
+        policy = HostWeights(model)
+        self.copy_to(model)
+        try:
+            yield
+        finally:
+            policy.copy_to(model)

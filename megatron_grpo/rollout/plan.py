@@ -1,0 +1,76 @@
+"""What a rollout samples: the plan of a training rollout, and the plans of an evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.row_sampling import structured_json
+from megatron_grpo.data.sampling_params import Sampling, uses_engine_log_probs
+from megatron_grpo.rollout.dynamic_sampling import Selection
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The prompts of a rollout and how they are sampled; equal on all ranks.
+
+    ``selection`` chooses the groups if more prompts are given than are needed; None takes all of them.
+    """
+
+    prompts: Sequence[Prompt]
+    num_generations: int
+    sampling: Sampling
+    seed: int
+    selection: Selection | None = None
+
+
+def rollout_seed(seed: int, rollout: int) -> int:
+    """Return the sampling seed of rollout number ``rollout``: a function of --seed and this number only."""
+    return int(np.random.SeedSequence([seed, rollout]).generate_state(1)[0] // 2)
+
+
+def training_sampling(args, rollout: int) -> Sampling:
+    """Return the sampling parameters of training rollout number ``rollout`` (from 1).
+
+    The engine returns log-probabilities in every rollout if a loss or a mask uses them, and otherwise in the share
+    --mismatch-sample-rate of all rollouts.
+    """
+    rate = args.mismatch_sample_rate
+    compared = int(rollout * rate) > int((rollout - 1) * rate)
+    sampling = _sampling(args)
+    wanted = (compared or uses_engine_log_probs(args) is not None) and not sampling.structured_outputs
+    return replace(sampling, log_probs=wanted)
+
+
+def evaluation_plans(args, prompts: Sequence[Prompt]) -> dict[str, RolloutPlan]:
+    """Return the plan of each kind of evaluation: ``greedy``, and ``sampled`` with --eval-num-generations."""
+    sampled = _sampling(args)
+    # The likeliest tokens of the model itself: no truncation, no penalties.
+    greedy = Sampling(
+        sampled.max_tokens,
+        temperature=0.0,
+        stop=sampled.stop,
+        structured_outputs=sampled.structured_outputs,
+        ignore_eos=sampled.ignore_eos,
+    )
+    plans = {"greedy": RolloutPlan(prompts, 1, greedy, args.seed)}
+    if args.eval_num_generations:
+        plans["sampled"] = RolloutPlan(prompts, args.eval_num_generations, sampled, args.seed)
+    return plans
+
+
+def _sampling(args) -> Sampling:
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        stop=tuple(args.stop_words or ()),
+        structured_outputs=structured_json({"regex": args.structured_outputs_regex}),
+        ignore_eos=args.ignore_eos,
+    )
