@@ -115,9 +115,9 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
 
 
-def correct(args, batch: RolloutBatch) -> dict[str, float]:
-    """Weigh the rollout's policy terms by how the trainer that learns differs from the engine that sampled."""
-    batch.rollout_importance_weights, clipped = importance_weights(
+def correct(args, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+    """Return the batch with rollout importance weights, p(trainer) / p(engine) of its tokens, and their metrics."""
+    weights, clipped = importance_weights(
         args.rollout_importance_sampling_mode,
         batch.old_log_probs,
         batch.rollout_log_probs,
@@ -126,7 +126,7 @@ def correct(args, batch: RolloutBatch) -> dict[str, float]:
         args.rollout_importance_sampling_threshold,
         args.rollout_importance_sampling_lower_bound,
     )
-    return {"mismatch/clipped": clipped}
+    return replace(batch, rollout_importance_weights=weights), {"mismatch/clipped": clipped}
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -158,18 +158,22 @@ def train(args, trainer: Trainer) -> None:
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
-                    batch.old_log_probs = trainer.log_probs(batch)
+                    old_log_probs = trainer.log_probs(batch)
+                batch = replace(batch, old_log_probs=old_log_probs)
             if trainer.reference is not None:
-                batch.ref_log_probs = trainer.reference_log_probs(batch)
+                batch = replace(batch, ref_log_probs=trainer.reference_log_probs(batch))
             if trainer.teacher is not None:
-                batch.teacher_log_probs = trainer.teacher_log_probs(batch)
+                batch = replace(batch, teacher_log_probs=trainer.teacher_log_probs(batch))
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
-        metrics = trainer.rollout_metrics(batch, rewards) | estimate_advantages(args, batch, rewards)
+        metrics = trainer.rollout_metrics(batch, rewards)
+        batch, of_advantages = estimate_advantages(args, batch, rewards)
+        metrics |= of_advantages
         if args.overlong_filter:
-            drop_overlong(batch)
+            batch = drop_overlong(batch)
         if args.rollout_importance_sampling_mode:
-            metrics |= correct(args, batch)
+            batch, of_weights = correct(args, batch)
+            metrics |= of_weights
         trainer.log_completions(batch)
         updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
         for number, completions in enumerate(updates, start=1):

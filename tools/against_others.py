@@ -1,16 +1,17 @@
-"""Our algorithms beside TRL's and verl's own functions, on the same numbers: values, gradients, and who is right.
+"""Compare losses, advantages and KL with the functions of TRL and verl on the same numbers: values and gradients.
 
     pip install --no-deps --target /tmp/trl trl accelerate
     pip install --no-deps --target /tmp/verl verl
     python tools/against_others.py --trl /tmp/trl --verl /tmp/verl
 
-Neither is a dependency, and no line of theirs is here: they are imported from the directories given, which may be
-clones (of versions that go with the transformers installed), with empty stand-ins for what they import and the
-functions called do not use. TRL's methods are called on a trainer that was never set up and holds only what they read.
-Prints a Markdown table: the largest difference of the loss
-and of its gradient with respect to the log-probabilities (or of the advantages, or of the factors), relative to the
-largest number that is compared. Exit code 1 when what should be the same differs, or the other way round: then the
-words here are out of date.
+Neither library is a dependency, and no code of theirs is copied. They are imported from the given directories, which
+may be clones (of versions that are compatible with the installed transformers). Packages that they import but that the
+called functions do not use are replaced by empty modules. TRL's methods are called on a trainer without set-up, which
+has only the attributes that they read.
+
+Prints a Markdown table with the largest difference of the loss and of its gradient with respect to the
+log-probabilities (or of the advantages, or of the weights), relative to the largest compared number, and the reason for
+a known difference. The exit code is 1 for an unexpected difference, or if a known difference no longer exists.
 """
 
 import argparse
@@ -22,11 +23,11 @@ from others_trl import Trl, of_trl
 from others_verl import Verl, of_verl
 from torch import Tensor
 
-SAME = 1e-6  # advantages, weights and corrections are float32 with us
+SAME = 1e-6  # this project computes advantages, token weights and rollout importance weights in float32
 
 
 def differences(case: Case) -> list[float]:
-    """Largest difference of value and, where there is one, gradient, relative to the largest number."""
+    """Return the largest difference of the value and of the gradient, if any, relative to the largest number."""
     ours, theirs = case.ours(case.data, case.flags), case.theirs(case.data)
     if isinstance(ours, Tensor):
         ours, theirs = (ours,), (theirs,)
@@ -35,8 +36,8 @@ def differences(case: Case) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl", type=Path, required=True, help="directory that holds TRL's package, trl/")
-    parser.add_argument("--verl", type=Path, required=True, help="directory that holds verl's package, verl/")
+    parser.add_argument("--trl", type=Path, required=True, help="directory with TRL's package, trl/")
+    parser.add_argument("--verl", type=Path, required=True, help="directory with verl's package, verl/")
     args = parser.parse_args()
     torch.manual_seed(0)
     data, wrong = made_up(), 0

@@ -1,10 +1,10 @@
-"""How far the engine's log-probabilities are from the trainer's, on one's own model: look before a long run.
+"""Measure the difference between the log-probabilities of engine and trainer for your model, before a long run.
 
     torchrun --nproc-per-node N tools/check_engine.py --load-hf DIR [flags of pretrain_grpo.py]
 
-The trainer loads the model, the engine takes the weights over by the same sync as in a run and samples completions of
-random prompts, and the trainer computes the log-probabilities of their tokens. Printed are the mean and the largest
-absolute difference in nats; --with-transformers adds the same for transformers' model (eager attention, same dtype).
+The trainer loads the model. The engine gets the weights by the weight sync of a run and samples completions of random
+prompts. The trainer computes the log-probabilities of their tokens. Prints the mean and the largest absolute difference
+in nats; --with-transformers adds the difference from transformers' model (eager attention, same dtype).
 """
 
 import argparse
@@ -40,7 +40,7 @@ HEAD = "| model | engine against trainer: mean | max | engine against transforme
 
 
 def compare(flags: list[str], with_transformers: bool) -> str:
-    """The line of the table; all ranks take part."""
+    """Return the line of the table; all ranks must call this function."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = f"--global-batch-size {4 * world} --max-prompt-length {PROMPT_LENGTH} --max-completion-length 64".split()
     args = made_up.parse([*size, *flags], world)
@@ -62,7 +62,7 @@ def compare(flags: list[str], with_transformers: bool) -> str:
 
 
 def sample(args, engine) -> RolloutBatch:
-    """Completions of random prompts, of which each replica makes its share."""
+    """Return completions of random prompts; each replica of the engine generates a share."""
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
     prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
     sampling = Sampling(args.max_completion_length, args.temperature, ignore_eos=True, log_probs=True)
@@ -72,7 +72,7 @@ def sample(args, engine) -> RolloutBatch:
 
 @torch.no_grad()
 def by_transformers(args, batch: RolloutBatch) -> np.ndarray:
-    """Log-probabilities of the batch's tokens ``[total]``, nan where nothing comes before."""
+    """Return transformers' log-probabilities of the tokens ``[total]``, nan for the first token of a sequence."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -86,7 +86,7 @@ def by_transformers(args, batch: RolloutBatch) -> np.ndarray:
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> list[str]:
-    """Mean and largest absolute difference where the engine has sampled."""
+    """Return the mean and the largest absolute difference over the tokens that the engine sampled."""
     gap = np.abs(one - other)[~np.isnan(other)]
     return [f"{gap.mean():.1e}", f"{gap.max():.1e}"]
 

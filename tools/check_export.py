@@ -1,10 +1,10 @@
-"""Does a Hugging Face export answer the same in transformers and in vLLM? Greedy answers to the prompts of a file.
+"""Compare greedy completions of a Hugging Face export in transformers and in vLLM, for the prompts of a file.
 
     python tools/check_export.py --hf runs/quickstart/run/hf_model --data test.jsonl --max-completion-length 5
 
-Both load the directory by their own means, in float32, and complete the same token ids. Prints how many completions
-are equal token by token, and, where the rows have an `answer`, the share that is exactly right. Exit code 1 when any
-differs.
+Both load the directory with their own code, in float32, and complete the same token ids. Prints the number of
+completions that are equal token by token, and the accuracy if the rows have an `answer`. The exit code is 1 if any
+completion differs.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.data.row_prompt import parse_prompt
 from megatron_grpo.utils.errors import GrpoError
 
-# vLLM's CPU kernel turns the wrong rows of latent attention's three-dimensional queries; torch's own does not.
+# vLLM's CPU kernel rotates the wrong rows of latent attention's three-dimensional queries; torch's is correct.
 ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def transformers_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
-    """Greedy completions without their end, by transformers; prompts of one length go together, without padding."""
+    """Return transformers' greedy completions, without the end token; a batch has prompts of one length, unpadded."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     completions: list[list[int]] = [[] for _ in prompts]
@@ -60,8 +60,8 @@ def transformers_completions(path: Path, prompts: list[list[int]], max_tokens: i
 
 
 def vllm_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
-    """Greedy completions without their end, by vLLM."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it says that a CPU has no triton
+    """Return vLLM's greedy completions, without the end token."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no triton
     from vllm import LLM, SamplingParams
 
     longest = max(map(len, prompts)) + max_tokens
@@ -82,9 +82,9 @@ def vllm_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos:
 
 
 def check(args: argparse.Namespace) -> bool:
-    """Complete, compare and print; returns whether all completions are equal."""
+    """Complete the prompts, print the comparison, and return whether all completions are equal."""
     if not (args.hf / "config.json").is_file():
-        raise GrpoError(f"--hf {args.hf}: no config.json there; it must be a Hugging Face model directory")
+        raise GrpoError(f"--hf {args.hf}: no config.json; give a Hugging Face model directory")
     tokenizer = AutoTokenizer.from_pretrained(args.hf)
     rows = [row for path in args.data for _, row in read_rows(path)][: args.max_prompts]
     if not rows:
@@ -116,12 +116,20 @@ def check(args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line, check, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the exported model")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="rows with a prompt")
-    parser.add_argument("--max-prompts", type=int, metavar="N", help="use only the first (default: all)")
-    parser.add_argument("--max-completion-length", type=int, default=64, metavar="N", help="tokens (default: 64)")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, metavar="FILE", help="files of rows with a prompt"
+    )
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    parser.add_argument(
+        "--max-completion-length",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum tokens of a completion (default: 64)",
+    )
     args = parser.parse_args()
     try:
         return 0 if check(args) else 1

@@ -1,19 +1,21 @@
-"""Do all parallel layouts give the same numbers? The same two updates in each, and a table of the differences.
+"""Run the same two updates in several parallel configurations (layouts), and print a table of the differences.
 
     python tools/check_parallel.py MODEL_FLAGS --all --world-sizes 1 2 4
     python tools/check_parallel.py MODEL_FLAGS --layouts TP1 "TP2 SP" "PP2 VPP2" "CP2: --max-tokens-per-microbatch 70"
     torchrun --nnodes 4 --nproc-per-node 8 ... tools/check_parallel.py MODEL_FLAGS --layouts "TP8 PP4" "TP4 PP4 EP8"
 
-MODEL_FLAGS are those of pretrain_grpo.py: a Hugging Face directory (--load-hf) or a shape (--model-family qwen3
---num-layers 28 ...), for which weights are made up from the tensors' names. A layout is written as its sizes (TP, PP,
-VPP, CP, EP, ETP; the rest of the ranks is DP), SP for sequence parallelism, and after a colon any further flags. With
-the word LOSSES more updates follow, one for each loss type, mask and KL, compared among the layouts that have the word.
-With --external-plugins FILE among MODEL_FLAGS these include the losses and advantage estimators of that file.
+MODEL_FLAGS are flags of pretrain_grpo.py: a Hugging Face directory (--load-hf), or an architecture (--model-family
+qwen3 --num-layers 28 ...) with made-up weights that depend on the tensors' names. A layout is written as its sizes (TP,
+PP, VPP, CP, EP, ETP; the remaining ranks are DP), SP for sequence parallelism, and after a colon any further flags. The
+word LOSSES in a layout adds one update for each loss type, mask and KL estimator; layouts with the word are compared
+with each other. With --external-plugins FILE among MODEL_FLAGS these include the losses and advantage estimators of
+that file.
 
-Without torchrun the tool starts one itself for each world size and tries all its layouts inside, since starting ranks
-takes longer than the updates. Every layout is compared with the first: a single process, where the model fits into one.
-Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to --tolerance; in float32
-KL, entropy, clip fractions and the largest ratio as well. The exit status is 0 if they do, 1 if one differs or fails.
+Without torchrun the tool starts torchrun once for each world size and tries all layouts of that size in it, because
+starting ranks takes longer than the updates. Every layout is compared with the first one, which is a single process if
+the model fits into it. Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to
+--tolerance; in float32 also KL, entropy, clip fractions and the largest ratio. The exit status is 1 if a layout differs
+or fails, else 0.
 """
 
 import argparse
@@ -26,10 +28,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-import made_up  # first: it finds the program, and prepares for machines without a GPU
+import made_up  # first: it sets sys.path, and installs the CPU layer on machines without a GPU
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metric_guide import documented
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.utils.cpu_backend import device
@@ -65,19 +66,19 @@ SIZES = {
 
 
 def sizes_of(layout: str) -> dict[str, int]:
-    """{"TP": 2, ...} of a layout's name, 0 for a size that is not named; ValueError for anything else in it."""
+    """Parse a layout's name to {"TP": 2, ...}, with 0 for a missing size; raise ValueError for an unknown word."""
     sizes = dict.fromkeys((*SIZES, "DP"), 0)
     for word in layout.partition(":")[0].replace("LOSSES", "").split():
         name = word.rstrip("0123456789")
         if word != "SP":
             if name not in sizes or name == word:
-                raise ValueError(f"layout {layout!r}: {word!r} is none of {', '.join(sizes)} with a number, nor SP")
+                raise ValueError(f"layout {layout!r}: {word!r} must be SP or one of {', '.join(sizes)} with a number")
             sizes[name] = int(word[len(name) :])
     return sizes
 
 
 def world_size_of(layout: str) -> int:
-    """How many ranks a layout needs: TP x PP x CP x DP, where DP, if not named, is what the experts need."""
+    """Return the number of ranks of a layout, TP x PP x CP x DP; a missing DP is the minimum for the experts."""
     named = sizes_of(layout)
     tp, pp, cp, ep = (named[name] or 1 for name in ("TP", "PP", "CP", "EP"))
     dp = named["DP"] or -(-ep * (named["ETP"] or tp) // (tp * cp))
@@ -85,7 +86,7 @@ def world_size_of(layout: str) -> int:
 
 
 def flags_of(layout: str) -> list[str]:
-    """pretrain_grpo.py's flags for a layout."""
+    """Return the flags of pretrain_grpo.py for a layout."""
     name, _, more = layout.partition(":")
     sizes = {SIZES[size]: number for size, number in sizes_of(layout).items() if number and size != "DP"}
     flags = [word for flag, number in sizes.items() for word in (flag, str(number))]
@@ -93,7 +94,7 @@ def flags_of(layout: str) -> list[str]:
 
 
 def all_layouts(flags: list[str], world_size: int) -> list[str]:
-    """Every layout of so many ranks that the model of ``flags`` allows."""
+    """Return all layouts of ``world_size`` ranks that the model of ``flags`` allows."""
     experts = parse(flags, 1).num_experts
     found = []
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -114,7 +115,7 @@ def all_layouts(flags: list[str], world_size: int) -> list[str]:
     return found
 
 
-# What --random varies besides the sizes: one alternative of each line. Those of the last line are for experts only.
+# --random varies these flags besides the sizes: one alternative of each line. The last line is for experts only.
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 RECOMPUTE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 VARIATIONS = (
@@ -127,7 +128,7 @@ VARIATIONS = (
 
 
 def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: int) -> list[str]:
-    """``count`` valid combinations of sizes, packing, optimizer, recomputation, rank order and dispatcher."""
+    """Draw ``count`` valid combinations of sizes, packing, optimizer, recomputation, rank order and dispatcher."""
     rng = random.Random(seed)
     experts = parse(flags, 1).num_experts
     sizes = [(layout, world) for world in world_sizes for layout in all_layouts(flags, world)]
@@ -145,8 +146,8 @@ def random_layouts(flags: list[str], world_sizes: list[int], count: int, seed: i
 
 # ---- the comparison
 
-# What LOSSES goes over besides the registered losses and estimators. The thresholds lie amid the values of the made-up
-# rollout.
+# LOSSES runs these objectives besides the registered losses and estimators. The thresholds are within the range of
+# values of the made-up rollout.
 OBJECTIVES = (
     "--importance-sampling-level sequence_token --epsilon 0.01",
     "--top-entropy-quantile 0.3",
@@ -161,42 +162,42 @@ OBJECTIVES = (
 
 
 def objectives() -> list[str]:
-    """Flags of the updates of LOSSES: every registered loss and estimator with its example, and OBJECTIVES."""
+    """Return the flags of each update of LOSSES: all registered losses and estimators by example, and OBJECTIVES."""
     entries = [(registry.option, entry) for registry in (LOSSES, ADVANTAGES) for entry in registry.entries.values()]
     examples = [f"{option} {e.name} {e.example}".strip() for option, e in entries if e.example is not None]
     return [*examples, *OBJECTIVES]
 
 
 def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
-    """One update for each of `objectives`, from where the model is; a wrong gradient shows in the loss of the next."""
+    """Run one update for each of `objectives`, in sequence, so that a wrong gradient changes the next loss."""
     completions = np.arange(batch.num_completions // 2)
     world_size = dist.get_world_size()
     runs = {objective: parse([*flags, *objective.split()], world_size) for objective in objectives()}
     rows = {}
     for objective, args in runs.items():
-        changed = replace(batch)
-        if "advantage_estimator" in args.explicit:  # from the rewards on
-            estimate_advantages(args, changed, changed.rewards[:, 0])
+        changed = batch
+        if "advantage_estimator" in args.explicit:  # advantages from the rewards
+            changed, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
         if args.overlong_filter:
-            drop_overlong(changed)
+            changed = drop_overlong(changed)
         rows[objective] = pretrain_grpo.update(args, trainer, changed, completions)
     return rows
 
 
 def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
-    """Run the two updates in one layout; rank 0 compares the weights with the reference, or writes them to be it."""
+    """Run the two updates in one layout; rank 0 compares the weights with the reference, or writes the reference."""
     result = {"layout": layout, "world_size": int(os.environ["WORLD_SIZE"])}
     try:
         args = parse([*flags, *flags_of(layout)], result["world_size"])
         if sizes_of(layout)["DP"] not in (0, args.data_parallel_size):
-            raise GrpoError(f"it has DP {args.data_parallel_size} on {args.world_size} ranks")
+            raise GrpoError(f"the layout has DP {args.data_parallel_size} on {args.world_size} ranks")
     except GrpoError as error:
         return result | {"error": str(error)}
     initialize_distributed(args)
     made_up.peak_memory(reset=True)
     model = (trainer := made_up.trainer(args)).model
     batch = made_up.rollout(args)
-    rows, tokens_per_second = made_up.two_updates(args, trainer, batch)
+    rows, tokens_per_second, batch = made_up.two_updates(args, trainer, batch)
     peak = torch.tensor(made_up.peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
@@ -208,7 +209,9 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         stored = safe_open(reference, "pt") if compares else None
         for name, tensor in stream_hf(model, args):
             if writes:
-                weights[name] = tensor.cpu().clone().contiguous()  # a tied weight has two names, a file one each
+                weights[name] = (
+                    tensor.cpu().clone().contiguous()
+                )  # safetensors needs a copy of each name of a tied weight
             elif compares:
                 expected = stored.get_tensor(name).to(tensor).double()
                 gaps[name] = (torch.linalg.norm(tensor.double() - expected) / torch.linalg.norm(expected)).item()
@@ -217,11 +220,13 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     elif compares:
         missing = set(stored.keys()) - gaps.keys()
         worst = max(gaps, key=gaps.get)
-        result |= {"worst_tensor": worst, "gap": gaps[worst]} | ({"error": f"lacks {missing}"} if missing else {})
+        lacking = {"error": f"the tensors {sorted(missing)} are missing"} if missing else {}
+        result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
         result["objectives"] = objective_updates([*flags, *flags_of(layout)], trainer, batch)
-    leave_layout()
-    # The gradients' hooks and the dispatcher's last graph hold the model where Python's collector cannot see it.
+    destroy_rank_groups()
+    # Gradient hooks and the dispatcher's last graph reference the model from outside Python's garbage collector: free
+    # the memory of the tensors explicitly.
     tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
     for storage in {tensor.untyped_storage() for tensor in tensors}:
         storage.resize_(0)
@@ -233,7 +238,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
 
 
 def worker(layouts: list[str], flags: list[str], out: Path) -> None:
-    """Inside torchrun: every layout in turn, one JSON line each."""
+    """Run every layout within torchrun, and write one JSON line for each."""
     for layout in layouts:
         result = run_layout(layout, flags, out / "reference.safetensors")
         if int(os.environ["RANK"]) == 0:
@@ -246,7 +251,7 @@ def worker(layouts: list[str], flags: list[str], out: Path) -> None:
 
 
 def relative_gap(key: str, row: dict[str, float], want: dict[str, float], least: float = 1e-2) -> float:
-    """The difference over the value, or over ``least`` where that is more."""
+    """Return the difference divided by the value, or by ``least`` if the value is smaller."""
     return abs(row[key] - want[key]) / max(abs(want[key]), least)
 
 
@@ -256,10 +261,10 @@ def own_metrics(row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: dict, first: dict, tolerance: float) -> str:
-    """ "same", or what differs by how much."""
+    """Return "same", or the value that differs and its difference."""
     if "error" in result:
         return f"FAILED: {result['error']}"
-    # In 16 bits only the first update: Adam's first step makes rounding a whole learning rate, and flips experts.
+    # In 16 bits only the first update: Adam's first step amplifies rounding to a whole learning rate, and experts flip.
     updates = result["updates"][: None if result["float32"] else 1]
     for number, (row, want) in enumerate(zip(updates, first["updates"], strict=False), start=1):
         for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys()), *own_metrics(want)]:
@@ -270,7 +275,7 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
         if objective not in wanted:
             return f"DIFFERS: {objective} is not in {first['layout']}"
         for key in (*COMPARED, *own_metrics(wanted[objective])):
-            # In REAL's loss terms of order 1 cancel, and their rounding stays.
+            # In REAL's loss terms of order 1 cancel, but their rounding errors remain.
             least = 0.1 if (key, objective) == ("loss", "--loss-type real") else 1e-2
             if not (gap := relative_gap(key, row, wanted[objective], least)) <= tolerance:
                 return f"DIFFERS: {key} of {objective} by {gap:.1e}"
@@ -280,7 +285,7 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
 
 
 def table(results: list[dict], tolerance: float) -> list[str]:
-    """A Markdown table; the first result is what the others are compared with."""
+    """Return the lines of a Markdown table; the first result is the reference."""
     lines = ["| layout | ranks | loss 1, 2 | gradient norm 1, 2 | weights differ by | tokens/s | peak MiB | |"]
     lines.append("|---|--:|---|---|--:|--:|--:|---|")
     for result in results:
@@ -299,12 +304,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         usage=__doc__.split("\n\n")[1], description=__doc__.split("\n\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT", help='such as "TP2 PP2 SP"')
-    parser.add_argument("--all", action="store_true", help="every layout of --world-sizes that the model allows")
+    parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT", help='layouts, such as "TP2 PP2 SP"')
+    parser.add_argument("--all", action="store_true", help="all layouts of --world-sizes that the model allows")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N combinations drawn at random")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --random [0]")
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="of these two [1 2]")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="largest difference [1e-5; 16-bit numbers 2e-2]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --random [0]")
+    parser.add_argument(
+        "--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="ranks of --all and --random [1 2]"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="largest allowed difference [1e-5; 2e-2 in 16 bits]"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by this tool: no table
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and the reference weights [a temporary one]")
     options, flags = parser.parse_known_args()
@@ -322,7 +331,7 @@ def main() -> int:
         parser.error(str(error))
     if options.out is None:
         if inside:
-            parser.error("under torchrun, give --out: a folder that all ranks see")
+            parser.error("under torchrun, give --out, a folder that is shared by all ranks")
         options.out = Path(tempfile.mkdtemp(prefix="check_parallel_"))
     options.out.mkdir(parents=True, exist_ok=True)
     if inside:
@@ -344,19 +353,19 @@ def main() -> int:
 
 
 def launch(world_size: int, layouts: list[str], flags: list[str], out: Path) -> None:
-    """Try layouts of one world size inside one torchrun; a crash leaves those after it untried."""
+    """Run the layouts of one world size in one torchrun; after a crash the remaining layouts do not run."""
     print(f"{world_size} ranks, {len(layouts)} layouts", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += [__file__, *flags, "--worker", "--out", str(out), "--layouts", *layouts]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    said = []
+    log = []
     for line in process.stderr:
-        said.append(line)
+        log.append(line)
         if line.startswith(PROGRESS):
             print(line, end="", file=sys.stderr, flush=True)
     if process.wait():
-        failed = next((line.split("]:")[0] for line in said if re.match(r"\[rank\d+\]: ", line)), None)
-        cause = [line for line in said if failed and line.startswith(failed)] or said
+        failed = next((line.split("]:")[0] for line in log if re.match(r"\[rank\d+\]: ", line)), None)
+        cause = [line for line in log if failed and line.startswith(failed)] or log
         print(f"the launch ended with status {process.returncode}:\n{''.join(cause[-12:])}", file=sys.stderr)
 
 

@@ -46,12 +46,15 @@ class Module:
     def __init__(self, path: Path) -> None:
         self.lines = path.read_text().splitlines()
         self.definitions: dict[str, ast.stmt] = {}
+        self.moved: dict[str, str] = {}  # names that this module imports and passes on -> the module that defines them
         for node in ast.parse("\n".join(self.lines)).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 self.definitions[node.name] = node
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 self.definitions[ast.unparse(target)] = node
+            elif isinstance(node, ast.ImportFrom):
+                self.moved.update((alias.name, node.module or "") for alias in node.names)
 
     def named(self, name: str) -> list[str]:
         """The definitions that a name of SECTIONS stands for."""
@@ -80,6 +83,8 @@ def document() -> str:
 
 
 def _definition(module: Module, name: str) -> str:
+    if name not in module.definitions:
+        module = Module(REPO / f"{module.moved[name].replace('.', '/')}.py")
     node = module.definitions[name]
     if isinstance(node, ast.FunctionDef):
         return f"\n### `{name}`\n\n{_signature(node)}\n{_docstring(node)}"

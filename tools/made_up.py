@@ -1,10 +1,11 @@
-"""Updates without data, rewards and engine: made-up weights and completions, for tools and tests."""
+"""Updates with made-up weights and completions, without data, rewards and engine, for tools and tests."""
 
 import os
 import sys
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,14 +28,14 @@ from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.arguments import merge_architecture
 
-# Two updates, ratios and a reference that are not trivial; Adam's eps is large enough not to magnify rounding.
+# Two updates, with ratios other than 1 and a reference model; Adam's eps is large enough not to magnify rounding.
 COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
  --max-completion-length 24 --max-prompt-length 8 --reward-funcs exact_match --train-data-path unused --no-save-hf
  --adam-eps 1e-4 --temperature 0.8 --tokenizer-model unused --transformer-impl local""".split()
 
 
 def parse(flags: list[str], world_size: int):
-    """Validated arguments of a run with these flags."""
+    """Return the validated arguments of a run with these flags."""
     args = parse_args([*COMMON, *flags])
     if args.load_hf:
         config = hf.read_config(args.load_hf)
@@ -44,8 +45,9 @@ def parse(flags: list[str], world_size: int):
 
 
 def rollout(args, length: int | None = None) -> RolloutBatch:
-    """Completions for two updates with advantages, which are their rewards too, and engine log-probabilities: very
-    different in length, or each of ``length`` tokens with its prompt.
+    """Make up completions for two updates, with rollout log-probabilities and with advantages equal to the rewards.
+
+    The lengths vary widely, or each completion has ``length`` tokens together with its prompt.
     """
     rng = np.random.default_rng(0)
     n, vocabulary = 2 * args.global_batch_size, args.vocab_size - 2
@@ -72,21 +74,21 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
 
 
 def perturbations(total: int) -> np.ndarray:
-    """What makes old policy and reference differ from the present one, so that ratios and KL are not trivial."""
+    """Return the differences ``[2, total]`` of old and reference log-probabilities from the current ones."""
     return np.random.default_rng(1).normal(0, 0.2, (2, total)).astype(np.float32)
 
 
-def off_policy(args, trainer, batch: RolloutBatch) -> None:
-    """Give a rollout log-probabilities of an old policy and a reference that lie near the present ones."""
+def off_policy(args, trainer, batch: RolloutBatch) -> RolloutBatch:
+    """Return the rollout with log-probabilities of an old policy and a reference model near the present ones."""
     before = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
-    batch.old_log_probs, batch.ref_log_probs = before + perturbations(len(batch.tokens))
+    old, ref = before + perturbations(len(batch.tokens))
+    return replace(batch, old_log_probs=old, ref_log_probs=ref)
 
 
 def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor that depends on its Hugging Face name alone, so that it is the same in every layout.
+    """Return a random tensor that depends only on its Hugging Face name, so that it is equal on any number of ranks.
 
-    Its scale gives logits of standard deviation 0.4 at any width: of a sharper model rounding would show more than
-    mistakes do.
+    Its scale gives logits of standard deviation 0.4 at any width. In a sharper model rounding would hide errors.
     """
     generator = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator, device=device())
@@ -94,7 +96,7 @@ def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = weight) -> None:
-    """Give every weight of the model its ``value(name, shape)``; each rank takes its own part."""
+    """Set every weight of the model to ``value(name, shape)``; each rank sets its own shard."""
     weights = model_weights.table(args)
     shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
 
@@ -106,7 +108,7 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = we
 
 
 def trainer(args) -> SimpleNamespace:
-    """What an update needs of a Trainer, with the weights of --load-hf, or made-up ones."""
+    """Return the attributes of a Trainer that an update needs, with the weights of --load-hf or made-up weights."""
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)
     if args.load_hf:
@@ -117,22 +119,22 @@ def trainer(args) -> SimpleNamespace:
     return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
 
 
-def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float]:
-    """(metrics of each update, tokens per second of the second one)."""
-    off_policy(args, trainer, batch)
-    if "advantage_estimator" in args.explicit:  # made-up advantages otherwise
-        estimate_advantages(args, batch, batch.rewards[:, 0])
+def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, RolloutBatch]:
+    """Run two updates; return (metrics of each update, tokens per second of the second update, batch)."""
+    batch = off_policy(args, trainer, batch)
+    if "advantage_estimator" in args.explicit:  # else the made-up advantages are used
+        batch, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
     if args.rollout_importance_sampling_mode:
-        pretrain_grpo.correct(args, batch)
+        batch, _ = pretrain_grpo.correct(args, batch)
     rows = []
     for completions in np.split(np.arange(batch.num_completions), 2):
         started = time.monotonic()
         rows.append(pretrain_grpo.update(args, trainer, batch, completions))
-    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started)
+    return rows, rows[-1]["tokens/update"] / (time.monotonic() - started), batch
 
 
 def peak_memory(reset: bool = False) -> float:
-    """MiB that this process held at most since the last reset: of its GPU, or of the host."""
+    """Return the peak memory of this process since the last reset, in MiB, of its GPU or else of the host."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         if reset:

@@ -1,14 +1,14 @@
-"""A tiny language model as a Hugging Face checkpoint, warmed up by a short supervised start.
+"""Make a tiny language model as a Hugging Face checkpoint, with a short supervised warm-up.
 
     python tools/make_tiny_model.py --save runs/tiny --train warmup.jsonl --valid valid.jsonl --stop-accuracy 0.3
 
-GRPO learns from the difference between right and wrong completions of one prompt, so it needs a model that is right now
-and then. This one starts from random weights and stops as soon as a sampled answer on the validation rows is right with
-the asked probability: by skill, not by steps, since skill jumps from 0.1 to 0.6 within 50 steps. `--steps 0` leaves the
-weights random and needs no data.
+GRPO learns from the difference between correct and wrong completions of one prompt, so it needs a model that is
+sometimes correct. The warm-up starts from random weights and stops when the probability of a correct sampled answer on
+the validation rows reaches --stop-accuracy. It does not stop after a fixed number of steps, because the accuracy rises
+from 0.1 to 0.6 within 50 steps. `--steps 0` keeps the random weights and needs no data.
 
 The tokenizer has one token per character (`--tokenizer characters`: digits and + - * = only; `bytes`: any text). The
-end of a sequence is learnt like any token. Rows have `prompt` and `answer` (tools/data/arithmetic.py makes them).
+model learns the end of a sequence like any token. Rows have `prompt` and `answer` (see tools/data/arithmetic.py).
 """
 
 import argparse
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.con
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer without merges: `characters` knows 0-9 + - * =, `bytes` knows every text."""
+    """Build a tokenizer without merges: `characters` encodes 0-9 + - * =, `bytes` encodes any text."""
     if kind == "bytes":
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     else:
@@ -61,7 +61,7 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 def family_sizes(args: argparse.Namespace) -> dict:
-    """What config.json has in this family beside the common sizes; experts have a quarter of the dense width."""
+    """Return the entries of config.json that only this family has; experts have a quarter of the dense width."""
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": max(1, args.ffn_hidden_size // 4)}
     if args.shape == "qwen3_moe":
         return {"head_dim": args.kv_channels, "num_experts": 8, "norm_topk_prob": True, **experts}
@@ -71,7 +71,7 @@ def family_sizes(args: argparse.Namespace) -> dict:
             "qk_nope_head_dim": args.kv_channels,
             "v_head_dim": args.kv_channels,
             "q_lora_rank": args.hidden_size // 2,
-            "kv_lora_rank": 512,  # with the next, DeepSeek's own sizes: plain vLLM's CPU kernel has no others
+            "kv_lora_rank": 512,  # with qk_rope_head_dim 64 the only sizes of vLLM's CPU kernel
             "qk_rope_head_dim": 64,
             "first_k_dense_replace": 1,
             "n_routed_experts": 8,
@@ -79,7 +79,7 @@ def family_sizes(args: argparse.Namespace) -> dict:
             "topk_group": 1,
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 0,
-            "topk_method": "noaux_tc",  # this and the next are for vLLM
+            "topk_method": "noaux_tc",  # vLLM reads this and scoring_func
             "scoring_func": "sigmoid",
             **experts,
         }
@@ -87,14 +87,14 @@ def family_sizes(args: argparse.Namespace) -> dict:
 
 
 def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """A float32 model of the asked shape with random weights, drawn from `args.seed`."""
+    """Build a float32 model of the given architecture with random weights from `args.seed`."""
     for flag in POSITIVE:
         if getattr(args, flag) < 1:
             raise GrpoError(f"--{flag.replace('_', '-')} ({getattr(args, flag)}) must be at least 1")
     if args.hidden_size % 2 or args.num_attention_heads % args.num_query_groups:
         raise GrpoError(
             f"--num-attention-heads ({args.num_attention_heads}) must be a multiple of --num-query-groups "
-            f"({args.num_query_groups}), and --hidden-size ({args.hidden_size}) even"
+            f"({args.num_query_groups}), and --hidden-size ({args.hidden_size}) must be even"
         )
     sizes = {
         "vocab_size": len(tokenizer),
@@ -113,10 +113,12 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     config = AutoConfig.for_model(args.shape, **{**sizes, **family_sizes(args)})
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # torch makes the padding's embedding 0: if it is ever sampled, a norm's gradient explodes
+    with torch.no_grad():  # torch sets the padding's embedding to 0: if it is sampled, the gradient of a norm explodes
         model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=config.initializer_range)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # as far apart as the scores, so that it has a say
+            if name.endswith(
+                "e_score_correction_bias"
+            ):  # as large as the differences of scores, so that it has an effect
                 buffer.normal_(std=0.05)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -125,18 +127,19 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels [rows, longest] of all rows, padded on the right; labels for the answer and its end only.
+    """Return token ids and labels [rows, longest] of all rows, padded on the right.
 
-    `labels[i, t]` is the token that follows `ids[i, t]`. GrpoError names the file and line of a row that does not do.
+    Only the answer and its end token have labels. `labels[i, t]` is the token that follows `ids[i, t]`. Raises
+    GrpoError with the file and line of an invalid row.
     """
     sequences = []
     for where, row in (item for path in paths for item in read_rows(path)):
         texts = [row.get("prompt"), row.get("answer")]
         if not all(isinstance(text, str) and text for text in texts):
-            raise GrpoError(f"{where}: `prompt` and `answer` must be texts, found {texts}")
+            raise GrpoError(f"{where}: `prompt` and `answer` must be non-empty strings, found {texts}")
         prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         if tokenizer.decode(prompt + answer) != "".join(texts):
-            raise GrpoError(f"{where}: {texts} has characters that the tokenizer lacks; --tokenizer bytes knows all")
+            raise GrpoError(f"{where}: {texts} has characters that the tokenizer lacks; give --tokenizer bytes")
         sequences.append((prompt, [*answer, tokenizer.eos_token_id]))
     if not sequences:
         raise GrpoError(f"{', '.join(map(str, paths))}: no rows")
@@ -152,10 +155,10 @@ def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
-    """Accuracy of answers (sampled at temperature 1, greedy), both exact and without sampling anything.
+    """Return the accuracies (of answers sampled at temperature 1, of greedy answers), exactly and without sampling.
 
-    A sampled completion is right with the probability of the answer's tokens, end included; a greedy one is right when
-    each of those tokens is the most probable after the ones before.
+    A sampled completion is correct with the probability of the answer's tokens, including the end token. A greedy
+    completion is correct if each of these tokens is the most probable one after its predecessors.
     """
     sampled = greedy = 0.0
     for part_ids, part_labels in zip(ids.split(1024), labels.split(1024), strict=True):
@@ -168,9 +171,9 @@ def accuracy(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) ->
 
 
 def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> int:
-    """Supervised steps on the answers until the sampled accuracy on `valid` reaches the goal; returns how many it took.
+    """Train on the answers until the sampled accuracy on `valid` reaches the goal; return the number of steps.
 
-    `train` and `valid` are (ids, labels). GrpoError when `args.steps` are not enough.
+    `train` and `valid` are (ids, labels). Raises GrpoError if `args.steps` are not enough.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
     ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
@@ -193,35 +196,40 @@ def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> i
                 if sampled >= args.stop_accuracy:
                     return step
     raise GrpoError(
-        f"after {args.steps} steps a sampled answer is right with probability {sampled:.2f}, below --stop-accuracy "
-        f"{args.stop_accuracy}: allow more --steps, or take easier problems"
+        f"after {args.steps} steps a sampled answer is correct with probability {sampled:.2f}, below --stop-accuracy "
+        f"{args.stop_accuracy}: raise --steps, or use easier problems"
     )
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; sizes have Megatron-LM's names."""
+    """Build the parser of the command line; sizes have Megatron-LM's names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--save", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
-    add("--train", type=Path, nargs="+", metavar="FILE", help="rows to learn from (.jsonl or .parquet)")
-    add("--valid", type=Path, nargs="+", metavar="FILE", help="rows that say when to stop")
-    add("--test", type=Path, nargs="+", metavar="FILE", help="rows to report the accuracy on at the end")
-    add("--stop-accuracy", type=float, default=0.3, help="stop when this share of sampled answers is right (0.3)")
-    add("--steps", type=int, default=2000, help="most supervised steps; 0: random weights (2000)")
+    add("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint")
+    add("--train", type=Path, nargs="+", metavar="FILE", help="training rows (.jsonl or .parquet)")
+    add("--valid", type=Path, nargs="+", metavar="FILE", help="rows of the accuracy for --stop-accuracy")
+    add("--test", type=Path, nargs="+", metavar="FILE", help="rows of the accuracy that is reported at the end")
+    add("--stop-accuracy", type=float, default=0.3, help="stop at this probability of a correct sampled answer (0.3)")
+    add("--steps", type=int, default=2000, help="maximum number of supervised steps; 0: random weights (2000)")
     add("--batch-size", type=int, default=64, help="rows per step (64)")
     add("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
     add("--shape", choices=SHAPES, default="qwen3", help="model family (qwen3)")
-    add("--tokenizer", choices=["characters", "bytes"], default="characters", help="what it knows (characters)")
-    add("--num-layers", type=int, default=4, help="(4)")
-    add("--hidden-size", type=int, default=128, help="(128)")
-    add("--ffn-hidden-size", type=int, default=384, help="(384)")
-    add("--num-attention-heads", type=int, default=4, help="(4)")
-    add("--num-query-groups", type=int, default=2, help="key-value heads (2)")
+    add(
+        "--tokenizer",
+        choices=["characters", "bytes"],
+        default="characters",
+        help="tokens: digits and + - * =, or bytes (characters)",
+    )
+    add("--num-layers", type=int, default=4, help="transformer layers (4)")
+    add("--hidden-size", type=int, default=128, help="width of the residual stream (128)")
+    add("--ffn-hidden-size", type=int, default=384, help="inner width of the MLP (384)")
+    add("--num-attention-heads", type=int, default=4, help="query heads (4)")
+    add("--num-query-groups", type=int, default=2, help="key/value heads (2)")
     add("--kv-channels", type=int, default=32, help="size of a head (32)")
-    add("--max-position-embeddings", type=int, default=128, help="longest sequence (128)")
+    add("--max-position-embeddings", type=int, default=128, help="maximum length of a sequence, tokens (128)")
     add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
-    add("--seed", type=int, default=1234, help="of weights and batches (1234)")
-    add("--threads", type=int, default=1, help="for torch; more hardly help a model this small (1)")
+    add("--seed", type=int, default=1234, help="seed of weights and batches (1234)")
+    add("--threads", type=int, default=1, help="threads of torch; more hardly speed up a tiny model (1)")
     add("--quiet", action="store_true", help="no progress bar")
     return parser
 
@@ -229,14 +237,14 @@ def build_parser() -> argparse.ArgumentParser:
 def make(args: argparse.Namespace) -> None:
     """Build, warm up and save the model that the arguments describe."""
     if args.save.exists() and not args.save.is_dir():
-        raise GrpoError(f"--save {args.save} is a file: name a directory")
+        raise GrpoError(f"--save {args.save} is a file: give a directory")
     tokenizer = make_tokenizer(args.tokenizer)
     model = make_model(args, tokenizer)
     size = sum(p.numel() for p in model.parameters())
     print(f"  {args.shape}, {args.num_layers} layers, {size / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
     if args.steps:
         if not args.train or not args.valid:
-            raise GrpoError("the warm-up needs --train and --valid; --steps 0 makes a model with random weights")
+            raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
         train, valid = (encode(paths, tokenizer) for paths in (args.train, args.valid))
         start = time.perf_counter()
         steps = warm_up(model, train, valid, args)
@@ -250,10 +258,10 @@ def make(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run with a plain message for what the user can mend."""
+    """Parse the command line, make the model, and return the exit code."""
     args = build_parser().parse_args()
     torch.set_num_threads(max(1, args.threads))
-    transformers_logging.disable_progress_bar()  # of writing a file of 3 MB
+    transformers_logging.disable_progress_bar()  # it would show the writing of a file of 3 MB
     try:
         make(args)
     except GrpoError as error:

@@ -1,4 +1,4 @@
-"""What `against_others.py` compares: made-up tensors, our side of it, and the way to import theirs."""
+"""Shared code of `against_others.py`: made-up tensors, this project's results, and the import of other libraries."""
 
 import importlib
 import importlib.abc
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-import transformers.trainer  # noqa: F401  before the stand-ins are: it looks for packages itself
+import transformers.trainer  # noqa: F401  before the stand-ins are installed: it tests which packages exist
 from torch import Tensor
 
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
@@ -28,17 +28,17 @@ from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.training.arguments import parse_args
 
-GROUP = 4  # completions of a prompt, side by side: TRL takes them so
+GROUP = 4  # completions of a prompt, consecutive as in TRL
 END = 1  # the token that ends a completion
-# What theirs import and the functions called do not use.
+# Packages that the other libraries import but that the called functions do not use.
 STAND_INS = {"pandas", "datasets", "omegaconf", "tensordict", "ray", "orjson", "codetiming", "torchdata", "hydra"}
 
 
 class Data(NamedTuple):
-    """24 completions of 6 prompts: [n, s] padded on the right, in float64, or [n]. Tokens come as float32 would."""
+    """24 completions of 6 prompts: tensors [n, s], padded on the right, or [n]; float64 with values of float32."""
 
-    tokens: Tensor  # how long each completion is: 1 up to its length, also on tokens that are not in the loss
-    mask: Tensor  # 1 on tokens in the loss
+    tokens: Tensor  # 1 up to the length of each completion, including tokens outside the response mask
+    mask: Tensor  # response mask: 1 on tokens in the loss
     log_probs: Tensor
     old: Tensor
     ref: Tensor
@@ -53,7 +53,7 @@ class Data(NamedTuple):
 
 
 def made_up(seed: int = 7, n: int = 24, width: int = 16) -> Data:
-    """Ragged completions with tokens of a tool in between; ratios to either side of all bounds."""
+    """Make up completions of different lengths with tool tokens, and ratios on both sides of all bounds."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -86,14 +86,14 @@ class Case(NamedTuple):
     data: Data
     ours: Callable[[Data, str], Any]
     theirs: Callable[[Data], Any]
-    difference: str = ""  # what differs and who is right; empty when nothing should
+    difference: str = ""  # the known difference and its judgement; empty if there is none
 
 
-# ---- ours
+# ---- this project
 
 
 def our_batch(data: Data) -> RolloutBatch:
-    """The rollout as the trainer holds it: one token of prompt, then the completion."""
+    """Return the rollout batch of the trainer: one prompt token, then the completion."""
     lengths = [int(row.sum()) for row in data.tokens]
     batch = RolloutBatch.from_completions(
         prompts=[[0]] * len(lengths),
@@ -125,14 +125,14 @@ def our_args(flags: str):
 
 
 def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
-    """The loss of an update on all of the data, as `pretrain_grpo` makes it, and its gradient, [n, s]."""
+    """Return the loss of one update on all data, as in `pretrain_grpo`, and its gradient, [n, s]."""
     args = our_args(flags)
     batch = our_batch(data)
     if args.overlong_filter:
-        drop_overlong(batch)
+        batch = drop_overlong(batch)
     mode = args.rollout_importance_sampling_mode
     if mode:
-        batch = replace(batch, rollout_importance_weights=_corrections(args, batch))
+        batch = replace(batch, rollout_importance_weights=_importance_weights(args, batch))
     everyone = np.arange(batch.num_completions)
     aggregation = LOSSES.get(args.loss_type).aggregation
     weights = token_weights(aggregation, batch.response_lengths, args.micro_batch_size, args.max_completion_length)
@@ -171,17 +171,17 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     return loss.detach(), gradient
 
 
-def our_corrections(data: Data, flags: str) -> Tensor:
-    """The factors of --rollout-importance-sampling-mode on tokens in the loss, [n, s]; 0 elsewhere."""
+def our_importance_weights(data: Data, flags: str) -> Tensor:
+    """Return the rollout importance weights of tokens in the loss, [n, s]; 0 elsewhere."""
     batch = our_batch(data)
-    flat = _corrections(our_args(flags), batch)
-    factors = torch.zeros_like(data.mask)
-    factors[data.tokens == 1] = torch.from_numpy(np.concatenate([flat[a + 1 : b] for a, b in _bounds(batch)])).double()
-    return factors * data.mask
+    flat = _importance_weights(our_args(flags), batch)
+    weights = torch.zeros_like(data.mask)
+    weights[data.tokens == 1] = torch.from_numpy(np.concatenate([flat[a + 1 : b] for a, b in _bounds(batch)])).double()
+    return weights * data.mask
 
 
 def our_mismatch(data: Data, *names: str) -> Tensor:
-    """Metrics of the rollout's mismatch."""
+    """Return the metrics ``names`` of the mismatch between trainer and engine."""
     there = data.mask == 1
     totals = mismatch(data.old[there], data.rollout[there])
     metrics = mismatch_metrics({name: float(value) for name, value in totals.items()})
@@ -189,13 +189,13 @@ def our_mismatch(data: Data, *names: str) -> Tensor:
 
 
 def our_advantages(data: Data, flags: str) -> Tensor:
-    """Advantages of tokens in the loss, [n, s]; 0 elsewhere."""
+    """Return the advantages of tokens in the loss, [n, s]; 0 elsewhere."""
     args = our_args(flags)
     args.reward_weights = [1.0] * data.rewards.shape[1]
     if args.scale_rewards is None:
         args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
     batch = our_batch(data)
-    estimate_advantages(args, batch, summed(data).float().numpy())
+    batch, _ = estimate_advantages(args, batch, summed(data).float().numpy())
     if batch.token_advantages is None:
         return torch.from_numpy(batch.advantages).double()[:, None] * data.mask
     flat = np.concatenate([batch.token_advantages[a + 1 : b] for a, b in _bounds(batch)])
@@ -205,11 +205,11 @@ def our_advantages(data: Data, flags: str) -> Tensor:
 
 
 def summed(data: Data) -> Tensor:
-    """R, [n]: NaN where nothing scored."""
+    """Return the sums of rewards, [n]; NaN for completions without any score."""
     return data.rewards.nansum(1).float().double().masked_fill(data.rewards.isnan().all(1), torch.nan)
 
 
-def _corrections(args, batch: RolloutBatch):
+def _importance_weights(args, batch: RolloutBatch):
     bounds = args.rollout_importance_sampling_threshold, args.rollout_importance_sampling_lower_bound
     return importance_weights(
         args.rollout_importance_sampling_mode,
@@ -225,11 +225,11 @@ def _bounds(batch: RolloutBatch):
     return zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
 
 
-# ---- how theirs is imported
+# ---- import of the other libraries
 
 
 class _Absent(type):
-    """A class of a package that is not there: it has any attribute, and does nothing."""
+    """Metaclass of classes of a missing package, with arbitrary attributes and no behaviour."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -237,7 +237,9 @@ class _Absent(type):
         return _absent(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else type.__call__(cls)  # a decorator leaves as is
+        return (
+            args[0] if len(args) == 1 and callable(args[0]) else type.__call__(cls)
+        )  # as a decorator it returns its function
 
 
 def _absent(name: str) -> Any:
@@ -245,7 +247,7 @@ def _absent(name: str) -> Any:
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules for STAND_INS, last in line: what is installed is used."""
+    """Import hook that creates empty modules for STAND_INS; it is the last one, so installed packages have priority."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         known = fullname.partition(".")[0] in STAND_INS
@@ -267,7 +269,7 @@ def _stand_in(name: str) -> Any:
 
 
 def load(directory: Path, *names: str) -> list[Any]:
-    """Their modules, from this directory and no other."""
+    """Import modules of another library, from ``directory`` only."""
     if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
         sys.meta_path.append(StandIns())
     sys.path.insert(0, str(directory))

@@ -1,4 +1,4 @@
-"""Our losses, advantages and corrections beside those of TRL's GRPOTrainer and RLOOTrainer."""
+"""Comparisons of losses, advantages and rollout importance weights with TRL's GRPOTrainer and RLOOTrainer."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from others import END, GROUP, Case, Data, load, our_advantages, our_corrections, our_loss, our_mismatch
+from others import END, GROUP, Case, Data, load, our_advantages, our_importance_weights, our_loss, our_mismatch
 from torch import Tensor
 
 
 class Trl:
-    """TRL's GRPOTrainer and RLOOTrainer, without a model: log-probabilities and rewards are what the data says."""
+    """TRL's GRPOTrainer and RLOOTrainer without a model: the data has the log-probabilities and rewards."""
 
     def __init__(self, directory: Path) -> None:
         grpo, rloo, package = load(directory, "trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl")
@@ -20,7 +20,7 @@ class Trl:
         self.version = f"TRL {package.__version__}"
 
     def stub(self, kind: str, data: Data, answer: Any, **settings: Any) -> Any:
-        """A trainer that was never set up; ``answer`` is what its model would say: log-probabilities and entropies."""
+        """Return a trainer without set-up; ``answer`` replaces the model: (log-probabilities, entropies)."""
         lengths = [int(row.sum()) for row in data.tokens]
         ids = [[2] * (n - 1) + [2 if cut else END] for n, cut in zip(lengths, data.cut, strict=True)]
         engine = [row[:n].tolist() for row, n in zip(data.rollout, lengths, strict=True)]
@@ -66,18 +66,18 @@ class Trl:
         return stub
 
     def rollout(self, data: Data, kind: str = "grpo", **settings: Any) -> dict[str, Any]:
-        """What its `_generate_and_score_completions` hands to the loss."""
+        """Return the result of `_generate_and_score_completions`, the inputs of the loss."""
         stub = self.stub(kind, data, (data.old, data.entropies), **settings)
         return stub._generate_and_score_completions([{"prompt": "?"}] * len(data.mask))
 
     def metrics(self, data: Data, *names: str) -> Tensor:
-        """What the same method logs, where it corrects for the engine."""
+        """Return the metrics that the same method logs with importance weights for the engine."""
         stub = self.stub("grpo", data, (data.old, data.entropies), use_vllm=True)
         stub._generate_and_score_completions([{"prompt": "?"}] * len(data.mask))
         return torch.tensor([stub._metrics["train"][name][0] for name in names]).double()
 
     def loss(self, data: Data, micro_batches: int = 1, **settings: Any) -> tuple[Tensor, Tensor]:
-        """Its `_compute_loss`, summed over the micro-batches of an update as accelerate adds up their gradients."""
+        """Return the sum of `_compute_loss` over the micro-batches of an update, and its gradient, as in accelerate."""
         log_probs = data.log_probs.clone().requires_grad_()
         of_rollout = {k: v for k, v in settings.items() if k.startswith(("vllm", "use_vllm", "mask_truncated"))}
         inputs = self.rollout(data, **of_rollout)
@@ -97,7 +97,7 @@ class Trl:
         return total.detach(), log_probs.grad
 
     def rloo_gradient(self, data: Data) -> Tensor:
-        """RLOOTrainer's `_compute_loss`, its gradient, before the first update on a rollout."""
+        """Return the gradient of RLOOTrainer's `_compute_loss` before the first update on a rollout."""
         log_probs = data.log_probs.clone().requires_grad_()
         inputs = self.rollout(data, "rloo") | {"advantages": data.advantages}
         inputs["old_logps"] = (data.log_probs * data.tokens).sum(1)
@@ -107,7 +107,7 @@ class Trl:
 
 
 def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
-    """Beside GRPOTrainer and RLOOTrainer."""
+    """Yield the comparisons with GRPOTrainer and RLOOTrainer."""
 
     def loss(thing: str, flags: str, difference: str = "", data: Data = data, said: str = "", **settings: Any) -> Case:
         shown = said or ", ".join(f"{k}={v}" for k, v in settings.items()).replace("micro_batches", "accumulation")
@@ -124,8 +124,9 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield loss(
         "DAPO, two updates a rollout",
         f"{plain} dapo",
-        "Their denominator is the rollout's tokens over the number of updates, not the update's own. DAPO's mean is "
-        "over the tokens it sums (section 3.3): ours. Theirs is exact only where all updates have as many tokens.",
+        "TRL divides by the tokens of the rollout over the number of updates, we by the tokens of the update. In "
+        "DAPO's paper (section 3.3) the mean is over the summed tokens, as here. TRL's is exact only if all updates "
+        "have equally many tokens.",
         said="loss_type=dapo, steps_per_generation=2, tokens of the rollout 2.2 times those of the update",
         loss_type="dapo",
         steps_per_generation=2,
@@ -140,8 +141,8 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield loss(
         "unbiased KL, GSPO",
         "--beta 0.1 --kl-estimator unbiased --loss-type gspo --epsilon 0.05 --epsilon-high 0.06",
-        "They weigh a token's k3 by the ratio of the sequence, we by the token's own. DeepSeek-V3.2's formula has the "
-        "token's, and only that makes the mean over old samples the KL: ours.",
+        "TRL multiplies the k3 of a token by the ratio of the sequence, we by the ratio of the token. DeepSeek-V3.2's "
+        "formula has the ratio of the token, and only with it the mean over old samples is the KL.",
         beta=0.1,
         use_bias_correction_kl=True,
         **level,
@@ -150,8 +151,8 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield loss(
         "top entropy in 6 micro-batches",
         f"{plain} dapo --top-entropy-quantile 0.2",
-        "Their threshold is each micro-batch's, ours the update's. The paper's (arXiv:2506.01939) is that of a batch: "
-        "ours, which does not depend on how the batch is cut.",
+        "TRL's threshold is that of a micro-batch, ours that of the update. The paper's (arXiv:2506.01939) is that of "
+        "a batch, as here; it does not depend on micro-batches.",
         loss_type="dapo",
         top_entropy_quantile=0.2,
         micro_batches=6,
@@ -164,8 +165,8 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield loss(
         "entropy bonus, GRPO",
         f"{plain} grpo --entropy-coef 0.01",
-        "They average the entropy over tokens under every loss type, we as the loss type averages. No paper says; at "
-        "equal lengths it is the same.",
+        "TRL averages the entropy over tokens with every loss type, we with the aggregation of the loss type. No paper "
+        "decides; for equal lengths both are the same.",
         said=f"{said}grpo",
         loss_type="grpo",
         **entropy,
@@ -179,7 +180,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     )
     engine = {"use_vllm": True}
     yield loss(
-        "engine correction in the loss",
+        "rollout importance weights in the loss",
         "--beta 0.1 --rollout-importance-sampling-mode token_truncate",
         beta=0.1,
         **engine,
@@ -192,19 +193,19 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
 
         name = f"`_generate_and_score_completions`, {mode}"
         flags = f"--rollout-importance-sampling-mode {mode}"
-        return Case(f"engine correction, {mode}", flags, name, data, our_corrections, theirs, difference)
+        return Case(
+            f"rollout importance weights, {mode}", flags, name, data, our_importance_weights, theirs, difference
+        )
 
     yield factors("token_truncate")
     yield factors("token_mask")
     product = (
-        "They take the product of the completion's ratios, we their geometric mean. The product is the importance "
-        "weight of a sequence, and unbiased: theirs by the theory. It soon leaves any bound as completions grow; ours "
-        "is GSPO's length-normalised ratio, biased and of low variance"
+        "TRL uses the product of a completion's ratios, we their geometric mean. The product is the unbiased "
+        "importance weight of a sequence, as in theory, but exceeds any bound for long completions. The geometric "
+        "mean is GSPO's length-normalised ratio, biased and of low variance"
     )
     yield factors("sequence_truncate", f"{product}.")
-    yield factors(
-        "sequence_mask", f"{product}, and decides only who is masked: what is left is weighed token by token."
-    )
+    yield factors("sequence_mask", f"{product}. It only determines the mask; other completions have weights by token.")
 
     of_engine = "sampling/sampling_logp_difference"
     names = "mismatch/mean_abs", "mismatch/max_abs"
@@ -226,16 +227,16 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
         return Case(thing, flags, f"`{name}`, {shown}", data, our_advantages, theirs, difference)
 
     def rloo_loss(thing: str, flags: str, difference: str = "") -> Case:
-        first = data._replace(mask=data.tokens, old=data.log_probs)  # their RLOO knows no tools
+        first = data._replace(mask=data.tokens, old=data.log_probs)  # TRL's RLOO has no tools
         function = "`RLOOTrainer._compute_loss`, gradient"
         return Case(thing, flags, function, first, lambda d, f: our_loss(d, f)[1], trl.rloo_gradient, difference)
 
     yield rloo_loss(
         "RLOO's loss, one update a rollout",
         f"{plain} reinforce",
-        "Theirs is the mean over completions of A times the log-probability of the whole, as in the paper; ours is "
-        "over tokens: smaller by the update's mean length. It is a factor of the learning rate, but not a constant "
-        "one; with dr_grpo it is (next line).",
+        "TRL's loss is the mean over completions of A times the log-probability of the completion, as in the paper; "
+        "ours is the mean over tokens, smaller by the mean length of the update. This is a varying factor of the "
+        "learning rate; with dr_grpo it is constant (next line).",
     )
     yield rloo_loss("the same", f"{plain} dr_grpo --max-completion-length 1")
     missing = data.rewards.clone()
@@ -254,7 +255,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
         "RLOO, scaled",
         "--advantage-estimator rloo --scale-rewards batch",
         "rloo",
-        "They divide by the std of the advantages, we by that of the rewards. RLOO's paper scales by neither: an "
-        "option of each, not the method.",
+        "TRL divides by the std of the advantages, we by the std of the rewards. RLOO's paper has neither: scaling is "
+        "an option of both, not part of the method.",
         normalize_advantages=True,
     )

@@ -1,4 +1,4 @@
-"""Our losses, advantages, KL and corrections beside those of verl's core_algos and rollout_corr_helper."""
+"""Comparisons of losses, advantages, KL and importance weights with verl's core_algos and rollout_corr_helper."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from others import GROUP, Case, Data, load, our_advantages, our_corrections, our_loss, our_mismatch, summed
+from others import GROUP, Case, Data, load, our_advantages, our_importance_weights, our_loss, our_mismatch, summed
 from torch import Tensor
 
 
@@ -20,7 +20,7 @@ class Verl:
         self.version = f"verl {package.__version__}"
 
     def loss(self, data: Data, name: str, mode: str, weights: Tensor | None = None, **settings: Any) -> Any:
-        """A policy loss of its registry and the gradient; ``settings`` are fields of its configuration."""
+        """Return a policy loss of verl's registry and its gradient; ``settings`` are fields of its configuration."""
         log_probs = data.log_probs.clone().requires_grad_()
         of_loss = {k: settings.pop(k) for k in list(settings) if k.startswith(("clip_cov", "kl_cov", "ppo_kl"))}
         config = self.config.ActorConfig(
@@ -36,14 +36,17 @@ class Verl:
         return loss.detach(), log_probs.grad
 
     def kl(self, data: Data, kind: str) -> tuple[Tensor, Tensor]:
-        """Its KL term, averaged over all tokens."""
+        """Return verl's KL term, averaged over all tokens, and its gradient."""
         log_probs = data.log_probs.clone().requires_grad_()
         loss = self.core.agg_loss(self.core.kl_penalty(log_probs, data.ref, kind), data.mask, "token-mean")
         loss.backward()
         return loss.detach(), log_probs.grad
 
     def advantages(self, data: Data, estimator: str, beta: float = 0.0, **settings: Any) -> Tensor:
-        """Advantages of an estimator of its registry, [n, s]; R at the last token, the KL penalty at all."""
+        """Return the advantages of an estimator of verl's registry, [n, s].
+
+        The last token of a completion has the reward; all tokens have the KL penalty.
+        """
         last = (data.mask * torch.arange(1, data.mask.shape[1] + 1)).argmax(1)
         rewards = -beta * (data.old - data.ref) * data.mask
         rewards[torch.arange(len(last)), last] += summed(data)
@@ -56,7 +59,7 @@ class Verl:
 
 
 def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
-    """Beside core_algos and rollout_corr_helper."""
+    """Yield the comparisons with core_algos and rollout_corr_helper."""
 
     def loss(
         thing: str, flags: str, name: str, mode: str, difference: str = "", said: str = "", **settings: Any
@@ -78,8 +81,8 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         f"{plain} grpo",
         "vanilla",
         by_completion,
-        "They always bound the loss of A < 0 at clip_ratio_c = 3. Neither GRPO's nor DAPO's formula has this bound: "
-        "ours, which has it where it is asked for (the line above).",
+        "verl always bounds the loss of A < 0 at clip_ratio_c = 3. Neither GRPO's nor DAPO's formula has this bound; "
+        "here it is an option (previous line).",
     )
     higher = {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
     yield loss("DAPO, dual clip", f"{plain} dapo --epsilon-high 0.28 --dual-clip 3", "vanilla", by_token, **higher)
@@ -92,8 +95,8 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         dr_grpo,
         "vanilla",
         "seq-mean-token-sum-norm",
-        "Without loss_scale_factor they divide by the width of the batch at hand, which changes from batch to batch; "
-        "Dr. GRPO's is a constant: ours.",
+        "Without loss_scale_factor verl divides by the width of the current batch, which varies; Dr. GRPO divides by a "
+        "constant, as here.",
     )
     empty = data.mask.clone()
     empty[2] = empty[9] = 0
@@ -104,13 +107,16 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         filtered,
         "vanilla",
         by_completion,
-        "Without global_batch_size they leave empty completions out of N, so the others count more in a micro-batch "
-        "that has one. GRPO's formula divides by G, all that were sampled: ours, and theirs when told (next line).",
+        "Without global_batch_size verl does not count empty completions in N, so the other completions of such a "
+        "micro-batch have a larger weight. GRPO's formula divides by G, all sampled completions, as here, and as verl "
+        "with global_batch_size (next line).",
         data=nothing,
     )
-    told = {"global_batch_size": len(data.mask)}
+    with_batch_size = {"global_batch_size": len(data.mask)}
     said = ", global_batch_size=N"
-    yield loss("the same", filtered, "vanilla", by_completion, said=said, data=nothing, global_batch_info=told)
+    yield loss(
+        "the same", filtered, "vanilla", by_completion, said=said, data=nothing, global_batch_info=with_batch_size
+    )
     narrow = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.06}
     gspo = "--epsilon 0.05 --epsilon-high 0.06"
     yield loss("GSPO", f"{plain} gspo {gspo}", "gspo", by_completion, **narrow)
@@ -124,14 +130,14 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         cispo,
         "cispo",
         by_token,
-        "Their default also bounds the ratio from below, at 0.8. MiniMax-M1's formula has such a bound, and its text "
-        "leaves it open in all experiments: ours is what was run. Their upper bound is 1 + clip_ratio_high, as in the "
-        "formula; ours, as TRL's, is --epsilon-high itself.",
+        "verl's default also bounds the ratio from below, at 0.8. MiniMax-M1's formula has such a bound, but its "
+        "experiments do not use it: ours is the loss of the experiments. verl's upper bound is 1 + clip_ratio_high, "
+        "as in the formula; ours, like TRL's, is --epsilon-high itself.",
         clip_ratio_high=1.0,
     )
     gmpo = f"{plain} gmpo --epsilon 0.2 --epsilon-high 0.3"
     yield loss("GMPO", gmpo, "geo_mean", by_token, clip_ratio_low=0.2, clip_ratio_high=0.3)
-    factors = our_corrections(data, "--rollout-importance-sampling-mode token_truncate")
+    factors = our_importance_weights(data, "--rollout-importance-sampling-mode token_truncate")
     yield loss("REINFORCE", f"{plain} reinforce", "gpg", by_token)
     corrected = "--rollout-importance-sampling-mode token_truncate"
     said = ", rollout_is_weights"
@@ -141,8 +147,8 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         f"{gmpo} {corrected}",
         "geo_mean",
         by_token,
-        "A completion's one loss is weighed by the geometric mean of its tokens' factors, with us by their mean. The "
-        "papers of the two methods say nothing of the other.",
+        "verl multiplies the loss of a completion by the geometric mean of its tokens' weights, we by their arithmetic "
+        "mean. Neither paper covers the combination.",
         said=said,
         clip_ratio_low=0.2,
         clip_ratio_high=0.3,
@@ -155,8 +161,8 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         clip_cov,
         "clip_cov",
         by_token,
-        "They draw only from tokens that the ratio's clip has left a gradient (the gradients agree here, where all are "
-        "drawn). The paper's eq. 11 draws from all between the bounds: ours. Theirs is the authors' code.",
+        "verl draws only from tokens with a gradient after the clip of the ratio (here all are drawn, so the gradients "
+        "agree). The paper's eq. 11 draws from all tokens between the bounds, as here; verl follows the authors' code.",
         **cov,
     )
     kl_cov = "--kl-cov-ratio 0.1 --kl-cov-coef 1"
@@ -168,8 +174,8 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         f"{plain} dapo {kl_cov}",
         "kl_cov",
         by_token,
-        "The paper's loss (eq. 14) is rho A without a clip: theirs. With us the penalty is added to the loss type "
-        "chosen, so the paper's method needs its clip opened, as in the line above.",
+        "The paper's loss (eq. 14) is rho A without a clip, as in verl. Here the penalty is added to the chosen loss "
+        "type, so the paper's method needs flags that disable the clip (previous line).",
         **kl,
     )
 
@@ -188,7 +194,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "KL, k3+",
         "k3+",
         "k2",
-        "Its value is k3's, its gradient that of our k2, which is the right one on samples of the policy itself.",
+        "The value is that of k3, the gradient that of our k2, which is correct for samples of the policy itself.",
     )
     far = data.ref.clone()
     far[:, 0] = data.log_probs[:, 0] + 3
@@ -196,14 +202,16 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "KL, k3 of tokens 3 nats below the reference",
         "k3",
         "k3",
-        "They clamp k3 at 10, beyond which it has no gradient: of tokens more than 2.6 nats below the reference, those "
-        "that k3 should pull back most. Schulman's and GRPO's k3 has no bound: ours, whose exponent alone has one, 20.",
+        "verl clamps k3 at 10 and so removes the gradient of tokens more than 2.6 nats below the reference, which k3 "
+        "should pull back most. Schulman's and GRPO's k3 has no bound; ours has only a bound of 20 on the exponent.",
         data._replace(ref=far),
     )
 
     def factors_of(mode: str, flags: str, said: str, theirs: Callable[[Data], Tensor], difference: str = "") -> Case:
         flags = f"--rollout-importance-sampling-mode {mode} {flags}".strip()
-        return Case(f"engine correction, {mode}", flags, said, data, our_corrections, theirs, difference)
+        return Case(
+            f"rollout importance weights, {mode}", flags, said, data, our_importance_weights, theirs, difference
+        )
 
     def weights(d: Data, threshold: Any, level: str = "token") -> Tensor:
         ratios = verl.corrections.compute_rollout_correction_weights(d.old - d.rollout, d.mask, level, threshold)
@@ -228,9 +236,9 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "",
         f'{reject}, token_k1, "1e-9_2"',
         lambda d: weights(d, 1e9) * kept(d, "token_k1", "1e-9_2"),
-        "Their k1 is log p(engine) - log p(trainer), so these bounds are of the inverse of the ratio that the weights "
-        "are made of: an upper bound of 2 there cuts ratios below 0.5. The papers bound trainer over engine: ours; "
-        "theirs takes the inverse bounds (the line above).",
+        "verl's k1 is log p(engine) - log p(trainer), so its bounds apply to the inverse of the ratio in the weights: "
+        "an upper bound of 2 masks ratios below 0.5. The papers bound trainer over engine, as here; verl needs the "
+        "inverse bounds (previous line).",
     )
     yield factors_of(
         "sequence_mask",
@@ -243,7 +251,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "",
         f"{name}, sequence, 2.0",
         lambda d: weights(d, 2.0, "sequence"),
-        "The product against the geometric mean, as with TRL: theirs by the theory, ours for its variance.",
+        "Product and geometric mean, as for TRL: the product is unbiased, the geometric mean has a lower variance.",
     )
 
     def measured(name: str, theirs: str, difference: str = "") -> Case:
@@ -258,7 +266,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
     yield measured(
         "mismatch/perplexity_ratio",
         "ppl_ratio",
-        "They average the ratios of completions, we take that of all tokens together. A metric: no formula decides.",
+        "verl averages the ratios of completions, we compute the ratio of all tokens. No formula defines the metric.",
     )
 
     def advantages(
@@ -284,7 +292,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "advantage, std of group, their epsilon",
         "--scale-rewards group",
         "grpo",
-        "1e-6 is added to the std, with us (and TRL) 1e-4. The formula has none.",
+        "verl adds 1e-6 to the std, we (and TRL) 1e-4. The formula has no epsilon.",
     )
     plain_grpo = "--scale-rewards none"
     yield advantages("advantage, not scaled", plain_grpo, "grpo", norm_adv_by_std_in_grpo=False)
@@ -294,8 +302,8 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "a group of one",
         plain_grpo,
         "grpo",
-        "A = R, with us 0. By the formula R minus the mean of the group is 0: ours. Theirs is REINFORCE without a "
-        "baseline, for which we have other estimators.",
+        "verl's advantage is R, ours 0. In the formula R minus the mean of the group is 0, as here. verl's is "
+        "REINFORCE without a baseline, for which this project has other estimators.",
         data=alone,
         norm_adv_by_std_in_grpo=False,
     )
@@ -304,7 +312,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "REINFORCE++, KL and discount",
         plus,
         "reinforce_plus_plus",
-        "1e-8 is added to the variance, with us 1e-4 to the std; the formula has neither. Nothing else (next line).",
+        "verl adds 1e-8 to the variance, we 1e-4 to the std; the formula has neither. No other difference (next line).",
         beta=0.1,
         gamma=0.9,
     )
@@ -320,16 +328,16 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "REINFORCE++ with baseline",
         "--advantage-estimator reinforce_plus_plus_baseline",
         "reinforce_plus_plus_baseline",
-        "They whiten over tokens, so a long completion counts more in mean and std, and the mean is taken off again; "
-        "we divide by the std over completions, whose mean is 0 already. The paper normalises over the global batch; "
-        "of tokens or of completions is a matter of reading.",
+        "verl whitens over tokens, so long completions have a larger weight in mean and std, and subtracts the mean "
+        "again; we divide by the std over completions, which already have the mean 0. The paper normalises over the "
+        "global batch and does not specify tokens or completions.",
     )
     yield advantages(
         "GDPO of one reward",
         "--scale-rewards gdpo",
         "gdpo",
-        "They whiten over tokens. The mean and std of the paper's last step are over the prompts and completions of "
-        "the batch: ours, and TRL's.",
+        "verl whitens over tokens. The mean and std of the paper's last step are over the prompts and completions of "
+        "the batch, as here and in TRL.",
         data=data._replace(rewards=data.rewards[:, 1:]),
     )
     best = f"--advantage-estimator pass_at_k --pass-at-k {GROUP} --scale-rewards none"
@@ -337,12 +345,12 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "pass@k, k = G",
         best,
         "grpo_passk",
-        "Ours is G times theirs (next line), which has k = G only. The loss averages over completions, so that the "
-        "gradient is that of E[max of k] with the G: ours. It is a factor of the learning rate.",
+        "Ours is G times verl's (next line), which supports k = G only. The loss averages over completions, so the "
+        "factor G gives the gradient of E[max of k]. It is a factor of the learning rate.",
         norm_adv_by_std_in_grpo=False,
     )
     yield advantages(
-        "the same, both divided by their largest",
+        "the same, both divided by their maximum",
         best,
         "grpo_passk",
         scale=lambda values: values / values.abs().max(),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the curves of one or more runs: reward, KL, length, entropy, gradient norm, and where the time goes.
+"""Draw the curves of one or more runs: reward, KL, length, entropy, gradient norm, and seconds by phase.
 
     python tools/plot_metrics.py RUN_DIR [RUN_DIR ...] --output curves.png [--smooth N]
 
-RUN_DIR is a run's --save directory (or a metrics.jsonl). A metric that no run has logged leaves its panel empty. Colour
-stands for the run; with several runs the last panel compares tokens per second in place of seconds by phase.
+RUN_DIR is a run's --save directory (or a metrics.jsonl). The panel of a metric that no run has logged is empty. Each
+run has a colour. With several runs the last panel compares tokens per second instead of seconds by phase.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PHASES = {
     "logprobs": "#8d5fb8",
     "update": "#2f9e6e",
     "sync": "#d9622b",
-}  # of every step; evaluations and saves, which come now and then, would only be spikes
+}  # phases of every step; evaluations and saves are rare and would be spikes
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -53,13 +53,13 @@ STYLE = {
 
 
 def smoothed(values: list[float], window: int) -> list[float]:
-    """Mean over the ``window`` values around each one (fewer at the ends), so that the curve does not lag."""
+    """Return centred means over ``window`` values (fewer at the ends), so that the curve does not lag."""
     before, after = (window - 1) // 2, window // 2 + 1
     return [math.fsum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - before) : i + after])]
 
 
 def draw_curves(axes: Axes, runs: list[Run], name: str, window: int) -> bool:
-    """Draw a metric of every run; what was smoothed stays visible behind the line. Returns whether there was any."""
+    """Draw a metric of every run, with the unsmoothed values in the background; return whether there was a value."""
     drawn = False
     for run, colour in zip(runs, RUN_COLOURS * len(runs), strict=False):
         x, y = run.series(name)
@@ -74,7 +74,7 @@ def draw_curves(axes: Axes, runs: list[Run], name: str, window: int) -> bool:
 
 
 def draw_reward(axes: Axes, runs: list[Run], window: int) -> bool:
-    """Training reward as a line, greedy accuracy on held-out prompts as points on a dashed one."""
+    """Draw the training reward as a line, and the greedy accuracy on held-out prompts as points on a dashed line."""
     drawn = draw_curves(axes, runs, "reward/mean", window)
     for run, colour in zip(runs, RUN_COLOURS * len(runs), strict=False):
         x, y = run.series("eval/greedy_accuracy")
@@ -92,7 +92,7 @@ def draw_reward(axes: Axes, runs: list[Run], window: int) -> bool:
 
 
 def draw_phases(axes: Axes, run: Run) -> bool:
-    """Seconds of each phase of a row, stacked."""
+    """Draw the seconds of each phase, stacked; return whether there was a value."""
     x = [row["iteration"] for row in run.rows if "time/step" in row]
     stack = {
         phase: [row.get(f"time/{phase}") or 0.0 for row in run.rows if "time/step" in row]
@@ -108,7 +108,7 @@ def draw_phases(axes: Axes, run: Run) -> bool:
 
 
 def draw(runs: list[Run], window: int = 1) -> Figure:
-    """Lay out the six panels."""
+    """Draw the six panels."""
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
@@ -116,7 +116,7 @@ def draw(runs: list[Run], window: int = 1) -> Figure:
         contents = [("Reward and held-out accuracy", draw_reward(panels[0], runs, window))]
         if any(any(run.series("kl")[1]) for run in runs):
             contents.append(("KL to the reference (nats/token)", draw_curves(panels[1], runs, "kl", window)))
-        else:  # without a KL term (--beta 0) its place goes to how far trainer and engine differ
+        else:  # without a KL term (--beta 0) show the difference between trainer and engine instead
             drawn = draw_curves(panels[1], runs, "mismatch/mean_abs", window)
             contents.append(("Trainer/engine log-prob gap (nats)", drawn))
         contents += [
@@ -133,7 +133,10 @@ def draw(runs: list[Run], window: int = 1) -> Figure:
             axes.set_title(title)
             axes.set_xlim(0, max(last, 1))
             if drawn:
-                if axes not in (panels[0], panels[2]):  # a change of reward or length is small beside its size
+                if axes not in (
+                    panels[0],
+                    panels[2],
+                ):  # changes of reward and length are small relative to their values
                     axes.set_ylim(bottom=0)
                 axes.yaxis.set_major_formatter("{x:,.5g}")
             else:
@@ -149,10 +152,12 @@ def draw(runs: list[Run], window: int = 1) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read, draw and write; returns the exit code."""
+    """Read the runs, draw and write the picture, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="a run's --save directory")
-    parser.add_argument("--output", required=True, type=Path, help="the picture; its ending chooses the format")
+    parser.add_argument(
+        "--output", required=True, type=Path, help="file of the picture; its suffix determines the format"
+    )
     parser.add_argument("--smooth", type=int, default=1, metavar="N", help="mean over N rows (default: 1, none)")
     args = parser.parse_args(argv)
     try:
@@ -161,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         figure = draw([read_run(path, label) for path, label in zip(args.runs, labels(args.runs))], args.smooth)
         try:
             figure.savefig(args.output, dpi=150)
-        except (OSError, ValueError) as error:  # a missing directory; an unknown ending
+        except (OSError, ValueError) as error:  # a missing directory; an unknown suffix
             raise GrpoError(f"--output {args.output} cannot be written: {error}") from error
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""Does every method learn? examples/grpo/recipe.sh's methods on the quickstart's task, model and data, as a table.
+"""Train with every method of examples/grpo/recipe.sh on the quickstart's task, model and data; print a table.
 
-    bash examples/grpo/quickstart.sh            # once: it makes the data and the model
+    bash examples/grpo/quickstart.sh            # once: it creates the data and the model
     python tools/recipes.py [METHOD ...] [--train-iters 240] [--runs runs/recipes] [--quickstart runs/quickstart]
 
-Two processes on CPUs; each rollout of 1,024 completions is used for four updates of 256, so ratios differ from 1. What
-differs from a paper's flags is in `ADAPTED`, with the reason. A run that is there already is not made again.
+A run has two processes on CPUs. Each rollout of 1,024 completions is used for four updates of 256, so ratios differ
+from 1. `ADAPTED` holds the differences from a paper's flags, with the reason. A finished run is not repeated.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 RECIPE = REPO / "examples/grpo/recipe.sh"
-# A geometric mean over the 5 tokens of a sum moves a hundred times as far as one over a proof of thousands of tokens.
+# A geometric mean over 5 tokens changes a hundred times as much as one over thousands of tokens of a proof.
 ADAPTED = {"gspo": "--epsilon 3e-2 --epsilon-high 4e-2"}
 COMMON = """--use-checkpoint-args --transformer-impl local --micro-batch-size 128 --global-batch-size 256
  --steps-per-generation 4 --num-generations 8 --max-prompt-length 8 --max-completion-length 5 --vllm-max-num-seqs 512
@@ -25,7 +25,7 @@ COMMON = """--use-checkpoint-args --transformer-impl local --micro-batch-size 12
 
 
 def train(method: str, options: argparse.Namespace) -> Path:
-    """Train by a method, unless that is done; returns the run's folder."""
+    """Train with a method, unless its run is finished; return the run's folder."""
     run, start = options.runs / method, options.quickstart
     if not (run / "latest_checkpointed_iteration.txt").exists():
         data, model = start / "data", start / "model_megatron"
@@ -45,7 +45,7 @@ def train(method: str, options: argparse.Namespace) -> Path:
 
 
 def row(method: str, run: Path) -> str:
-    """A line of the table."""
+    """Return the line of a run in the table."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     accuracies = [(row["iteration"], row["eval/greedy_accuracy"]) for row in rows if "eval/greedy_accuracy" in row]
     updates = [row for row in rows if "loss" in row]
@@ -59,13 +59,21 @@ def row(method: str, run: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     methods = subprocess.run(["bash", RECIPE, "list"], capture_output=True, text=True, check=True).stdout.split()
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(methods)} [all]")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"methods, of {', '.join(methods)} [all]")
     parser.add_argument("--train-iters", type=int, default=240, metavar="N", help="updates of each run [240]")
-    parser.add_argument("--runs", type=Path, default=Path("runs/recipes"), metavar="DIR", help="[runs/recipes]")
-    parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), metavar="DIR")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/recipes"), metavar="DIR", help="folder of the runs [runs/recipes]"
+    )
+    parser.add_argument(
+        "--quickstart",
+        type=Path,
+        default=Path("runs/quickstart"),
+        metavar="DIR",
+        help="folder of the quickstart [runs/quickstart]",
+    )
     options = parser.parse_args()
     if unknown := set(options.methods) - set(methods):
-        parser.error(f"no method {', '.join(sorted(unknown))}; there are {', '.join(methods)}")
+        parser.error(f"no method {', '.join(sorted(unknown))}; choose from {', '.join(methods)}")
     if not (options.quickstart / "model_megatron").is_dir():
         parser.error(f"{options.quickstart} has no model_megatron: run bash examples/grpo/quickstart.sh first")
     failed = []

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write one HTML file that shows a run, or compares several; it loads nothing, so it can be sent and kept.
+"""Write a report of one run, or a comparison of several runs, as one HTML file without external resources.
 
     python tools/report.py RUN_DIR [RUN_DIR ...] -o report.html [--rollouts N]
 
-RUN_DIR is a run's --save directory, of a run that may still go on. Shown are the curves of everything logged, the
-seconds of each phase, completions with the probability or advantage of each token, arguments (those that differ between
-the runs are marked), and the environment. The page itself is in tools/report/.
+RUN_DIR is the --save directory of a finished or running run. The report has the curves of all logged metrics, the
+seconds of each phase, completions with the probability or advantage of each token, arguments (differences between the
+runs are marked), and the environment. tools/report/ has the template of the page.
 """
 
 import argparse
@@ -28,11 +28,11 @@ PAGE = Path(__file__).resolve().parent / "report"
 PHASES = ("rollout", "update", "scoring", "logprobs", "sync", "offload", "eval", "save")  # from the bottom up
 
 
-# ---- what the script draws
+# ---- data of the script
 
 
 def drawn(records: list[Record], num_rollouts: int) -> dict[str, Any]:
-    """The data of tools/report/script.js: runs by column, sections of metrics, their meanings, rollouts."""
+    """Return the data of tools/report/script.js: runs by column, sections of metrics, their meanings, rollouts."""
     runs = [{"label": record.run.label} | columns(record.run.rows) for record in records]
     for run, record in zip(runs, records, strict=True):
         kept = evenly(sorted({sample["iteration"] for sample in record.completions}), num_rollouts)
@@ -51,9 +51,12 @@ def drawn(records: list[Record], num_rollouts: int) -> dict[str, Any]:
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics by name, with None where a row has none; the values of x: updates, tokens, minutes; seconds by phase."""
+    """Return the columns of a run: metrics by name (None where missing), values of the x axis, and seconds by phase.
+
+    The values of the x axis are updates, tokens and minutes.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row if name != "iteration"))
-    tokens, minutes = [0.0], [0.0]  # so far
+    tokens, minutes = [0.0], [0.0]  # cumulative
     for row in rows:
         tokens.append(_rounded(row.get("tokens/total")) or tokens[-1])
         minutes.append(minutes[-1] + (_rounded(row.get("time/step")) or 0.0) / 60)
@@ -65,7 +68,7 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def phase_seconds(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of each phase of the rows of updates, from the bottom of the bars up; ``rest`` is what no phase had."""
+    """Return the seconds of each phase of the updates, from the bottom of the bars up; ``rest`` is in no phase."""
     timed = [row for row in rows if row["iteration"] > 0 and _rounded(row.get("time/step")) is not None]
     found = {name[5:] for row in timed for name in row if name.startswith("time/")} - {"step"}
     seconds = {
@@ -81,7 +84,7 @@ def phase_seconds(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _section(title: str, names: list[str], runs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The metrics of a heading; those that have one value throughout, in all runs, need no curve."""
+    """Return the metrics of a heading: those with a curve, and those with one constant value in all runs."""
     drawn, constants = [], []
     for name in names:
         if heading(name) == title:
@@ -94,22 +97,22 @@ def _section(title: str, names: list[str], runs: list[dict[str, Any]]) -> dict[s
 
 
 def evenly(values: list[int], count: int) -> set[int]:
-    """At most ``count`` of the values: the first, the last, and others at even distances."""
+    """Return at most ``count`` of the values: the first, the last, and others at even distances."""
     if len(values) <= count:
         return set(values)
     return {values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(1, count)} | {values[0]}
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six digits are more than a screen shows."""
+    """Round to six significant digits, more than a screen shows; return None for a value that is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-# ---- what is plain HTML
+# ---- static HTML
 
 
 def card(record: Record, number: int) -> str:
-    """What a run came to, in a few figures."""
+    """Return the summary card of a run."""
     run = record.run
     done, wanted = run.rows[-1]["iteration"], record.args.get("train_iters")
     seconds = sum(row.get("time/step") or 0.0 for row in run.rows)
@@ -133,7 +136,7 @@ def card(record: Record, number: int) -> str:
 
 
 def _from_to(run: Run, name: str, share: float) -> str | None:
-    """A metric at the start and at the end of a run, each the mean over this share of its values (at least one)."""
+    """Return a metric at the start and at the end of a run, as means over ``share`` of its values (at least one)."""
     values = run.series(name)[1]
     if not values:
         return None
@@ -152,7 +155,7 @@ def _duration(seconds: float) -> str:
 
 
 def table(names: list[str], values: list[dict[str, Any]], runs: list[str]) -> str:
-    """One row a name and one column a run; rows whose values differ are marked."""
+    """Return a table with one row per name and one column per run; rows with different values are marked."""
     head = "".join(f"<th>{escape(run)}</th>" for run in runs)
     body = []
     for name in names:
@@ -167,7 +170,7 @@ def table(names: list[str], values: list[dict[str, Any]], runs: list[str]) -> st
 
 
 def differs(name: str, values: list[dict[str, Any]]) -> bool:
-    """Whether the runs have different values of this name."""
+    """Return whether the runs have different values of this name."""
     return any(_text(of_run.get(name)) != _text(values[0].get(name)) for of_run in values[1:])
 
 
@@ -176,7 +179,7 @@ def _text(value: Any) -> str:
 
 
 def configuration(records: list[Record]) -> str:
-    """Arguments: first those that differ or that were given, then the others, folded."""
+    """Return the arguments: first the different and the given ones, then the others, folded."""
     values = [record.args for record in records]
     runs = [record.run.label for record in records]
     names = sorted({name for of_run in values for name in of_run})
@@ -184,18 +187,19 @@ def configuration(records: list[Record]) -> str:
     first = sorted((n for n in names if differs(n, values) or n in given), key=lambda n: (not differs(n, values), n))
     rest = [name for name in names if name not in first]
     differing = sum(differs(name, values) for name in names)
-    note = f"{differing} differ between the runs and come first; then what" if len(records) > 1 else "What"
+    given_first = "Arguments of the command line come first"
+    note = f"{differing} arguments differ between the runs and come first, then those of the command line"
     return (
-        f'<p class="note">{note} was given on the command line; the others are folded.</p>'
+        f'<p class="note">{note if len(records) > 1 else given_first}; the others are folded.</p>'
         '<div><input type="search" placeholder="find an argument" aria-label="Find an argument">'
         f"{table(first, values, runs)}"
-        f'<details class="rest"><summary>{len(rest)} that were not given</summary>'
+        f'<details class="rest"><summary>{len(rest)} arguments that were not given</summary>'
         f"{table(rest, values, runs)}</details></div>"
     )
 
 
 def environment(records: list[Record]) -> str:
-    """Where each run ran, and by which command."""
+    """Return the table of each run's environment and command."""
     values = []
     for record in records:
         flat = {name: value for name, value in record.environment.items() if name not in ("given", "packages")}
@@ -206,7 +210,10 @@ def environment(records: list[Record]) -> str:
 
 
 def page(records: list[Record], num_rollouts: int) -> str:
-    """The whole file. Data goes in as JSON without a ``<``, everything else escaped: nothing in it can be markup."""
+    """Return the whole file.
+
+    Data is inserted as JSON without ``<``, all other text is escaped: neither can contain markup.
+    """
     runs = [record.run.label for record in records]
     data = json.dumps(drawn(records, num_rollouts), allow_nan=False, separators=(",", ":"))
     return string.Template((PAGE / "page.html").read_text(encoding="utf-8")).substitute(
@@ -222,12 +229,16 @@ def page(records: list[Record], num_rollouts: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read and write; returns the exit code."""
+    """Read the runs, write the report, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="a run's --save directory")
     parser.add_argument("-o", "--output", required=True, type=Path, help="the HTML file")
     parser.add_argument(
-        "--rollouts", type=int, default=30, metavar="N", help="rollouts of a run whose completions go in (default: 30)"
+        "--rollouts",
+        type=int,
+        default=30,
+        metavar="N",
+        help="rollouts per run with completions in the report (default: 30)",
     )
     args = parser.parse_args(argv)
     try:
@@ -237,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         records = [read_record(path, name) for path, name in zip(args.runs, names, strict=True)]
         text = page(records, args.rollouts)
         try:
-            args.output.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate has no UTF-8
+            args.output.write_text(text, encoding="utf-8", errors="replace")  # UTF-8 cannot encode a lone surrogate
         except OSError as error:
             raise GrpoError(f"--output {args.output} cannot be written: {error}") from error
     except GrpoError as error:

@@ -1,18 +1,18 @@
-"""Is a run that was killed and started again the run that was never stopped? To the last bit, on a CPU.
+"""Check on a CPU that a killed and resumed run equals an undisturbed run bit by bit.
 
     python tools/resume_check.py runs/resume_check --kills 10 --seed 1 [-- FLAGS OF pretrain_grpo.py]
 
-A tiny model learns one-digit arithmetic: once undisturbed, then once for each kill in a fresh directory, where all its
-processes get SIGKILL at a random moment and the same command is given again. `metrics.jsonl` (all but timings),
-`completions.jsonl` and the exported model must be equal. The moments are drawn from --seed and of four kinds:
+A tiny model learns one-digit arithmetic: first undisturbed, then once for each kill in a new directory. There all
+processes of the run get SIGKILL at a random moment, and the same command is run again. `metrics.jsonl` (without
+timings), `completions.jsonl` and the exported model must be equal. --seed determines the moments, of four kinds:
 
     training    at a random number of rows in metrics.jsonl, and up to 0.2 s later
-    saving      when the directory of a random checkpoint appears, and up to the length of the shortest save later
-    starting    during the start, when there is nothing to resume from
-    resuming    like the first, and once more during the start that follows
+    saving      after the directory of a random checkpoint appears, by up to the duration of the shortest save
+    starting    during the start, without a checkpoint to resume from
+    resuming    as training, and once more during the following start
 
-Two jobs take turns: one update a rollout; and four, with a token budget and the distributed optimizer. What follows
-`--` goes to both, such as `--tensor-model-parallel-size 2`. Exit code 1 when anything differs.
+Two jobs alternate: one update per rollout; and four, with a token budget and the distributed optimizer. Flags after
+`--` apply to both jobs, such as `--tensor-model-parallel-size 2`. The exit code is 1 for any difference.
 """
 
 import argparse
@@ -58,7 +58,7 @@ TIME_LIMIT = 600.0  # seconds for one run
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill a run: `delay` seconds after `reached` of it has become true."""
+    """The moment to kill a run: `delay` seconds after `reached(run)` becomes true."""
 
     text: str
     reached: Callable[["Run"], bool]
@@ -66,7 +66,7 @@ class Moment:
 
 
 class Run:
-    """One start of pretrain_grpo.py by torchrun, with `save` as its --save and its --load."""
+    """A run of pretrain_grpo.py under torchrun, with `save` as its --save and its --load."""
 
     def __init__(self, save: Path, flags: Sequence[str], nproc: int = 2):
         save.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class Run:
         self.log_file = save / f"log.{len(list(save.glob('log.*')))}"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         command += [str(ROOT / "pretrain_grpo.py"), *flags, "--save", str(save), "--load", str(save)]
-        # What a killed run leaves there goes with this object.
+        # Temporary files of a killed run are deleted with this object.
         self._temporary = tempfile.TemporaryDirectory(prefix="resume_check_", ignore_cleanup_errors=True)
         own = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TMPDIR": self._temporary.name}
         with open(self.log_file, "wb") as log:
@@ -84,22 +84,22 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Return the output so far."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.started
 
     @property
     def resumed_from(self) -> int:
-        """The iteration that it went on from; 0 when there was no checkpoint."""
+        """Return the iteration of the checkpoint that was resumed; 0 without one."""
         found = re.search(r"^resumed from .* at iteration ([0-9]+)$", self.log, re.MULTILINE)
         return int(found[1]) if found else 0
 
     def finish(self) -> "Run":
-        """Wait for the end; GrpoError with the end of the log when that is no good one."""
+        """Wait for the end; raise GrpoError with the end of the log for a non-zero exit status."""
         status: int | str
         try:
             status = self.process.wait(max(1.0, TIME_LIMIT - self.seconds))
@@ -112,7 +112,10 @@ class Run:
         return self
 
     def wait_until(self, reached: Callable[["Run"], bool]) -> bool:
-        """Watch it until `reached` is true; False when it has ended first. GrpoError when that was no good end."""
+        """Wait until `reached(run)` is true; return False if the run ends first.
+
+        Raises GrpoError if it ends with a non-zero exit status.
+        """
         while not reached(self):
             if self.process.poll() is not None or self.seconds > TIME_LIMIT:
                 self.finish()
@@ -121,21 +124,21 @@ class Run:
         return True
 
     def kill_at(self, moment: Moment) -> bool:
-        """SIGKILL at that moment; False when it has ended first."""
+        """Send SIGKILL at ``moment``; return False if the run ends first."""
         if not self.wait_until(moment.reached):
             return False
         time.sleep(moment.delay)
         return self.kill()
 
     def kill(self) -> bool:
-        """SIGKILL to torchrun and all ranks; False when it has ended already.
+        """Send SIGKILL to torchrun and all ranks; return False if the run has already ended.
 
-        torchrun gives each rank a session of its own: they are found as its children. What the ranks have started has
-        to go by itself, GrpoError when it is still there after a minute.
+        torchrun starts each rank in a separate session, so ranks are found as its children. Processes of the ranks must
+        exit on their own. Raises GrpoError if one is still alive after a minute.
         """
         if self.process.poll() is not None:
             return False
-        self.process.send_signal(signal.SIGSTOP)  # so that it starts nothing meanwhile
+        self.process.send_signal(signal.SIGSTOP)  # prevents new processes in the meantime
         torchrun = psutil.Process(self.process.pid)
         ranks, family = torchrun.children(), torchrun.children(recursive=True)
         for process in (torchrun, *ranks):
@@ -161,12 +164,12 @@ def _alive(process: psutil.Process) -> bool:
 
 def _kill(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
-        process.kill()  # psutil first makes sure that the number has not gone to another process
+        process.kill()  # psutil first checks that the process id was not reused
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A job and its undisturbed run, to which the killed ones are compared."""
+    """A job and its undisturbed run, the reference for the killed runs."""
 
     flags: list[str]
     save: Path
@@ -175,7 +178,7 @@ class Reference:
 
 
 def make_inputs(directory: Path) -> list[str]:
-    """Data and a model that is right now and then; returns the flags that name them."""
+    """Make the data and a model that is sometimes correct; return the flags of both."""
     data, model = directory / "data", directory / "model"
     tools: list[list] = [
         ["data/arithmetic.py", "--save", data, "--digits", "1", "--operations", "+", "-"],
@@ -192,7 +195,7 @@ def make_inputs(directory: Path) -> list[str]:
 
 
 def make_reference(save: Path, flags: list[str], nproc: int = 2) -> Reference:
-    """Run a job undisturbed; GrpoError when it learns nothing, since such a run proves nothing."""
+    """Run a job undisturbed; raise GrpoError for an update without a gradient, because such a run proves nothing."""
     run = Run(save, flags, nproc)
     run.wait_until(lambda run: count_rows(run) > 0)
     seconds = run.seconds
@@ -203,7 +206,7 @@ def make_reference(save: Path, flags: list[str], nproc: int = 2) -> Reference:
 
 
 def draw_moment(kind: str, rng: random.Random, reference: Reference) -> Moment:
-    """A moment of that kind, anywhere in the run's length."""
+    """Draw a random moment of a kind, within the whole duration of the run."""
     rows = read_rows(reference.save / "metrics.jsonl")
     if kind == "saving":
         length = min(row["time/save"] for row in rows if "time/save" in row)
@@ -215,14 +218,14 @@ def draw_moment(kind: str, rng: random.Random, reference: Reference) -> Moment:
     seconds = rng.uniform(0, reference.start_seconds)
     if kind == "resuming":
         return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds, 0.0)
-    # At its first row at the latest, however quick this start is: there is no checkpoint yet.
+    # At the first row at the latest, even after a fast start: there is no checkpoint yet.
     return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds or count_rows(run) > 0, 0.0)
 
 
 def saving(iteration: int, delay: float) -> Moment:
-    """`delay` seconds after the checkpoint of an iteration has been begun."""
+    """Return the moment `delay` seconds after the save of an iteration begins."""
     final = iteration_directory("", iteration)
-    names = (f"{final}.tmp", final)  # the second in case the first was too short to be seen
+    names = (f"{final}.tmp", final)  # the final name, in case the temporary one existed too briefly
 
     def begun(run: Run) -> bool:
         return any((run.save / name).exists() for name in names)
@@ -231,10 +234,10 @@ def saving(iteration: int, delay: float) -> Moment:
 
 
 def kill_and_resume(kind: str, rng: random.Random, reference: Reference, save: Path) -> tuple[list[str], list[str]]:
-    """Kill a fresh run in `save` at random, start it again, and compare.
+    """Kill a new run in `save` at a random moment, start it again, and compare.
 
-    Returns the cells of the table (moment, what the kill left, iteration resumed from, rows compared) and the
-    differences. A moment that came after the end of the run is drawn again.
+    Returns the cells of the table (moment, checkpoints after the kill, resumed iteration, compared rows) and the
+    differences. A moment after the end of the run is drawn again.
     """
     moments, left = [], ""
     for part in ("training", "resuming") if kind == "resuming" else (kind,):
@@ -256,7 +259,7 @@ def kill_and_resume(kind: str, rng: random.Random, reference: Reference, save: P
 
 
 def differences(save: Path, reference: Path) -> list[str]:
-    """What a finished run has otherwise than the reference, in words; empty when it has all the same."""
+    """Return descriptions of all differences between a finished run and the reference."""
     found = []
     for name in ("metrics.jsonl", "completions.jsonl"):
         pairs = zip_longest(read_rows(save / name), read_rows(reference / name), fillvalue={})
@@ -265,23 +268,23 @@ def differences(save: Path, reference: Path) -> list[str]:
             if keys:
                 values = f"{keys[0]} is {row.get(keys[0])!r} instead of {expected.get(keys[0])!r}"
                 found.append(f"{name}, row {number}, iteration {expected.get('iteration')}: {values}")
-                break  # the rest follows from it
+                break  # later rows differ as a consequence
     files, expected_files = (_contents(directory / "hf_model") for directory in (save, reference))
     for name in sorted(files.keys() | expected_files.keys()):
         if files.get(name) != expected_files.get(name):
-            found.append(f"hf_model/{name} is another")
+            found.append(f"hf_model/{name} differs")
     left = [path.name for path in sorted(save.iterdir()) if path.suffix in (".tmp", ".old", ".partial")]
-    return found + [f"{name} was left behind" for name in left]
+    return found + [f"{name} was not deleted" for name in left]
 
 
 def count_rows(run: Run) -> int:
-    """Rows that the run, and those before it in the same directory, have written to metrics.jsonl."""
+    """Return the rows of metrics.jsonl, of this run and of earlier runs in the same directory."""
     file = run.save / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def read_rows(file: Path) -> list[dict]:
-    """All rows of a JSON-lines file."""
+    """Return all rows of a JSON-lines file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
@@ -294,7 +297,7 @@ def _contents(directory: Path) -> dict[str, bytes]:
 
 
 def check(args: argparse.Namespace) -> bool:
-    """All kills, with a line of the table after each; returns whether everything was equal."""
+    """Run all kills, print a line of the table for each, and return whether all runs were equal."""
     inputs = make_inputs(args.directory)
     references = []
     for job, words in list(JOBS.items())[: args.kills]:
@@ -319,14 +322,14 @@ def check(args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line, check, and return the exit code."""
     own, flags = sys.argv[1:], []
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="where all runs go")
-    parser.add_argument("--kills", type=int, default=10, metavar="N", help="default: 10")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments (default: 1)")
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="folder of all runs")
+    parser.add_argument("--kills", type=int, default=10, metavar="N", help="number of kills (default: 10)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments (default: 1)")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="ranks (default: 2)")
     args = parser.parse_args(own)
     args.flags, args.directory = flags, args.directory.resolve()

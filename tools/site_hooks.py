@@ -4,7 +4,7 @@ import re
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    r"""Replace ``\|`` by ``|`` in the code of tables: GitHub needs the backslash, Python-Markdown would show it."""
+    r"""Replace ``\|`` by ``|`` in code in tables: GitHub needs the backslash, but Python-Markdown would show it."""
     lines = (
         re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), line) if line.startswith("|") else line
         for line in markdown.split("\n")

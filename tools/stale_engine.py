@@ -1,10 +1,11 @@
-"""pretrain_grpo.py with an engine that is behind on purpose: how far do the corrections for such samples carry?
+"""Run pretrain_grpo.py with an artificial staleness of the engine, to measure the effect of rollout importance weights.
 
     torchrun --nproc-per-node N tools/stale_engine.py UPDATES FLAGS
 
-FLAGS are pretrain_grpo.py's, with one update a rollout. The engine samples with the weights that the trainer had
-UPDATES updates ago (the first ones until there are as many), and is evaluated with the newest. A correction sees the
-difference as it sees that of any other engine. Old weights are kept in host memory: this is for small models.
+FLAGS are those of pretrain_grpo.py, with one update for each rollout. The engine samples with the trainer's weights of
+UPDATES updates ago (with the initial weights at the start); evaluations use the newest weights. Rollout importance
+weights correct the difference like that of any other engine. Old weights are stored in host memory, so the tool is for
+small models.
 """
 
 import sys
@@ -20,7 +21,7 @@ from megatron_grpo.weights.stream import stream_hf
 
 
 def main() -> None:
-    """Replace what gives the engine its weights, and the check that would end such a run; then train."""
+    """Replace the weight sync, disable the check that would end such a run, and train."""
     lag, history = int(sys.argv.pop(1)), {}
     evaluate = pretrain_grpo.evaluate
 
@@ -36,13 +37,13 @@ def main() -> None:
         for iteration in history.keys() - rollouts:
             del history[iteration]
 
-    def evaluate_the_newest(args, trainer: Trainer) -> dict[str, float]:
-        trainer.synced_iteration, Trainer.sync = -1, in_time
+    def evaluate_newest(args, trainer: Trainer) -> dict[str, float]:
+        trainer.synced_iteration, Trainer.sync = -1, sync_newest
         metrics = evaluate(args, trainer)
         trainer.synced_iteration, Trainer.sync = -1, sync
         return metrics
 
-    in_time, Trainer.sync, pretrain_grpo.evaluate = Trainer.sync, sync, evaluate_the_newest
+    sync_newest, Trainer.sync, pretrain_grpo.evaluate = Trainer.sync, sync, evaluate_newest
     Trainer.check_engine = lambda self, batch, row: None
     pretrain_grpo.main()
 

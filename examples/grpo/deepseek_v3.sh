@@ -3,17 +3,18 @@
 #
 #   HF_MODEL=/models/DeepSeek-V3-bf16 TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
 #       bash examples/grpo/deepseek_v3.sh [more flags]
-#   DRY_RUN=1 bash examples/grpo/deepseek_v3.sh    what each rank holds and the memory it takes, on any machine
+#   DRY_RUN=1 bash examples/grpo/deepseek_v3.sh    print layers and memory of each rank, on any machine
 #
-#   HF_MODEL    the model in bf16, which DeepSeek's own inference/fp8_cast_bf16.py makes of the published one; its
-#               config.json without quantization_config
-#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
-#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#   HF_MODEL    the model in bf16: convert the published one with DeepSeek's inference/fp8_cast_bf16.py, and remove
+#               quantization_config from config.json
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
+#   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 128, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start it on each node
+#   NNODES 128, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
-# 61 layers: the embedding and the 3 dense layers, 14 times 4 layers, the last 2 with multi-token prediction (kept as it
-# is) and the output layer. A rank holds 4 of the 256 experts of each of its layers: EP 64 x PP 16 are all ranks.
+# Pipeline stages for 61 layers: the embedding and 3 dense layers; 14 stages of 4 layers; 2 layers, multi-token
+# prediction (not trained) and the output layer. A rank holds 4 of the 256 experts of each of its layers: EP 64 x PP 16
+# are all ranks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -23,11 +24,11 @@ HF_MODEL=${HF_MODEL:-/models/DeepSeek-V3-bf16}
 TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
 VALID_DATA=${VALID_DATA:-data/test.parquet}
 SAVE=${SAVE:-runs/deepseek_v3}
-GLOBAL_BATCH_SIZE=1024       # completions in an update
-NUM_GENERATIONS=8            # completions of a prompt
+GLOBAL_BATCH_SIZE=1024       # completions per update
+NUM_GENERATIONS=8            # completions per prompt
 MAX_PROMPT_LENGTH=1024
 MAX_COMPLETION_LENGTH=7168
-MAX_TOKENS=8192              # tokens in a micro-batch
+MAX_TOKENS=8192              # tokens per micro-batch
 SAVE_INTERVAL=50
 EVAL_INTERVAL=25
 
@@ -38,7 +39,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-29500}"
 )
-# The shape is compared with config.json; a dry run reads no model.
+# A run compares these flags with the model's config.json; a dry run does not read the model.
 MODEL_ARGS=(
     --model-family deepseek_v3
     --num-layers 61
@@ -120,7 +121,7 @@ ROLLOUT_ARGS=(
     --vllm-mode colocate
     --vllm-tensor-parallel-size 32
     --vllm-gpu-memory-utilization 0.65
-    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --offload-model                 # moves the trainer's tensors to host memory during generation
     --offload-gradients
     --offload-optimizer
     --num-generations "$NUM_GENERATIONS"
@@ -132,7 +133,7 @@ GRPO_ARGS=(
     --loss-type dapo
     --epsilon 0.2
     --epsilon-high 0.28
-    --beta 0                        # no reference policy
+    --beta 0                        # no KL term, no reference model
 )
 LOGGING_ARGS=(
     --save "$SAVE"

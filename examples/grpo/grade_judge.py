@@ -1,6 +1,6 @@
-"""A judge of one's own for --reward-model-plugin: a grade from 0 to 9, whatever the model would rather say.
+"""Example of a custom judge for --reward-model-plugin: a grade from 0 to 9.
 
-vLLM's structured_outputs lets it answer in this form and no other, so that no completion is without a grade.
+vLLM's structured_outputs restricts the answer to this form, so every completion gets a grade.
 """
 
 from megatron_grpo.rewards.registry import Sample
@@ -11,7 +11,7 @@ QUESTION = 'A pupil was asked: {prompt}\nThe pupil said: {completion}\nGrade tha
 
 @register_judge("grade")
 class Grade:
-    """The grade divided by 9."""
+    """Judge whose reward is the grade divided by 9."""
 
     def request(self, sample: Sample) -> dict:
         question = QUESTION.format(prompt=sample.prompt, completion=sample.completion)

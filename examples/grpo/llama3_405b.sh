@@ -3,17 +3,17 @@
 #
 #   HF_MODEL=/models/Llama-3.1-405B-Instruct TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
 #       bash examples/grpo/llama3_405b.sh [more flags]
-#   DRY_RUN=1 bash examples/grpo/llama3_405b.sh    what each rank holds and the memory it takes, on any machine
+#   DRY_RUN=1 bash examples/grpo/llama3_405b.sh    print layers and memory of each rank, on any machine
 #
 #   HF_MODEL    the bf16 model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
-#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
+#   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 32, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start it on each node
+#   NNODES 32, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
-# 126 layers are 7 in the first and in the last stage, which hold the vocabulary too, and 8 in each of the 14 others. An
-# engine spreads over 4 nodes and has 24 GiB of weights on a GPU; the optimizer's state is the host's, 24 GiB a rank.
-# Needs Transformer Engine.
+# Pipeline stages for 126 layers: 7 layers in the first and in the last stage, which also hold the embedding or the
+# output layer; 8 layers in each of the other 14. An engine spans 4 nodes, with 24 GiB of weights on each GPU. The
+# optimizer's state is in host memory, 24 GiB per rank. Requires Transformer Engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -23,11 +23,11 @@ HF_MODEL=${HF_MODEL:-/models/Llama-3.1-405B-Instruct}
 TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
 VALID_DATA=${VALID_DATA:-data/test.parquet}
 SAVE=${SAVE:-runs/llama3_405b}
-GLOBAL_BATCH_SIZE=512        # completions in an update
-NUM_GENERATIONS=8            # completions of a prompt
+GLOBAL_BATCH_SIZE=512        # completions per update
+NUM_GENERATIONS=8            # completions per prompt
 MAX_PROMPT_LENGTH=1024
 MAX_COMPLETION_LENGTH=4096
-MAX_TOKENS=8192              # tokens in a micro-batch
+MAX_TOKENS=8192              # tokens per micro-batch
 SAVE_INTERVAL=50
 EVAL_INTERVAL=25
 
@@ -38,7 +38,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-29500}"
 )
-# The shape is compared with config.json; a dry run reads no model.
+# A run compares these flags with the model's config.json; a dry run does not read the model.
 MODEL_ARGS=(
     --model-family llama
     --num-layers 126
@@ -66,12 +66,12 @@ PARALLEL_ARGS=(
     --decoder-first-pipeline-num-layers 7
     --decoder-last-pipeline-num-layers 7
     --use-distributed-optimizer
-    --use-precision-aware-optimizer # with the next: float32 weights and moments in host memory, updated there
+    --use-precision-aware-optimizer # with the next flag: float32 weights and moments, and their update, on the CPU
     --optimizer-cpu-offload
 )
 TRAINING_ARGS=(
     --bf16
-    --transformer-impl transformer_engine # its Adam is what --use-precision-aware-optimizer asks for
+    --transformer-impl transformer_engine # --use-precision-aware-optimizer needs its Adam
     --apply-rope-fusion
     --bias-activation-fusion
     --bias-dropout-fusion
@@ -98,7 +98,7 @@ ROLLOUT_ARGS=(
     --vllm-mode colocate
     --vllm-tensor-parallel-size 32
     --vllm-gpu-memory-utilization 0.6
-    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --offload-model                 # moves the trainer's tensors to host memory during generation
     --offload-gradients
     --offload-optimizer
     --num-generations "$NUM_GENERATIONS"
@@ -110,7 +110,7 @@ GRPO_ARGS=(
     --loss-type dapo
     --epsilon 0.2
     --epsilon-high 0.28
-    --beta 0                        # no reference policy
+    --beta 0                        # no KL term, no reference model
 )
 LOGGING_ARGS=(
     --save "$SAVE"

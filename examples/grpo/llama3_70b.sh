@@ -3,16 +3,17 @@
 #
 #   HF_MODEL=/models/Llama-3.1-70B-Instruct TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
 #       bash examples/grpo/llama3_70b.sh [more flags]
-#   DRY_RUN=1 bash examples/grpo/llama3_70b.sh    what each rank holds and the memory it takes, on any machine
+#   DRY_RUN=1 bash examples/grpo/llama3_70b.sh    print layers and memory of each rank, on any machine
 #
 #   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
-#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
+#   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 2, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start it on each node
+#   NNODES 2, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
-# 80 layers are 40 a stage. A rank has 4.4 x 10^9 parameters. At 18 bytes each, with Adam's state, they would fill its
-# GPU, so this state and the update are the host's, 66 GiB a rank: a node needs 0.6 TB. Needs Transformer Engine.
+# Each pipeline stage has 40 of the 80 layers. A rank has 4.4 x 10^9 parameters. At 18 bytes each, with Adam's state,
+# they would fill its GPU. So Adam's state is in host memory, 66 GiB per rank (0.6 TB per node), and the update runs on
+# the CPU. Requires Transformer Engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -22,11 +23,11 @@ HF_MODEL=${HF_MODEL:-/models/Llama-3.1-70B-Instruct}
 TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
 VALID_DATA=${VALID_DATA:-data/test.parquet}
 SAVE=${SAVE:-runs/llama3_70b}
-GLOBAL_BATCH_SIZE=256        # completions in an update
-NUM_GENERATIONS=8            # completions of a prompt
+GLOBAL_BATCH_SIZE=256        # completions per update
+NUM_GENERATIONS=8            # completions per prompt
 MAX_PROMPT_LENGTH=1024
 MAX_COMPLETION_LENGTH=4096
-MAX_TOKENS=8192              # tokens in a micro-batch
+MAX_TOKENS=8192              # tokens per micro-batch
 SAVE_INTERVAL=50
 EVAL_INTERVAL=25
 
@@ -37,7 +38,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-29500}"
 )
-# The shape is compared with config.json; a dry run reads no model.
+# A run compares these flags with the model's config.json; a dry run does not read the model.
 MODEL_ARGS=(
     --model-family llama
     --num-layers 80
@@ -63,12 +64,12 @@ PARALLEL_ARGS=(
     --sequence-parallel
     --pipeline-model-parallel-size 2
     --use-distributed-optimizer
-    --use-precision-aware-optimizer # with the next: float32 weights and moments in host memory, updated there
+    --use-precision-aware-optimizer # with the next flag: float32 weights and moments, and their update, on the CPU
     --optimizer-cpu-offload
 )
 TRAINING_ARGS=(
     --bf16
-    --transformer-impl transformer_engine # its Adam is what --use-precision-aware-optimizer asks for
+    --transformer-impl transformer_engine # --use-precision-aware-optimizer needs its Adam
     --apply-rope-fusion
     --bias-activation-fusion
     --bias-dropout-fusion
@@ -95,7 +96,7 @@ ROLLOUT_ARGS=(
     --vllm-mode colocate
     --vllm-tensor-parallel-size 8
     --vllm-gpu-memory-utilization 0.55
-    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --offload-model                 # moves the trainer's tensors to host memory during generation
     --offload-gradients
     --offload-optimizer
     --num-generations "$NUM_GENERATIONS"
@@ -107,7 +108,7 @@ GRPO_ARGS=(
     --loss-type dapo
     --epsilon 0.2
     --epsilon-high 0.28
-    --beta 0                        # no reference policy
+    --beta 0                        # no KL term, no reference model
 )
 LOGGING_ARGS=(
     --save "$SAVE"

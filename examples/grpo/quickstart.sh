@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# GRPO from nothing on two CPU cores, in a few minutes: bash examples/grpo/quickstart.sh [--fresh]
+# Train a tiny model with GRPO on two CPU cores, in a few minutes: bash examples/grpo/quickstart.sh [--fresh]
 #
 # A language model of 0.8 M parameters learns to add: megatron-core trains it in two data-parallel processes, and vLLM,
-# inside the same two processes, samples from it. On a cluster the same pretrain_grpo.py runs (qwen3_0.6b.sh).
+# in the same two processes, samples from it. On GPUs the same pretrain_grpo.py runs (qwen3_0.6b.sh).
 #
-#   --fresh     remove the run folder first; without it, what is there already is used again
-#   SEED=1      of the data, the model and the run
+#   --fresh     delete the run folder first; without this flag, finished steps are not repeated
+#   SEED=1      random seed of the data, the model and the run
 #   WORK=DIR    the run folder (default: runs/quickstart)
-#   VENV=DIR    the environment (default: .venv)
+#   VENV=DIR    the Python environment (default: .venv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -18,7 +18,7 @@ export VENV=${VENV:-.venv}
 case ${1:-} in
     "") ;;
     --fresh) rm -rf "$WORK" ;;
-    *) echo "unknown argument '$1'; there is only --fresh" >&2; exit 1 ;;
+    *) echo "unknown argument '$1'; the only argument is --fresh" >&2; exit 1 ;;
 esac
 
 DATA=$WORK/data HF=$WORK/model_hf MEGATRON=$WORK/model_megatron RUN=$WORK/run
@@ -82,20 +82,20 @@ LOGGING_ARGS=(
     --tensorboard-dir "$RUN/tensorboard"
 )
 
-# run_step TITLE OUTPUT COMMAND...: runs the command, unless it has made OUTPUT before from the same inputs.
-# A step's stamp is a hash of its command and of all commands before it; it is written when the command has ended well.
+# run_step TITLE OUTPUT COMMAND...: runs the command, unless OUTPUT exists from the same command and inputs.
+# The stamp of a step is a hash of its command and of all earlier commands; it is written after the command succeeds.
 number=1 inputs="" ran=0
 run_step() {
     local title=$1 output=$2 stamp start=$SECONDS; shift 2
     number=$((number + 1)) inputs=$(printf '%s\n' "$inputs" "$@" | sha256sum | cut -d' ' -f1)
     stamp=$STAMPS/$number
     if [[ -e $output && $(cat "$stamp" 2>/dev/null) == "$inputs" ]]; then
-        echo "[$number/8] $title: there already ($output)"
+        echo "[$number/8] $title: exists already ($output)"
         return
     fi
     echo "[$number/8] $title"
     mkdir -p "$STAMPS"
-    # Half-made by this very command: it goes on from there. Made by another one: away with it.
+    # A partial output of the same command is kept, so that the command resumes; that of another command is deleted.
     [[ $(cat "$stamp.begun" 2>/dev/null) == "$inputs" ]] || rm -rf "$output"
     rm -f "$stamp"
     echo "$inputs" >"$stamp.begun"
@@ -108,7 +108,7 @@ run_step() {
 
 fail() { echo "quickstart: $1" >&2; exit 1; }
 
-evaluations() { # the rows of metrics.jsonl that hold an evaluation, with the seconds of training until then
+evaluations() { # prints the rows of metrics.jsonl with an evaluation, and the seconds of training before each
     python - "$RUN/metrics.jsonl" >"$WORK/evaluations.part" <<'END' || return 1
 import json, sys
 
@@ -162,4 +162,4 @@ echo "$word: $updates GRPO updates of 1,024 completions, $seconds s of training;
 echo "Held-out accuracy, no problem seen in either order: greedy $greedy_before -> $greedy_after, sampled $sampled_before -> $sampled_after."
 echo "The exported model: $(tail -n 1 "$WORK/export_check.txt")."
 echo "Model: $RUN/hf_model. Checkpoints, metrics.jsonl, completions.jsonl, tensorboard: $RUN. Curves: $WORK/curves.png."
-echo "From nothing again: bash examples/grpo/quickstart.sh --fresh; other seeds: SEED=2 WORK=runs/seed2; on GPUs: examples/grpo/qwen3_0.6b.sh."
+echo "Start again from nothing: bash examples/grpo/quickstart.sh --fresh; other seeds: SEED=2 WORK=runs/seed2; on GPUs: examples/grpo/qwen3_0.6b.sh."

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # The quickstart with reward models on vLLM servers: bash examples/grpo/quickstart_reward_models.sh
 #
-# Starts a sequence classifier and a generative judge as stock vLLM servers on this machine, and trains with their scores
-# beside exact_match; halfway it kills one of them and starts it again, which costs time and no score. Both have random
-# weights, so their scores mean nothing, and weigh little: in earnest, put models of your own in their places. It needs
-# what quickstart.sh has made (environment, data, model), so run that first.
+# Starts a sequence classifier and a generative judge as stock vLLM servers on this machine, and trains with their
+# scores and exact_match. During training it kills and restarts one server: this costs time, but no score is lost. Both
+# models have random weights, so their scores are meaningless and have small weights; replace them with your own models.
+# Run quickstart.sh first: this script uses its environment, data and model.
 #
-#   PORT=8821     of the classifier; the judge has the next
+#   PORT=8821     port of the classifier; the judge has the next port
 #   QUICKSTART=DIR  the run folder of quickstart.sh (default: runs/quickstart)
-#   WORK=DIR      the run folder (default: runs/quickstart_reward_models); it is made anew
-#   VENV=DIR      the environment (default: .venv)
+#   WORK=DIR      the run folder (default: runs/quickstart_reward_models); it is deleted at the start
+#   VENV=DIR      the Python environment (default: .venv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -19,7 +19,7 @@ WORK=${WORK:-runs/quickstart_reward_models}
 DATA=$QUICKSTART/data MEGATRON=$QUICKSTART/model_megatron RUN=$WORK/run
 PATH=$(cd "${VENV:-.venv}/bin" && pwd):$PATH
 export PATH OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
-[[ -e $MEGATRON ]] || { echo "quickstart_reward_models: there is no $MEGATRON: run examples/grpo/quickstart.sh first" >&2; exit 1; }
+[[ -e $MEGATRON ]] || { echo "quickstart_reward_models: $MEGATRON does not exist: run examples/grpo/quickstart.sh first" >&2; exit 1; }
 rm -rf "$WORK"
 mkdir -p "$WORK"
 
@@ -61,9 +61,9 @@ REWARD_ARGS=(
     --reward-funcs exact_match liked grade
     --reward-weights 1 0.01 0.01
     --reward-model "liked=http://127.0.0.1:$PORT" "grade=http://127.0.0.1:$((PORT + 1))/v1"
-    --reward-model-plugin grade=grade # the judge is asked and read by the class in this file
+    --reward-model-plugin grade=grade # the class in this file writes the judge's requests and reads its answers
     --external-plugins examples/grpo/grade_judge.py
-    --reward-model-timeout 300        # within which a server must have started, and be back
+    --reward-model-timeout 300        # seconds for a server to start or restart
 )
 GRPO_ARGS=(
     --loss-type dapo
@@ -96,7 +96,7 @@ END
 
 declare -A pids
 trap '[[ ${#pids[@]} == 0 ]] || kill "${pids[@]}" 2>/dev/null' EXIT
-serve() { # NAME PORT OPTION...: starts a server and keeps its process id
+serve() { # NAME PORT OPTION...: starts a server and stores its process id
     local name=$1 port=$2; shift 2
     env "${VLLM_ENVIRONMENT[@]}" setsid python -m vllm.entrypoints.openai.api_server --model "$WORK/$name" --port "$port" \
         "${VLLM_SERVE[@]}" "$@" >>"$WORK/$name.log" 2>&1 &
@@ -105,12 +105,12 @@ serve() { # NAME PORT OPTION...: starts a server and keeps its process id
 serve classifier "$PORT" --runner pooling
 serve judge $((PORT + 1))
 
-# The trainer waits until the servers answer.
+# The trainer waits until the servers are ready.
 torchrun --standalone --nproc-per-node 2 pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" "${REWARD_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@" &
 pids[trainer]=$!
 until [[ $(wc -l 2>/dev/null <"$RUN/metrics.jsonl") -ge 6 ]] || ! kill -0 "${pids[trainer]}" 2>/dev/null; do sleep 0.2; done
-echo "killing the classifier, and starting it again"
+echo "killing and restarting the classifier"
 kill -KILL -- "-${pids[classifier]}"
 serve classifier "$PORT" --runner pooling
 wait "${pids[trainer]}"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The quickstart with vLLM as servers of their own: bash examples/grpo/quickstart_server.sh
+# The quickstart with separate vLLM servers: bash examples/grpo/quickstart_server.sh
 #
-# Starts SERVERS stock vLLM servers on this machine and trains against them, as quickstart.sh does with vLLM inside the
-# training processes; it needs what quickstart.sh has made (environment, data, model), so run that first. A server that
-# is killed is done without, and one that is started again (the command is printed) takes part from the next update on.
+# Starts SERVERS stock vLLM servers on this machine and trains with them; quickstart.sh runs vLLM in the training
+# processes. Run quickstart.sh first: this script uses its environment, data and model. Training continues without a
+# server that is killed; a restarted server (the command is printed) is used from the next update on.
 #
-#   SERVERS=1     servers to start
-#   PORT=8801     of the first
+#   SERVERS=1     number of servers
+#   PORT=8801     port of the first server
 #   QUICKSTART=DIR  the run folder of quickstart.sh (default: runs/quickstart)
-#   WORK=DIR      the run folder (default: runs/quickstart_server); a second start goes on from there
-#   VENV=DIR      the environment (default: .venv)
+#   WORK=DIR      the run folder (default: runs/quickstart_server); a second start resumes from it
+#   VENV=DIR      the Python environment (default: .venv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -20,15 +20,15 @@ WORK=${WORK:-runs/quickstart_server}
 DATA=$QUICKSTART/data HF=$QUICKSTART/model_hf MEGATRON=$QUICKSTART/model_megatron RUN=$WORK/run
 PATH=$(cd "${VENV:-.venv}/bin" && pwd):$PATH
 export PATH OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
-[[ -e $MEGATRON ]] || { echo "quickstart_server: there is no $MEGATRON: run examples/grpo/quickstart.sh first" >&2; exit 1; }
+[[ -e $MEGATRON ]] || { echo "quickstart_server: $MEGATRON does not exist: run examples/grpo/quickstart.sh first" >&2; exit 1; }
 mkdir -p "$WORK"
 
-# Servers and trainer read the key here; on a command line everybody could.
+# Servers and trainer read the key from the environment; other users can read a command line.
 VLLM_API_KEY=${VLLM_API_KEY:-$(python -c "import secrets; print(secrets.token_hex(16))")}
 export VLLM_API_KEY
 
 VLLM_ENVIRONMENT=(
-    VLLM_SERVER_DEV_MODE=1          # opens what the trainer needs: keep the port from others
+    VLLM_SERVER_DEV_MODE=1          # enables the routes that the trainer needs: do not expose the port
     VLLM_CPU_KVCACHE_SPACE=1
     VLLM_CPU_OMP_THREADS_BIND=nobind
     VLLM_NO_USAGE_STATS=1
@@ -36,11 +36,11 @@ VLLM_ENVIRONMENT=(
 VLLM_SERVE=(
     --model "$HF"
     --host 127.0.0.1
-    --dtype float32                 # the trainer's
+    --dtype float32                 # the dtype of the trainer
     --max-model-len 13
     --max-num-seqs 512
     --logprobs-mode processed_logprobs
-    --no-enable-chunked-prefill     # on a CPU vLLM cannot cut a prompt that has a seed
+    --no-enable-chunked-prefill     # vLLM on CPUs cannot chunk a prompt with a seed
     --enforce-eager
 )
 PARALLEL_ARGS=(
@@ -110,6 +110,6 @@ for ((i = 0; i < SERVERS; i++)); do
     pids+=($!) urls+=("http://127.0.0.1:$((PORT + i))")
 done
 
-# The trainer waits until the servers answer.
+# The trainer waits until the servers are ready.
 torchrun --standalone --nproc-per-node 2 pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" --vllm-server-base-url "${urls[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

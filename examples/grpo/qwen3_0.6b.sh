@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GRPO for Qwen3-0.6B on GSM8K, on one or more nodes with GPUs; pip install -r requirements-gpu.txt comes first.
+# GRPO for Qwen3-0.6B on GSM8K, on one or more nodes with GPUs. Install first: pip install -r requirements-gpu.txt
 #
 #   HF_MODEL=/models/Qwen3-0.6B GSM8K=/data/gsm8k bash examples/grpo/qwen3_0.6b.sh [more flags of pretrain_grpo.py]
 #
 #   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   GSM8K       folder with train.jsonl and test.jsonl as GSM8K's authors publish them
-#   SAVE        checkpoints, metrics and the export (default: runs/qwen3_0.6b); a second start goes on from there
-#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: for several nodes, start it on each
+#   GSM8K       folder with train.jsonl and test.jsonl as published by GSM8K's authors
+#   SAVE        folder for checkpoints, metrics, the export (default: runs/qwen3_0.6b); a second start resumes from it
+#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
 #
-# Flags at the end of the line win: "... qwen3_0.6b.sh --dry-run" shows the batch arithmetic and which rank holds what.
+# Flags at the end override those below: "... qwen3_0.6b.sh --dry-run" prints batch sizes and the layers of each rank.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -37,7 +37,7 @@ PARALLEL_ARGS=(
     --overlap-param-gather
 )
 MODEL_ARGS=(
-    --load-hf "$HF_MODEL"           # shape, weights and tokenizer
+    --load-hf "$HF_MODEL"           # architecture, weights and tokenizer
     --transformer-impl local        # transformer_engine when it is installed; then add --apply-rope-fusion
     --bias-activation-fusion
     --bias-dropout-fusion

@@ -3,16 +3,16 @@
 #
 #   HF_MODEL=/models/Qwen3-30B-A3B TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
 #       bash examples/grpo/qwen3_30b_a3b.sh [more flags]
-#   DRY_RUN=1 bash examples/grpo/qwen3_30b_a3b.sh    what each rank holds and the memory it takes, on any machine
+#   DRY_RUN=1 bash examples/grpo/qwen3_30b_a3b.sh    print layers and memory of each rank, on any machine
 #
 #   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
-#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
+#   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 4, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start it on each node
+#   NNODES 4, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
-# 48 layers are 2 x 12 a stage. The 8 ranks of a node hold 16 of the 128 experts each (EP 8, experts not split further):
-# tokens travel to their experts within a node. The other node of the stage holds the same.
+# Each pipeline stage has 24 of the 48 layers, in 2 virtual stages. Each of the 8 ranks of a node holds 16 of the 128
+# experts (EP 8, expert TP 1), so the token dispatch stays within a node. A stage has 2 nodes with the same experts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -22,11 +22,11 @@ HF_MODEL=${HF_MODEL:-/models/Qwen3-30B-A3B}
 TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
 VALID_DATA=${VALID_DATA:-data/test.parquet}
 SAVE=${SAVE:-runs/qwen3_30b_a3b}
-GLOBAL_BATCH_SIZE=512        # completions in an update
-NUM_GENERATIONS=8            # completions of a prompt
+GLOBAL_BATCH_SIZE=512        # completions per update
+NUM_GENERATIONS=8            # completions per prompt
 MAX_PROMPT_LENGTH=1024
 MAX_COMPLETION_LENGTH=4096
-MAX_TOKENS=8192              # tokens in a micro-batch
+MAX_TOKENS=8192              # tokens per micro-batch
 SAVE_INTERVAL=50
 EVAL_INTERVAL=25
 
@@ -37,7 +37,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-29500}"
 )
-# The shape is compared with config.json; a dry run reads no model.
+# A run compares these flags with the model's config.json; a dry run does not read the model.
 MODEL_ARGS=(
     --model-family qwen3_moe
     --num-layers 48
@@ -99,7 +99,7 @@ ROLLOUT_ARGS=(
     --vllm-mode colocate
     --vllm-tensor-parallel-size 4
     --vllm-gpu-memory-utilization 0.45
-    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --offload-model                 # moves the trainer's tensors to host memory during generation
     --offload-gradients
     --offload-optimizer
     --num-generations "$NUM_GENERATIONS"
@@ -111,7 +111,7 @@ GRPO_ARGS=(
     --loss-type dapo
     --epsilon 0.2
     --epsilon-high 0.28
-    --beta 0                        # no reference policy
+    --beta 0                        # no KL term, no reference model
 )
 LOGGING_ARGS=(
     --save "$SAVE"

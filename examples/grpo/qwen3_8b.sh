@@ -3,16 +3,16 @@
 #
 #   HF_MODEL=/models/Qwen3-8B TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
 #       bash examples/grpo/qwen3_8b.sh [more flags]
-#   DRY_RUN=1 bash examples/grpo/qwen3_8b.sh    what each rank holds and the memory it takes, on any machine
+#   DRY_RUN=1 bash examples/grpo/qwen3_8b.sh    print layers and memory of each rank, on any machine
 #
 #   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py makes such files)
-#   SAVE        checkpoints, metrics and the export; a second start goes on from there
+#   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
+#   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
 #   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500
 #
-# Flags at the end of the line win. Two GPUs hold a copy of the model; the four copies share the optimizer's state. Four
-# engines of 2 GPUs each generate. Engine and trainer take turns: each is off the GPU while the other one works.
+# Flags at the end of the line override these. Two GPUs hold a replica of the model; the four replicas share the optimizer's
+# state. Four engines of 2 GPUs each generate. Trainer and engine take turns on the memory of the GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -22,11 +22,11 @@ HF_MODEL=${HF_MODEL:-/models/Qwen3-8B}
 TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
 VALID_DATA=${VALID_DATA:-data/test.parquet}
 SAVE=${SAVE:-runs/qwen3_8b}
-GLOBAL_BATCH_SIZE=512        # completions in an update
-NUM_GENERATIONS=8            # completions of a prompt
+GLOBAL_BATCH_SIZE=512        # completions per update
+NUM_GENERATIONS=8            # completions per prompt
 MAX_PROMPT_LENGTH=1024
 MAX_COMPLETION_LENGTH=4096
-MAX_TOKENS=8192              # tokens in a micro-batch
+MAX_TOKENS=8192              # tokens per micro-batch
 SAVE_INTERVAL=50
 EVAL_INTERVAL=25
 
@@ -37,7 +37,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-29500}"
 )
-# The shape is compared with config.json; a dry run reads no model.
+# A run compares these flags with the model's config.json; a dry run does not read the model.
 MODEL_ARGS=(
     --model-family qwen3
     --num-layers 36
@@ -61,7 +61,7 @@ PARALLEL_ARGS=(
     --tensor-model-parallel-size 2
     --sequence-parallel
     --pipeline-model-parallel-size 1
-    --use-distributed-optimizer     # a copy keeps a quarter of the optimizer's state
+    --use-distributed-optimizer     # each replica keeps a quarter of the optimizer's state
     --overlap-grad-reduce
     --overlap-param-gather
 )
@@ -90,8 +90,8 @@ ROLLOUT_ARGS=(
     --vllm-mode colocate
     --vllm-tensor-parallel-size 2
     --vllm-gpu-memory-utilization 0.6
-    --sleep-level 2                 # the engine frees its memory while the trainer works
-    --offload-model                 # the trainer's tensors leave the GPU while the engine generates
+    --sleep-level 2                 # the engine frees its memory during updates
+    --offload-model                 # moves the trainer's tensors to host memory during generation
     --offload-gradients
     --offload-optimizer
     --num-generations "$NUM_GENERATIONS"
@@ -103,7 +103,7 @@ GRPO_ARGS=(
     --loss-type dapo
     --epsilon 0.2
     --epsilon-high 0.28
-    --beta 0                        # no reference policy
+    --beta 0                        # no KL term, no reference model
 )
 LOGGING_ARGS=(
     --save "$SAVE"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# One method with the flags of its paper, around any model and data of yours: bash examples/grpo/recipe.sh METHOD FLAGS
+# Train with the flags of a published method, on your model and data: bash examples/grpo/recipe.sh METHOD FLAGS
 #
 #   bash examples/grpo/recipe.sh dapo --load-hf /models/Qwen3-8B --train-data-path train.parquet --reward-funcs accuracy \
 #       --global-batch-size 512 --num-generations 16 --steps-per-generation 4 --lr 1e-6 --train-iters 1000 --bf16 ...
-#   bash examples/grpo/recipe.sh list       the methods
+#   bash examples/grpo/recipe.sh list       print the names of the methods
 #
-#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: for several nodes, start it on each
+#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
 #
-# A recipe says what the method is; model, data, batch and layout are your flags, which come last and win. Formulas and
-# sources: docs/algorithms.md. python tools/recipes.py trains the quickstart's model by each.
+# A recipe sets the flags of the method. Your flags set model, data, batch and parallel configuration; they come last
+# and override the recipe. Formulas and sources: docs/algorithms.md. python tools/recipes.py trains the quickstart's
+# model with each recipe.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

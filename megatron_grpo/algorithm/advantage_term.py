@@ -1,4 +1,6 @@
-"""The advantages of a rollout as the flags ask for them: algorithm/'s functions, put together."""
+"""The advantages of a rollout, as the flags request them."""
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,56 +12,63 @@ from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.utils.errors import GrpoError
 
 
-def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
-    """Give the batch its ``advantages``, and ``token_advantages`` where tokens of one completion may differ.
+def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple[RolloutBatch, dict[str, float]]:
+    """Return the batch with ``advantages``, and with ``token_advantages`` if those of one completion can differ; and
+    the metrics.
 
-    ``rewards`` [n] are the weighted sums. With --kl-in-reward the batch must have log-probabilities under the old
-    policy and the reference; with a teacher, under the old policy and the teacher. Returns metrics, under the names of
-    ``metric_guide.METRICS``.
+    ``rewards`` [n] are the weighted sums. --kl-in-reward needs log-probabilities under the old policy and the
+    reference model; a teacher needs them under the old policy and the teacher.
     """
     metrics, penalties = {}, None
-    estimator = ADVANTAGES.get(args.advantage_estimator)
     if args.kl_in_reward:
         penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, args.beta)
-        penalty = np.bincount(batch.completion_of_tokens, penalties, minlength=batch.num_completions)
-        metrics["reward/kl_penalty"] = float(penalty.mean())
-        if "penalties" not in estimator.parameters:
-            rewards = (rewards - penalty).astype(np.float32)
-
-    batch.token_advantages = None
+        metrics["reward/kl_penalty"] = float(_sum_per_completion(batch, penalties).mean())
     if args.scale_rewards == "gdpo":
-        batch.advantages = gdpo_advantages(batch.rewards, args.reward_weights, batch.group_ids)
+        advantages, of_tokens = gdpo_advantages(batch.rewards, args.reward_weights, batch.group_ids), None
     else:
-        inputs = {
-            "rewards": rewards,
-            "group_ids": batch.group_ids,
-            "response_mask": batch.response_mask,
-            "cu_seqlens": batch.cu_seqlens,
-            "penalties": penalties,
-        }
-        advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
-        size = len(batch.tokens) if estimator.per_token else batch.num_completions
-        if advantages.shape != (size,):
-            raise GrpoError(
-                f"--advantage-estimator {estimator.name} returned advantages of shape {advantages.shape}: return one "
-                f"of each {'token' if estimator.per_token else 'completion'} ({size})"
-            )
-        if estimator.per_token:
-            batch.token_advantages = advantages
-        else:
-            batch.advantages = advantages
+        advantages, of_tokens = _estimate(args, batch, rewards, penalties)
     if batch.teacher_log_probs is not None:
         gaps = (batch.old_log_probs - batch.teacher_log_probs)[batch.response_mask == 1]
         metrics["teacher/kl"] = float(gaps.mean())
-        of_tokens = batch.token_advantages
-        if of_tokens is None:
-            of_tokens = np.repeat(batch.advantages, batch.lengths)
-        batch.token_advantages = on_policy_distillation(
-            of_tokens, batch.teacher_log_probs, batch.old_log_probs, batch.response_mask, args.teacher_kl_coef
+        of_tokens = on_policy_distillation(
+            np.repeat(advantages, batch.lengths) if of_tokens is None else of_tokens,
+            batch.teacher_log_probs,
+            batch.old_log_probs,
+            batch.response_mask,
+            args.teacher_kl_coef,
         )
-    if batch.token_advantages is not None:  # of a completion: the mean over its tokens in the loss
-        sums = np.bincount(batch.completion_of_tokens, batch.token_advantages, minlength=batch.num_completions)
-        batch.advantages = (sums / np.maximum(batch.response_lengths, 1)).astype(np.float32)
-    metrics["advantage/mean"] = float(batch.advantages.mean())
-    metrics["advantage/std"] = float(batch.advantages.std(ddof=1)) if batch.num_completions > 1 else 0.0
-    return metrics
+    if of_tokens is not None:  # of a completion: the mean over its tokens in the loss
+        means = _sum_per_completion(batch, of_tokens) / np.maximum(batch.response_lengths, 1)
+        advantages = means.astype(np.float32)
+    metrics["advantage/mean"] = float(advantages.mean())
+    metrics["advantage/std"] = float(advantages.std(ddof=1)) if batch.num_completions > 1 else 0.0
+    return replace(batch, advantages=advantages, token_advantages=of_tokens), metrics
+
+
+def _estimate(
+    args, batch: RolloutBatch, rewards: np.ndarray, penalties: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return what --advantage-estimator makes of the rewards: (advantages of completions, advantages of tokens)."""
+    estimator = ADVANTAGES.get(args.advantage_estimator)
+    if penalties is not None and "penalties" not in estimator.parameters:
+        rewards = (rewards - _sum_per_completion(batch, penalties)).astype(np.float32)
+    inputs = {
+        "rewards": rewards,
+        "group_ids": batch.group_ids,
+        "response_mask": batch.response_mask,
+        "cu_seqlens": batch.cu_seqlens,
+        "penalties": penalties,
+    }
+    advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
+    size = len(batch.tokens) if estimator.per_token else batch.num_completions
+    if advantages.shape != (size,):
+        raise GrpoError(
+            f"--advantage-estimator {estimator.name} returned advantages of shape {advantages.shape}: return one "
+            f"of each {'token' if estimator.per_token else 'completion'} ({size})"
+        )
+    return (None, advantages) if estimator.per_token else (advantages, None)
+
+
+def _sum_per_completion(batch: RolloutBatch, values: np.ndarray) -> np.ndarray:
+    """Return the sums of ``values`` [total] over each completion, [n]."""
+    return np.bincount(batch.completion_of_tokens, values, minlength=batch.num_completions)

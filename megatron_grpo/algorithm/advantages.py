@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.algorithm.registry import ADVANTAGES, Flag, register_advantage
+from megatron_grpo.utils.errors import GrpoError
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -27,7 +28,14 @@ Scale = Literal["group", "batch", "none"]
 # An estimator reads the flags that are parameters of its function.
 ADVANTAGES.declare(
     Flag("--pass-at-k", int, None, "pass_at_k: learn to solve a prompt with the best of so many completions"),
-    Flag("--gamma", float, 1.0, "reinforce_plus_plus: discount of what is still to come, per token"),
+    Flag(
+        "--gamma",
+        float,
+        1.0,
+        "reinforce_plus_plus: discount of what is still to come, per token",
+        positive=True,
+        within=(0, 1),
+    ),
 )
 
 STD_EPSILON = 1e-4  # keeps a group whose rewards hardly differ from being blown up
@@ -117,7 +125,18 @@ def rloo_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) ->
     return _scaled(advantages, values, group_ids, scale_rewards)
 
 
-@register_advantage("reinforce_plus_plus", scale="batch", per_token=True, example="--kl-in-reward --gamma 0.9")
+def _tokens_differ(kl_in_reward: bool, gamma: float) -> str | None:
+    return "--kl-in-reward" if kl_in_reward else "--gamma" if gamma < 1 else None
+
+
+@register_advantage(
+    "reinforce_plus_plus",
+    scale="batch",
+    per_token=True,
+    tokens_differ=_tokens_differ,
+    compares_group=False,
+    example="--kl-in-reward --gamma 0.9",
+)
 def reinforce_plus_plus_advantages(
     rewards: Float32, penalties: Float64 | None, response_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
 ) -> Float32:
@@ -184,7 +203,22 @@ def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) 
     return (centred / (_std(centred[~np.isnan(values)]) + STD_EPSILON)).astype(np.float32)
 
 
-@register_advantage("pass_at_k", example=None)
+def _check_pass_at_k(pass_at_k: int | None, num_generations: int, kl_in_reward: bool) -> None:
+    if pass_at_k is None:
+        raise GrpoError("--advantage-estimator pass_at_k needs --pass-at-k: of how many completions the best counts")
+    if not 2 <= pass_at_k <= num_generations:
+        raise GrpoError(
+            f"--pass-at-k ({pass_at_k}) must lie between 2 and --num-generations ({num_generations}): the best of k is "
+            "looked for among the completions of a prompt, and for k = 1 there is --advantage-estimator rloo"
+        )
+    if kl_in_reward:
+        raise GrpoError(
+            "--kl-in-reward and --advantage-estimator pass_at_k cannot both be given: only the best of k counts, so "
+            "the others would leave the reference at no cost: leave the KL in the loss"
+        )
+
+
+@register_advantage("pass_at_k", check=_check_pass_at_k, example=None)
 def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, scale_rewards: Scale) -> Float32:
     """The gradient of E[max reward of k completions], which is pass@k where rewards are 0 or 1: unbiased from G >= k.
 

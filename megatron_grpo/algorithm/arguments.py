@@ -18,7 +18,7 @@ REPLAY = ("disabled", "R2", "R3")
 LOSS: tuple[FlagRow, ...] = (
     ("--loss-type", LOSSES.entries, "grpo", "the policy's loss, and how tokens are weighted in it"),
     ("--importance-sampling-level", LEVELS, "token", "whose probability ratio: a token's or its completion's"),
-    *(flag[:4] for flag in LOSSES.flags.values()),
+    *LOSSES.flags.values(),
     ("--entropy-coef", float, 0.0, "weight of the entropy, which is subtracted from the loss"),
     ("--top-entropy-quantile", float, 1.0, "learn from this share of an update's tokens, of the highest entropy"),
     ("--clip-cov-ratio", float, None, "leave out so large a share of tokens, drawn by their covariance"),
@@ -65,7 +65,7 @@ ADVANTAGE: tuple[FlagRow, ...] = (
         None,
         "divide advantages by whose standard deviation [grpo: group; rloo, pass_at_k: none; others: batch]",
     ),
-    *(flag[:4] for flag in ADVANTAGES.flags.values()),
+    *ADVANTAGES.flags.values(),
     ("--beta", float, 0.04, "weight of the KL divergence from the reference; 0 builds no reference"),
     ("--kl-estimator", KL_ESTIMATORS, "k3", "form of the KL term in the loss; --kl-in-reward: k1"),
     ("--kl-in-reward", bool, False, "subtract the KL divergence from the reward, instead of adding it to the loss"),
@@ -92,16 +92,17 @@ def check_loss(args: Namespace) -> None:
         raise GrpoError(f"--entropy-coef ({args.entropy_coef}) must not be negative")
     loss = LOSSES.get(args.loss_type)
     _check_read(args, LOSSES, loss)
+    _check_blocks(args, loss)
     _check_ratio(args, loss)
     _check_covariance(args)
 
 
 def _check_ranges(args: Namespace, registry: Registry[Any]) -> None:
-    for dest, (_, _, _, _, above_zero, bounds) in registry.flags.items():
-        if above_zero:
+    for dest, declared in registry.flags.items():
+        if declared.positive:
             positive(args, dest)
-        if bounds:
-            within(args, dest, *bounds)
+        if declared.within:
+            within(args, dest, *declared.within)
 
 
 def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
@@ -115,6 +116,22 @@ def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
                 f"{registry.option} {entry.name}: its parameter {name} is neither an input "
                 f"({', '.join(registry.inputs)}) nor a flag: rename it, or declare {flag(name)}"
             )
+
+
+def _check_blocks(args: Namespace, loss: Loss) -> None:
+    """With a token budget, only losses that average over blocks of completions read --micro-batch-size."""
+    given = "micro_batch_size" in args.explicit
+    if not args.max_tokens_per_microbatch:
+        return
+    if loss.aggregation == "bnpo" and not given:
+        raise GrpoError(
+            f"--loss-type {loss.name} needs --micro-batch-size: it averages over blocks of so many completions"
+        )
+    if loss.aggregation != "bnpo" and given:
+        raise GrpoError(
+            f"--micro-batch-size ({args.micro_batch_size}) and --max-tokens-per-microbatch "
+            f"({args.max_tokens_per_microbatch}) cannot both be given: each says how micro-batches are made"
+        )
 
 
 def _check_ratio(args: Namespace, loss: Loss) -> None:
@@ -204,23 +221,11 @@ def check_advantages(args: Namespace) -> None:
         )
     if args.scale_rewards == "gdpo":
         _check_gdpo(args)
-    if (estimator == "pass_at_k") != (args.pass_at_k is not None):
+    if args.num_generations < 2 and entry.compares_group:
+        others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
-            "--pass-at-k and --advantage-estimator pass_at_k go together: one says of how many completions the best "
-            "counts, the other learns for it"
-        )
-    if args.pass_at_k is not None and not 2 <= args.pass_at_k <= args.num_generations:
-        raise GrpoError(
-            f"--pass-at-k ({args.pass_at_k}) must lie between 2 and --num-generations ({args.num_generations}): the "
-            "best of k is looked for among the completions of a prompt, and for k = 1 there is --advantage-estimator "
-            "rloo"
-        )
-    if not 0 < args.gamma <= 1:
-        raise GrpoError(f"--gamma ({args.gamma}) must be greater than 0 and at most 1")
-    if "gamma" in args.explicit and estimator != "reinforce_plus_plus":
-        raise GrpoError(
-            f"--gamma has no effect with --advantage-estimator {estimator}, which gives a completion's tokens one "
-            "advantage: leave it out, or take reinforce_plus_plus"
+            f"--num-generations ({args.num_generations}) must be at least 2: --advantage-estimator {estimator} "
+            f"compares the completions of a prompt; {others} does not"
         )
     _check_ranges(args, ADVANTAGES)
     _check_read(args, ADVANTAGES, entry)
@@ -259,11 +264,6 @@ def _check_kl(args: Namespace) -> None:
                 f"--kl-in-reward subtracts k1, whose gradient is that of the KL divergence; --kl-estimator "
                 f"{args.kl_estimator} in the reward would give that of something else: leave one of them out"
             )
-        if args.advantage_estimator == "pass_at_k":
-            raise GrpoError(
-                "--kl-in-reward and --advantage-estimator pass_at_k cannot both be given: only the best of k counts, "
-                "so the others would leave the reference at no cost: leave the KL in the loss"
-            )
     elif args.kl_estimator == "k1":
         raise GrpoError(
             "--kl-estimator k1 in the loss does nothing: its gradient has mean zero. Give k2, k3 or unbiased, or "
@@ -272,13 +272,13 @@ def _check_kl(args: Namespace) -> None:
 
 
 def differ_within_completion(args: Namespace) -> str | None:
-    """The flag, if one is given, by which tokens of one completion get different advantages."""
+    """Return the flag that gives tokens of one completion different advantages; None if no flag does."""
     if args.teacher_kl_coef:
         return "--teacher-kl-coef"
-    if args.advantage_estimator != "reinforce_plus_plus":
-        per_token = ADVANTAGES.get(args.advantage_estimator).per_token
-        return f"--advantage-estimator {args.advantage_estimator}" if per_token else None
-    return "--kl-in-reward" if args.kl_in_reward else "--gamma" if args.gamma < 1 else None
+    estimator = ADVANTAGES.get(args.advantage_estimator)
+    if estimator.tokens_differ is not None:
+        return call(estimator.tokens_differ, {}, args)
+    return f"--advantage-estimator {estimator.name}" if estimator.per_token else None
 
 
 def _check_token_advantages(args: Namespace) -> None:

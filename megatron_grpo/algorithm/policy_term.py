@@ -1,4 +1,4 @@
-"""The policy term of the loss as the flags ask for it: algorithm/'s functions, put together."""
+"""The policy term of the loss, and the statistics of an update that it reads, as the flags request them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
-from megatron_grpo.algorithm.registry import LOSSES, PolicyLoss, call
+from megatron_grpo.algorithm.registry import LOSSES, TOKEN_STATISTICS, PolicyLoss, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.utils.errors import GrpoError
@@ -27,7 +27,7 @@ class PolicyTerm(NamedTuple):
 
 def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) -> PolicyTerm:
     """Return the loss of --loss-type, times rollout importance weights and masks."""
-    policy = _policy_loss(args, log_probs, old, batch["advantages"], batch["completion"])
+    policy = _policy_loss(args, log_probs, old, batch)
     loss = policy.loss
     if "kl_cov" in batch:
         loss = loss + batch["kl_cov"] * (log_probs - old).abs()
@@ -42,13 +42,12 @@ def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) 
     return PolicyTerm(mask * loss, low, high, 1 - mask, policy.metrics)
 
 
-def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, completion: Tensor) -> PolicyLoss:
+def _policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tensor]) -> PolicyLoss:
     inputs = {
         "log_probs": log_probs,
         "old_log_probs": old,
-        "log_ratio": losses.log_ratio(log_probs, old, completion, args.importance_sampling_level),
-        "advantages": advantages,
-        "completion": completion,
+        "log_ratio": losses.log_ratio(log_probs, old, batch["completion"], args.importance_sampling_level),
+        **{name: batch[name] for name in ("advantages", "completion", *TOKEN_STATISTICS) if name in batch},
     }
     value = call(LOSSES.get(args.loss_type).function, inputs, args)
     if not isinstance(value, PolicyLoss):  # L alone: nothing is clipped
@@ -69,10 +68,13 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, advantages: Tensor, compl
     return value
 
 
-def drop_overlong(batch: RolloutBatch) -> None:
-    """--overlong-filter: completions cut at the length limit leave the loss; advantages were made with them."""
+def drop_overlong(batch: RolloutBatch) -> RolloutBatch:
+    """--overlong-filter: return the batch without loss on completions cut at the length limit.
+
+    The advantages stay: the rewards of these completions are part of the baseline.
+    """
     cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
-    batch.response_mask = np.where(cut, 0, batch.response_mask).astype(np.uint8)
+    return replace(batch, response_mask=np.where(cut, 0, batch.response_mask).astype(np.uint8))
 
 
 def update_statistics(
@@ -82,53 +84,70 @@ def update_statistics(
     iteration: int,
     scores: Callable[[RolloutBatch, np.ndarray], np.ndarray],
 ) -> RolloutBatch:
-    """The batch with what an update must know of all its completions: masks, kl-cov's tokens, advantages that the loss
-    itself makes.
+    """Return the batch with everything that depends on all ``completions`` of an update: masks, the tokens of kl-cov,
+    statistics that the loss reads, advantages that the loss replaces.
 
     ``scores(batch, completions)`` is a forward-only pass at the present weights, [2, total]: log-probabilities and
-    entropies. It runs where one of these flags is given.
+    entropies. It runs only if one of these needs it.
     """
+    loss = LOSSES.get(args.loss_type)
+    requested = [name for name in TOKEN_STATISTICS if name in loss.parameters]
     tokens = batch.response_positions(completions)
-    user = uses_engine_log_probs(args)
-    if user is not None and not np.isfinite(batch.rollout_log_probs[tokens]).all():
-        missing = int((~np.isfinite(batch.rollout_log_probs[tokens])).sum())
-        raise GrpoError(
-            f"{user} needs the log-probabilities of all sampled tokens, but {missing} of {len(tokens)} are missing: "
-            "the engine did not return them; leave the flag out, or take an engine that returns them"
-        )
+    _check_engine_log_probs(args, batch.rollout_log_probs[tokens])
     if not len(tokens):  # --overlong-filter has left nothing
-        return batch
+        empty = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
+        return replace(batch, **empty) if requested else batch
+
+    by_covariance = args.clip_cov_ratio is not None or args.kl_cov_ratio is not None or "covariances" in requested
+    moved = loss.update_advantages is not None and batch.old_log_probs is not None
+    statistics = {}
+    if by_covariance or moved or requested or args.top_entropy_quantile < 1:
+        log_probs, entropies = (values[tokens] for values in scores(batch, completions))
+        statistics["entropies"] = entropies
+    if by_covariance:
+        advantages = batch.advantages_of(tokens, batch.completion_of_tokens[tokens])
+        statistics["covariances"] = masks.covariances(advantages, log_probs)
 
     kept = np.ones(len(tokens), bool)
     if args.m2po_threshold is not None:
-        kept &= masks.second_moment(
-            batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64), args.m2po_threshold
-        )
-    by_covariance = args.clip_cov_ratio is not None or args.kl_cov_ratio is not None
-    update_advantages = LOSSES.get(args.loss_type).update_advantages
-    moved = update_advantages is not None and batch.old_log_probs is not None
-    if by_covariance or moved or args.top_entropy_quantile < 1:
-        log_probs, entropies = scores(batch, completions)
+        differences = batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64)
+        kept &= masks.second_moment(differences, args.m2po_threshold)
     if args.top_entropy_quantile < 1:
-        kept &= masks.top_entropy(entropies[tokens], args.top_entropy_quantile)
-    if by_covariance:
-        advantages = batch.advantages_of(tokens, batch.completion_of_tokens[tokens])
-        covariances = masks.covariances(advantages, log_probs[tokens])
+        kept &= masks.top_entropy(entropies, args.top_entropy_quantile)
     if args.clip_cov_ratio is not None:
         bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
-        kept &= masks.clip_cov(covariances, *bounds, _draws(args, batch, completions, iteration))
+        draws = _draws(args, batch, completions, iteration)
+        kept &= masks.clip_cov(statistics["covariances"], *bounds, draws)
+    changed = {name: _at_tokens(batch, tokens, statistics[name], 0.0) for name in requested}
     if args.kl_cov_ratio is not None:
-        kl_cov = np.zeros(len(batch.tokens), np.float32)
-        kl_cov[tokens] = args.kl_cov_coef * masks.kl_cov(covariances, args.kl_cov_ratio)
-        batch = replace(batch, kl_cov=kl_cov)
+        chosen = masks.kl_cov(statistics["covariances"], args.kl_cov_ratio)
+        changed["kl_cov"] = _at_tokens(batch, tokens, args.kl_cov_coef * chosen, 0.0)
     if not kept.all():
-        policy_mask = np.ones(len(batch.tokens), np.float32)
-        policy_mask[tokens] = kept
-        batch = replace(batch, policy_mask=policy_mask)
-    if update_advantages is not None:
-        moved_by = (log_probs - batch.old_log_probs)[tokens] if moved else np.zeros(len(tokens))
-        batch = _with_update_advantages(args, update_advantages, batch, completions, tokens, moved_by)
+        changed["policy_mask"] = _at_tokens(batch, tokens, kept, 1.0)
+    if changed:
+        batch = replace(batch, **changed)
+    if loss.update_advantages is not None:
+        moved_by = log_probs - batch.old_log_probs[tokens] if moved else np.zeros(len(tokens))
+        batch = _with_update_advantages(args, loss.update_advantages, batch, completions, tokens, moved_by)
     return batch
+
+
+def _check_engine_log_probs(args, rollout_log_probs: np.ndarray) -> None:
+    """Raise GrpoError if a flag reads log-probabilities of the engine, and some tokens have none."""
+    flag = uses_engine_log_probs(args)
+    missing = int((~np.isfinite(rollout_log_probs)).sum())
+    if flag is not None and missing:
+        raise GrpoError(
+            f"{flag} needs the log-probabilities of all sampled tokens, but {missing} of {len(rollout_log_probs)} are "
+            "missing: the engine did not return them; leave the flag out, or take an engine that returns them"
+        )
+
+
+def _at_tokens(batch: RolloutBatch, tokens: np.ndarray, values: np.ndarray, elsewhere: float) -> np.ndarray:
+    """Return ``values`` at their places in the flat arrays, [total], and ``elsewhere`` on all other tokens."""
+    flat = np.full(len(batch.tokens), elsewhere, np.float32)
+    flat[tokens] = values
+    return flat
 
 
 def _with_update_advantages(
@@ -139,7 +158,7 @@ def _with_update_advantages(
     tokens: np.ndarray,
     moved_by: np.ndarray,
 ) -> RolloutBatch:
-    """The batch with the advantages that the loss makes of an update, from d of each of its ``tokens``."""
+    """Return the batch with the advantages that the loss computes for an update, from d of each of its ``tokens``."""
     sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
     scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
@@ -151,7 +170,7 @@ def _with_update_advantages(
 
 
 def _draws(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
-    """A random number for each token in the loss, a function of the seed, the update, the completion and the place."""
+    """Return a random number for each token in the loss: a function of seed, update, completion and position."""
     lengths = batch.response_lengths
     seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in completions)
     return np.concatenate([np.random.default_rng(s).random(lengths[i]) for s, i in zip(seeds, completions)])

@@ -19,35 +19,23 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import Flag as Flag
 
 Function = Callable[..., Any]
 Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 Level = Literal["token", "sequence", "sequence_token"]
 
+# Statistics of the tokens of a whole update, under the weights before it. A loss that reads one costs a forward pass.
+# covariances: (A - mean A)(lp - mean lp), of `masks.covariances`; entropies: of the policy, nats.
+TOKEN_STATISTICS = ("covariances", "entropies")
 # Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level.
-LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion")
+LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", *TOKEN_STATISTICS)
 # Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
 UPDATE_INPUTS = ("scores", "advantages", "group_ids")
-# Inputs of an estimator: rewards and group_ids [n], response_mask and penalties (None without --kl-in-reward) [total],
-# cu_seqlens [n + 1]: all completions of the rollout.
+# Inputs of an estimator, of all completions of the rollout: rewards and group_ids [n]; response_mask and penalties
+# [total] (penalties is None without --kl-in-reward); cu_seqlens [n + 1].
 ADVANTAGE_INPUTS = ("rewards", "group_ids", "response_mask", "cu_seqlens", "penalties")
-
-
-class Flag(NamedTuple):
-    """A flag of a loss or an estimator: a row of the parser, and the range of its values."""
-
-    name: str  # with hyphens: --foo-alpha
-    kind: Any  # as in utils.arguments.FlagRow
-    default: Any
-    help: str
-    positive: bool = False
-    within: tuple[float, float] | None = None
-
-    @property
-    def dest(self) -> str:
-        """The attribute of the parsed arguments, and the parameter of functions that read the flag."""
-        return self.name.removeprefix("--").replace("-", "_")
 
 
 class PolicyLoss(NamedTuple):
@@ -103,8 +91,11 @@ class Loss(Entry):
 class Estimator(Entry):
     """An advantage estimator: ``function`` returns one advantage of each completion, [n], or of each token, [total]."""
 
-    scale: str = "none"  # --scale-rewards where it is not given
-    per_token: bool = False
+    scale: str = "none"  # default of --scale-rewards
+    per_token: bool = False  # returns [total]
+    # Returns the flag that gives tokens of one completion different advantages, or None. Without it per_token decides.
+    tokens_differ: Function | None = None
+    compares_group: bool = True  # learns nothing from one completion of a prompt, or from a group of equal rewards
 
 
 E = TypeVar("E", bound=Entry)

@@ -9,7 +9,7 @@ from megatron_grpo.utils.rules import excludes, needs, positive
 CHECKPOINTS: tuple[FlagRow, ...] = (
     ("--save", str, None, "directory to write checkpoints, metrics and completions to"),
     ("--load", str, None, "directory to resume from; a new run starts if it holds no checkpoint"),
-    ("--save-interval", int, None, "updates between two checkpoints; one is always saved at the end"),
+    ("--save-interval", int, None, "save when the number of updates is a multiple of this, and at the end of the run"),
     ("--max-checkpoints-to-keep", int, None, "number of checkpoints to keep; older ones are deleted [all]"),
     ("--pretrained-checkpoint", str, None, "directory of a Megatron checkpoint to load the initial weights from"),
     ("--load-hf", str, None, "Hugging Face model directory to load initial weights, architecture and tokenizer from"),

@@ -228,9 +228,8 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
     _check_presence(request, directory)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # megatron-core calls torch's function by its deprecated name
+            # megatron-core calls torch's function by its deprecated name.
+            warnings.simplefilter("ignore", FutureWarning)
             state, *_ = dist_checkpointing.load(
                 request,
                 str(directory),
@@ -253,7 +252,7 @@ def _check_presence(request: dict, directory: Path) -> None:
     if missing and all(key.startswith("optimizer.") for key in missing):
         raise GrpoError(
             f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more of the optimizer's): the "
-            "run that wrote it did not train these weights, or kept no optimizer; start Adam anew with --no-load-optim"
+            "run that wrote it did not train these weights, or saved no optimizer; reset Adam with --no-load-optim"
         )
     if missing:
         raise GrpoError(

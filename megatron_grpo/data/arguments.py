@@ -27,7 +27,7 @@ DATA: tuple[FlagRow, ...] = (
         "--truncation-strategy",
         ("raise", "left", "delete"),
         "raise",
-        "prompts above --max-prompt-length: raise an error, cut on the left, or delete the row",
+        "prompts above --max-prompt-length: raise an error, cut on the left, or skip the row",
     ),
     ("--bad-rows", ("raise", "skip"), "raise", "invalid rows: report them and end, or skip them"),
     ("--no-shuffle", bool, False, "use the prompts in the order of the files"),

@@ -31,6 +31,8 @@ Int32 = npt.NDArray[np.int32]
 Int16 = npt.NDArray[np.int16]
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
+# numpy changes what these aliases consist of, so a dtype is looked up and not taken from its alias.
+DTYPE_OF = {Int64: np.int64, Int32: np.int32, Int16: np.int16, UInt8: np.uint8, Float32: np.float32}
 
 
 class FinishReason(IntEnum):
@@ -99,6 +101,9 @@ class RolloutBatch:
     advantages: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
     # w of every token of the completion in its update: algorithm/weighting.py.
     weights: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
+    # Of the tokens of one update, before it, for losses that read them: algorithm/policy_term.py.
+    covariances: Annotated[Float32 | None, PER_LABEL] = None
+    entropies: Annotated[Float32 | None, PER_LABEL] = None
 
     @classmethod
     def from_completions(
@@ -321,8 +326,8 @@ def _declared() -> dict[str, ArrayField]:
     for name, hint in get_type_hints(RolloutBatch, include_extras=True).items():
         array, spec = get_args(hint)
         optional = type(None) in get_args(array)
-        array = get_args(array)[0] if optional else array  # NDArray[x] is ndarray[shape, dtype[x]]
-        declared[name] = replace(spec, dtype=get_args(get_args(array)[1])[0], optional=optional)
+        array = get_args(array)[0] if optional else array
+        declared[name] = replace(spec, dtype=DTYPE_OF[array], optional=optional)
     return declared
 
 

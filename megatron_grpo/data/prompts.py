@@ -90,7 +90,7 @@ class PromptDataset:
         if self.streamed:
             # A row that is not read yet may set stop words or a constraint.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
-            say(f"{', '.join(words)}: {len(self._files):,} rows, each checked when it is read")
+            print_rank_0(f"{', '.join(words)}: {len(self._files):,} rows, each checked when it is read")
         else:
             self._files.held_bytes = size
             self._numbers, rates = self._check_all()
@@ -118,7 +118,7 @@ class PromptDataset:
         if not numbers:
             raise GrpoError(f"no prompts left: {'; '.join(self.summary())}")
         for line in self.summary():
-            say(line)
+            print_rank_0(line)
         return np.array(numbers), np.array(rates)
 
     def __len__(self) -> int:
@@ -135,10 +135,10 @@ class PromptDataset:
             if left.reason == "bad" and self._args.bad_rows == "raise":
                 raise self._bad_rows() from left
             if left.reason == "bad" and self._counts["bad"] <= _MAX_REPORTED:
-                say(f"left out {left}")
+                print_rank_0(f"left out {left}")
         if self._counts.total() > before and str(before + 1).rstrip("0") == "1":  # report at powers of ten
             for line in self.summary():
-                say(f"so far {line}")
+                print_rank_0(f"so far {line}")
         return prompt
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -254,7 +254,7 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text: str) -> None:
+def print_rank_0(text: str) -> None:
     """Print ``text`` on rank 0 only."""
     if is_rank_0():
         print(text, flush=True)

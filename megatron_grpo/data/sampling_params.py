@@ -39,7 +39,7 @@ def uses_engine_log_probs(args: Namespace) -> str | None:
 def constraint_refused(args: Namespace) -> str | None:
     """Return the reason why this run cannot constrain completions, with the cure; None if it can."""
     if args.rollout_engine != "vllm":
-        return f"needs --rollout-engine vllm: constraints are not implemented for {args.rollout_engine}"
+        return f"needs --rollout-engine vllm: {args.rollout_engine} is not supported for constraints"
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return (
             "needs --tokenizer-type HuggingFaceTokenizer: vLLM builds the constraint from the vocabulary of the "

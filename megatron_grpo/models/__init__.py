@@ -1,1 +1,1 @@
-"""The policy: megatron-core's GPT with our norm, packed attention and log-probability head."""
+"""The policy model: megatron-core's GPT with a norm, packed attention and a log-probability head of this package."""

@@ -1,4 +1,4 @@
-"""Flags and rules of the model's shape."""
+"""Flags and rules of the model architecture."""
 
 from argparse import Namespace
 from collections.abc import Iterable
@@ -10,73 +10,73 @@ from megatron_grpo.utils.rules import divides, flag, needs, positive
 
 MODEL: tuple[FlagRow, ...] = (
     ("--vocab-size", int, None, "size of the vocabulary, as in config.json"),
-    ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times TP"),
-    ("--max-position-embeddings", int, None, "longest sequence that the model is made for, tokens"),
-    ("--seq-length", int, None, "bound of prompt + completion, tokens [--max-position-embeddings]"),
+    ("--make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this value times TP"),
+    ("--max-position-embeddings", int, None, "maximum sequence length of the model, tokens"),
+    ("--seq-length", int, None, "maximum length of prompt + completion, tokens [--max-position-embeddings]"),
     ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
     ("--rotary-base", int, 10000, "base of the rotary frequencies (rope_theta)"),
-    ("--rotary-percent", float, 1.0, "share of a head's dimensions that is rotated"),
+    ("--rotary-percent", float, 1.0, "fraction of a head's channels with rotary embedding"),
     ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
     (
         "--rotary-base-local",
         int,
         None,
-        "base of rotary frequencies in layers with a window, unscaled [--rotary-base]",
+        "base of the rotary frequencies in sliding-window layers, without scaling [--rotary-base]",
     ),
     ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
-    ("--sandwich-norm", bool, False, "norms behind attention and MLP too, before the residual is added"),
+    ("--sandwich-norm", bool, False, "add norms after attention and MLP, before the residual connection"),
     ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
     ("--attn-logit-softcapping", float, None, "cap of attention scores: cap * tanh(score / cap)"),
     ("--final-logit-softcapping", float, None, "cap of logits: cap * tanh(logit / cap)"),
-    ("--untie-embeddings-and-output-weights", bool, False, "an output layer of its own, apart from the embedding"),
+    ("--untie-embeddings-and-output-weights", bool, False, "separate weights for the output layer and the embedding"),
     ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
     ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
 )
 
-_ENGINE = "the engine does not, and its log-probabilities must be the trainer's: leave it out"
+_ENGINE = "the engine does not, and the log-probabilities of trainer and engine must agree: leave it out"
 
 Only = tuple[str, tuple[Any, ...], str]
 
-# What must have one of a few values: (attributes, values, reason and cure).
+# Attributes with a restricted set of values: (attributes, values, reason and cure).
 ONLY: tuple[Only, ...] = (
     (
         "hybrid_context_parallel hierarchical_context_parallel_sizes",
         (None, False),
-        "Transformer Engine refuses packed batches in it: use --context-parallel-size with p2p or a2a",
+        "Transformer Engine refuses packed batches with it: leave it out, and give --cp-comm-type p2p or a2a",
     ),
     (
         "overlap_moe_expert_parallel_comm delay_wgrad_compute",
         (False,),
-        "megatron-core's combined schedule computes its own loss, not GRPO's: leave it out",
+        "megatron-core's combined schedule computes another loss than GRPO's: leave it out",
     ),
     (
         "overlap_param_gather_with_optimizer_step",
         (False,),
-        "gathering overlaps with the forward pass: leave it out",
+        "the parameter all-gather overlaps with the forward pass here: leave it out",
     ),
     ("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", (None, False), "it drops tokens; " + _ENGINE),
     ("moe_input_jitter_eps", (None,), "it adds noise to the router; " + _ENGINE),
     ("moe_router_force_load_balancing", (False,), "it routes at random; " + _ENGINE),
-    ("moe_apply_probs_on_input", (False,), "it weighs before the experts; " + _ENGINE),
-    ("moe_use_legacy_grouped_gemm", (False,), "it needs a package of its own: --moe-grouped-gemm alone does not"),
-    ("moe_enable_deepep", (False,), "the dispatchers here are allgather and alltoall: leave it out"),
+    ("moe_apply_probs_on_input", (False,), "it applies the router's probabilities before the experts; " + _ENGINE),
+    ("moe_use_legacy_grouped_gemm", (False,), "it needs the package grouped_gemm: give --moe-grouped-gemm alone"),
+    ("moe_enable_deepep", (False,), "only the dispatchers allgather and alltoall are supported: leave it out"),
     (
         "moe_router_padding_for_fp8 moe_router_padding_for_quantization",
         (False,),
-        "training in 8 bits is not supported yet",
+        "training in 8 bits is not supported yet: leave it out",
     ),
     ("fp8_format fp4_format", (None,), "training in 8 or 4 bits is not supported yet: leave it out"),
     ("mrope_section", (None,), "multimodal models are not supported yet: leave it out"),
     (
         "hidden_dropout attention_dropout",
         (0.0,),
-        "the engine drops nothing, and its log-probabilities must be the trainer's: set it to 0",
+        "the engine has no dropout, and the log-probabilities of trainer and engine must agree: set it to 0",
     ),
 )
 
 
 def check_model(args: Namespace) -> None:
-    """Refuse a shape that no model here has, and fill in the sizes that follow from others."""
+    """Refuse an architecture that no model family has, and fill in the sizes that follow from others."""
     for dest in "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family".split():
         if getattr(args, dest) is None:
             raise GrpoError(f"{flag(dest)} is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args")
@@ -84,22 +84,22 @@ def check_model(args: Namespace) -> None:
     positive(args, "max_position_embeddings seq_length make_vocab_size_divisible_by rotary_base rotary_base_local")
     positive(args, "norm_epsilon softmax_scale attn_logit_softcapping final_logit_softcapping")
     check_only(args, ONLY)
-    needs(args, "num_query_groups", "group_query_attention", "without it each head has its own keys and values")
+    needs(args, "num_query_groups", "group_query_attention", "otherwise each head has its own keys and values")
     if args.group_query_attention:
         if args.num_query_groups is None:
-            raise GrpoError("--group-query-attention needs --num-query-groups: how many heads keys and values have")
+            raise GrpoError("--group-query-attention needs --num-query-groups, the number of key/value heads")
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     if args.kv_channels is None:
         divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
-        # Megatron-LM's: SwiGLU with as many weights as a plain MLP of four times the width
+        # As in Megatron-LM: SwiGLU with as many weights as a plain MLP of four times the width.
         args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64
     args.padded_vocab_size = padded_vocab_size(args)
 
 
 def check_only(args: Namespace, rows: Iterable[Only]) -> None:
-    """Refuse an attribute with another value than its row allows."""
+    """Refuse an attribute with a value that its row in ``rows`` does not allow."""
     for dests, values, reason in rows:
         for dest in dests.split():
             if getattr(args, dest) not in values:
@@ -107,6 +107,6 @@ def check_only(args: Namespace, rows: Iterable[Only]) -> None:
 
 
 def padded_vocab_size(args: Namespace) -> int:
-    """Rows of the embedding: the vocabulary, padded so that each tensor-parallel rank has as many."""
+    """Return the rows of the embedding: the vocabulary size, padded for an equal shard on each tensor-parallel rank."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-args.vocab_size // multiple) * multiple

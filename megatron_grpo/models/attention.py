@@ -1,8 +1,9 @@
 """Causal attention over packed sequences for the ``local`` layer spec.
 
-megatron-core's own ``DotProductAttention`` refuses packed batches and context parallelism and materialises the s x s
-scores. This one takes the packed (THD) layout only, since every batch here is packed. Under context parallelism keys
-and values are gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2).
+megatron-core's ``DotProductAttention`` refuses packed batches and context parallelism and materialises the s x s
+scores. `PackedAttention` takes only the packed (THD) tensor layout, because every batch of the trainer is packed. Under
+context parallelism each rank gathers the keys and values and keeps its queries (Llama 3, arXiv 2407.21783, section
+3.3.2).
 """
 
 from functools import lru_cache
@@ -22,18 +23,19 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
-from megatron_grpo.models.softcap import Sees, soft_capped_attention
+from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.errors import GrpoError
 
 
 class PackedAttention(MegatronModule):
-    """softmax(scale q k^T) v within each sequence of a pack: causal, with grouped-query heads, a sliding window
-    (``config.window_size``), sinks (``config.softmax_type``) and values of another size than keys (MLA). Or with scores
-    that are soft-capped, and then without sinks.
+    """Causal attention, softmax(scale q k^T) v, within each sequence of a pack.
 
-    Takes q ``[t / cp, heads, d]``, k ``[t / cp, groups, d]`` and v ``[t / cp, groups, d_v]``, tokens in the order of
-    `zigzag`; returns ``[t / cp, heads * d_v]``.
+    Supports grouped-query heads, a sliding window (``config.window_size``), sinks (``config.softmax_type``) and value
+    heads of another size than key heads (MLA). Soft-capped scores are supported without sinks only.
+
+    ``forward`` takes q ``[t / cp, heads, d]``, k ``[t / cp, groups, d]`` and v ``[t / cp, groups, d_v]``, tokens in the
+    order of `zigzag`, and returns ``[t / cp, heads * d_v]``.
     """
 
     def __init__(
@@ -60,18 +62,19 @@ class PackedAttention(MegatronModule):
             self.left, right = config.window_size
             if right != 0:
                 raise GrpoError(
-                    f"window_size {tuple(config.window_size)} would look {right} tokens ahead; use ({self.left}, 0)"
+                    f"--window-size {tuple(config.window_size)} would attend to {right} later tokens; give "
+                    f"({self.left}, 0)"
                 )
         if config.softmax_type == "learnable":
             self.softmax_offset = self._new_sinks()
 
     def _new_sinks(self) -> torch.nn.Parameter:
-        """The logits of the sinks of this tensor-parallel rank's heads, as megatron-core's attention names them."""
+        """Create the sink logits ``[heads]`` of this tensor-parallel rank's heads."""
         heads = divide(self.config.num_attention_heads, self.tp_group.size())
         sinks = torch.nn.Parameter(
             torch.empty(heads, device=torch.cuda.current_device(), dtype=self.config.params_dtype)
         )
-        # Without the mark the gradient norm would count the heads of the first tensor-parallel rank only.
+        # Without this attribute the gradient norm counts only the heads of the first tensor-parallel rank.
         tensor_parallel.set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
         if self.config.perform_initialization:
             with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -97,8 +100,8 @@ class PackedAttention(MegatronModule):
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softcap is not None:
-            sees = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
-            return soft_capped_attention(query, key, value, sees, scale, self.softcap).flatten(1)
+            mask_mod = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
+            return soft_capped_attention(query, key, value, mask_mod, scale, self.softcap).flatten(1)
         if not query.is_cuda:
             kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
         elif cp_size == 1:
@@ -111,13 +114,13 @@ class PackedAttention(MegatronModule):
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
-        """The logit of each head's sink, ``[heads]``, in the queries' dtype; None without sinks."""
+        """Return the sink logit of each head, ``[heads]``, in the dtype of ``query``; None without sinks."""
         if self.config.softmax_type == "off-by-one":
             return query.new_zeros(query.shape[1])
         return self.softmax_offset if self.config.softmax_type == "learnable" else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The sinks, split over tensor-parallel ranks by heads; nothing without learnable ones."""
+        """Return the learnable sinks as shards over tensor-parallel ranks by heads; {} without learnable sinks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -129,34 +132,34 @@ class PackedAttention(MegatronModule):
 
 
 def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:
-    """Attention of ``kernel``, which wants one head size: the smaller of keys and values is padded with zeros."""
+    """Compute attention with ``kernel``; pad keys or values with zeros to one head size, which kernels need."""
     size, value_size = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
     return Attention.apply(q, k, v, sinks, kernel)[..., :value_size]
 
 
 def _offsets_on_host(packed: PackedSeqParams) -> tuple[int, ...]:
-    """The padded offsets, which `packed_seq_params` leaves on the host: reading them waits for no kernel."""
+    """Return the padded offsets as numbers; `packed_seq_params` keeps them on the host, so no kernel is awaited."""
     return tuple(packed.cu_seqlens_q_padded.tolist())
 
 
-def _gathered(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
-    """Position in the pack of each gathered key: those of one rank after those of the other."""
+def _gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
+    """Return the position in the pack of each gathered key; keys are gathered rank by rank."""
     return np.concatenate([zigzag(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
 
 
-# Layouts are kept because the layers of a micro-batch share them; a few, for layers with and without a window.
+# The results are cached because the layers of a micro-batch share them; layers with and without a window differ.
 @lru_cache(maxsize=8)
 def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float) -> Blocks:
-    """The CPU's layout of a rank's queries and of the gathered keys; ``left`` as in `Varlen`."""
+    """Build the CPU kernel for a rank's queries and the gathered keys; ``left`` is as in `Varlen`."""
     cu = np.array(cu_seqlens)
     lengths = np.diff(cu)
     size = lengths.max() if left < 0 else min(max(left, 1), lengths.max())
     counts = -(-lengths // size)
-    first = np.cumsum(counts) - counts  # block of each sequence
+    first = np.cumsum(counts) - counts  # first block of each sequence
     slots = np.repeat(first * size - cu[:-1], lengths) + np.arange(cu[-1])
     later = np.setdiff1d(np.arange(counts.sum()), first) if left else np.arange(0)
-    indices = slots[zigzag(cu, cp_size, cp_rank)], slots[_gathered(cu, cp_size)], later
+    indices = slots[zigzag(cu, cp_size, cp_rank)], slots[_gathered_positions(cu, cp_size)], later
     return Blocks(*map(torch.from_numpy, indices), int(counts.sum()), int(size), scale)
 
 
@@ -164,10 +167,10 @@ def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, s
 def segments(
     cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float, device: torch.device
 ) -> tuple[Varlen, torch.Tensor]:
-    """The GPU's layout under context parallelism: the kernel, and which of the gathered keys it takes, int64.
+    """Build the GPU kernel under context parallelism; return it with the indices of its gathered keys, int64.
 
-    Each of the two chunks that a rank holds of a sequence is a segment of queries, with the keys up to its end that
-    some query of it sees: without a window 1 + 1 / (2 cp) times the keys of the pack.
+    Each of a rank's two chunks of a sequence is a segment of queries. Its keys are those up to the chunk's end that at
+    least one query sees. Without a window a rank uses 1 + 1 / (2 cp) times the keys of the pack.
     """
     cu = np.array(cu_seqlens)
     chunk = (np.diff(cu) // (2 * cp_size))[:, None]
@@ -177,22 +180,22 @@ def segments(
     cu_keys = np.append(0, np.cumsum(key_counts))
     cu_queries = np.append(0, np.cumsum(np.repeat(chunk, 2)))
     positions = np.repeat((cu[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
-    keys = np.argsort(_gathered(cu, cp_size))[positions]
+    keys = np.argsort(_gathered_positions(cu, cp_size))[positions]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
     return Varlen(cu_queries, cu_keys, int(chunk.max()), int(key_counts.max()), left, scale), keys
 
 
 @lru_cache(maxsize=8)
-def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, device: torch.device) -> Sees:
-    """Which of the gathered keys each of a rank's queries sees, for soft-capped attention; ``left`` as in `Varlen`."""
+def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, device: torch.device) -> MaskMod:
+    """Build the mask of soft-capped attention for a rank's queries and the gathered keys; ``left`` as in `Varlen`."""
     cu = np.array(cu_seqlens)
     last = zigzag(cu, cp_size, cp_rank)
-    start = cu[np.searchsorted(cu, last, side="right") - 1]  # of the query's sequence
-    arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered(cu, cp_size)
+    start = cu[np.searchsorted(cu, last, side="right") - 1]  # begin of the query's sequence
+    arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered_positions(cu, cp_size)
     first, last, positions = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
 
-    def sees(batch, head, query, key):
+    def mask_mod(batch, head, query, key):
         return (first[query] <= positions[key]) & (positions[key] <= last[query])
 
-    return sees
+    return mask_mod

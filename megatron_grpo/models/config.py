@@ -1,4 +1,4 @@
-"""megatron-core's ``TransformerConfig`` and what follows from the arguments that describe a model."""
+"""megatron-core's ``TransformerConfig`` and other values derived from the model arguments."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from megatron_grpo.utils.core_flags import core_config
 
 
 def params_dtype(args: Namespace) -> torch.dtype:
-    """The dtype of parameters and activations: --bf16, --fp16, else float32."""
+    """Return the dtype of parameters and activations, from --bf16 and --fp16 (default: float32)."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """megatron-core's ``TransformerConfig`` (for latent attention its subclass); GrpoError with its words when it
-    refuses the combination.
+    """Build megatron-core's ``TransformerConfig``, or its subclass for multi-latent attention.
+
+    Raises GrpoError with megatron-core's message for a combination that it refuses.
     """
     dtype = params_dtype(args)
     derived = {
@@ -28,11 +29,11 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "gated_linear_unit": args.swiglu or args.geglu or args.quick_geglu,
         "activation_func": _activation(args),
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
-        # The other dispatcher gathers equally many tokens from each rank: its packs are padded to one length.
+        # The allgather dispatcher needs equally many tokens on each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
-        # Not with gloo: a send that is under way reads the memory that this frees, and the next stage gets garbage.
+        # Not with gloo: an unfinished send reads the freed memory, and the next stage gets wrong values.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
-        "cuda_graph_scope": [],  # no graphs; its default means the same, with a warning
+        "cuda_graph_scope": [],  # no graphs; megatron-core's default does the same with a warning
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "moe_enable_routing_replay": args.router_replay_mode != "disabled",
     }
@@ -44,7 +45,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
 
 
 def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation function of the MLP, of its gate where it has one."""
+    """Return the activation function of the MLP, or of the gate of a gated MLP."""
     if args.swiglu:
         return F.silu
     if args.quick_geglu:
@@ -55,7 +56,10 @@ def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def moe_layers(args: Namespace) -> list[bool]:
-    """Which decoder layers are mixtures of experts, by --moe-layer-freq: every n-th from the first, or a list."""
+    """Return for each decoder layer whether it has experts, from --moe-layer-freq.
+
+    An integer n stands for every n-th layer from the first; a list has one entry for each layer.
+    """
     if isinstance(args.moe_layer_freq, int):
         return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
     return [bool(layer) for layer in args.moe_layer_freq]

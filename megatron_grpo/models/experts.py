@@ -1,8 +1,8 @@
 """The experts of a mixture-of-experts layer for the ``local`` layer spec with ``--moe-grouped-gemm``.
 
-megatron-core's own need a package (GroupedMLP: grouped_gemm; TEGroupedMLP: Transformer Engine) or run one expert after
-the other (SequentialMLP). Here all experts of a rank share two stacked weights and two calls of torch's grouped matrix
-product, a CUTLASS kernel for bfloat16 on CUDA and a loop inside torch elsewhere.
+megatron-core's experts need a package (GroupedMLP: grouped_gemm; TEGroupedMLP: Transformer Engine) or run one expert
+after the other (SequentialMLP). Here all experts of a rank share two stacked weights and two calls of torch's grouped
+matrix product, a CUTLASS kernel for bfloat16 on CUDA and a loop inside torch elsewhere.
 """
 
 import torch
@@ -27,23 +27,24 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """``linear_fc2`` of megatron-core's SequentialMLP where experts have biases, without expert tensor parallelism.
+    """``linear_fc2`` of megatron-core's SequentialMLP for experts with biases, without expert tensor parallelism.
 
-    The MLP adds the bias in place, and autograd forbids that behind a reduction, though it be one over a single rank.
+    The MLP adds the bias in place. Autograd forbids this after a reduction, even over a single rank, so this layer does
+    not reduce.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = True  # megatron-core's word for: reduce nothing here
+        self.explicit_expert_comm = True  # megatron-core then reduces nothing in this layer
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts: a gated linear unit, scaled by the router's probabilities between the two products.
+    """This rank's experts: gated MLPs that apply the router's probabilities between their two products.
 
-    Gives the results, the initial weights and the checkpoints of megatron-core's SequentialMLP. The weight of
-    ``linear_fc1`` is ``[E, 2 * f, h]`` (an expert's gate rows, then its up rows) and that of ``linear_fc2``
-    ``[E, h, f]``, where ``E`` are the experts of this expert-parallel rank and ``f`` is this rank's part of
-    ``moe_ffn_hidden_size``; with ``config.add_bias_linear`` their biases are ``[E, 2 * f]`` and ``[E, h]``.
+    Results, initial weights and checkpoints are those of megatron-core's SequentialMLP. The weight of ``linear_fc1`` is
+    ``[E, 2 * f, h]`` (an expert's gate rows, then its up rows), the weight of ``linear_fc2`` is ``[E, h, f]``. ``E`` is
+    the number of experts of this expert-parallel rank; ``f`` is this rank's shard of ``moe_ffn_hidden_size``. With
+    ``config.add_bias_linear`` the biases are ``[E, 2 * f]`` and ``[E, h]``.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class GroupedExperts(MegatronModule):
         multiple = 16 // config.params_dtype.itemsize
         if hidden % multiple or ffn % multiple:
             raise GrpoError(
-                f"the grouped matrix product wants rows of a multiple of 16 bytes, {multiple} elements, but the hidden "
-                f"size is {hidden} and each rank's part of --moe-ffn-hidden-size {ffn}: leave out --moe-grouped-gemm"
+                f"--moe-grouped-gemm needs rows of a multiple of 16 bytes, {multiple} elements, but --hidden-size is "
+                f"{hidden} and each rank's shard of --moe-ffn-hidden-size is {ffn}: leave out --moe-grouped-gemm"
             )
         self.linear_fc1 = GroupedLinear(config, num_local_experts, hidden, 2 * ffn, partition_dim=1, stride=2)
         self.linear_fc2 = GroupedLinear(config, num_local_experts, ffn, hidden, partition_dim=2, stride=1)
         if config.perform_initialization:
-            # One expert after the other, as in SequentialMLP: the same seed gives the same weights.
+            # One expert after the other, as in SequentialMLP, so that the same seed gives the same weights.
             weights = self.linear_fc1.weight.detach(), self.linear_fc2.weight.detach()
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for fc1, fc2 in zip(*weights, strict=True):
@@ -81,10 +82,10 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Outputs ``[t, h]`` of the tokens ``[t, h]`` sorted by expert, ``tokens_per_expert`` ``[E]`` on any device,
-        probabilities ``[t]``.
+        """Return the outputs ``[t, h]`` of the tokens ``[t, h]``, which are sorted by expert.
 
-        Under expert tensor parallelism the output is a partial sum, which the token dispatcher adds up.
+        ``tokens_per_expert`` is ``[E]`` on any device, ``permuted_probs`` ``[t]``. Under expert tensor parallelism the
+        output is a partial sum, and the token dispatcher adds the partial sums.
         """
         hidden, probs = permuted_local_hidden_states, permuted_probs[:, None]
         ends = tokens_per_expert.cumsum(0).int().to(hidden.device, non_blocking=True)
@@ -94,9 +95,9 @@ class GroupedExperts(MegatronModule):
         return output, None
 
     def _activate(self, projected: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """f(gate) * (up + offset) * probability, ``[t, f]``; router probabilities may be float32 where the rest is not.
+        """Return f(gate) * (up + offset) * probability, ``[t, f]``; probabilities may be float32 in 16-bit training.
 
-        With ``activation_func_clamp_value`` c the gate is cut off above c and up beyond -c and c (gpt-oss).
+        With ``activation_func_clamp_value`` c gate is clamped to (-inf, c] and up to [-c, c] (gpt-oss).
         """
         config = self.config
         if config.bias_activation_fusion and config.activation_func is F.silu:
@@ -116,25 +117,25 @@ class GroupedExperts(MegatronModule):
         return (config.activation_func(gate) * (up + config.glu_linear_offset) * probs).to(projected.dtype)
 
     def backward_dw(self) -> None:
-        """Nothing is left to do: the weights' gradients come with the backward pass."""
+        """Do nothing: the backward pass has already computed the gradients of the weights."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """The tensors of SequentialMLP's checkpoint: one key for all experts, with an axis for them in front."""
+        """Return the shards in the format of SequentialMLP's checkpoint: one key with a leading axis of all experts."""
         if (metadata or {}).get("singleton_local_shards"):
             raise GrpoError(
-                "the checkpoint has keys of their own for each expert (singleton_local_shards): "
+                "the checkpoint has a separate key for each expert (singleton_local_shards): "
                 "load it without --moe-grouped-gemm"
             )
-        local, axis = self.num_local_experts, len(sharded_offsets)  # axis: that of the experts
+        local, axis = self.num_local_experts, len(sharded_offsets)  # axis: the axis of the experts
         ep_rank, ep_size = self.ep_group.rank(), self.ep_group.size()
         tp_rank, tp_size = self.tp_group.rank(), self.tp_group.size()
         dp_rank = self.dp_group.rank()
         experts = [(*sharded_offsets, (axis, ep_rank * local + i, ep_size * local)) for i in range(local)]
 
         def build_fc1(key, stack, replica_id, flattened_range):
-            # Of all ranks' gate and up rows, each expert's gates come first.
+            # In the whole tensor of an expert the gate rows of all ranks precede the up rows.
             return [
                 ShardedTensor.from_rank_offsets(
                     key,
@@ -167,7 +168,7 @@ class GroupedExperts(MegatronModule):
                 replica_id=replica_id,
                 prepend_axis_num=axis,
             )
-        # Other implementations look for each linear layer's extra state, though it holds nothing.
+        # Other implementations expect the extra state of each linear layer, although it is empty.
         for linear in ("linear_fc1", "linear_fc2"):
             for i, offsets in enumerate(experts):
                 key = f"{prefix}experts.{linear}._extra_state"
@@ -176,9 +177,9 @@ class GroupedExperts(MegatronModule):
 
 
 class GroupedLinear(torch.nn.Module):
-    """A linear layer of each of a rank's experts: ``weight`` ``[E, out, in]``, ``bias`` ``[E, out]`` or None.
+    """A linear layer of all experts of a rank: ``weight`` ``[E, out, in]``, ``bias`` ``[E, out]`` or None.
 
-    The bias has a name that ends in ".bias", by which megatron-core's optimizer leaves out weight decay.
+    The parameter's name ends in ".bias", so megatron-core's optimizer applies no weight decay to it.
     """
 
     def __init__(
@@ -195,18 +196,18 @@ class GroupedLinear(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, ends: torch.Tensor, idle: torch.Tensor, probs: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x W_e^T + b_e, ``[t, out]``, or with probabilities p ``[t, 1]`` x W_e^T + p b_e; see `_GroupedMatmul`."""
+        """Return x W_e^T + b_e, ``[t, out]``, or x W_e^T + p b_e with probabilities p ``[t, 1]`` (`_GroupedMatmul`)."""
         product = _GroupedMatmul.apply(x, self.weight, ends, idle)
         if self.bias is None:
             return product
-        # As a matrix product the choice of each token's bias has a gradient that is summed up in float32.
+        # The bias of each token is selected by a matrix product, because its gradient is then summed in float32.
         token = torch.arange(len(x), device=x.device, dtype=ends.dtype)
         chosen = torch.bucketize(token, ends, right=True)[:, None] == torch.arange(len(ends), device=x.device)
         return torch.addmm(product, (chosen if probs is None else chosen * probs).to(x.dtype), self.bias)
 
 
 def _parameter(config: TransformerConfig, shape: tuple, partition_dim: int, stride: int) -> torch.nn.Parameter:
-    """A stack with the marks that megatron-core's buffers, gradient norm and resharding look for."""
+    """Create a stacked parameter with the attributes that megatron-core's buffers, gradient norm and resharding use."""
     stack = torch.nn.Parameter(torch.empty(shape, device=torch.cuda.current_device(), dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(stack, True, partition_dim, stride)
     stack.allreduce = config.expert_model_parallel_size == 1
@@ -214,14 +215,15 @@ def _parameter(config: TransformerConfig, shape: tuple, partition_dim: int, stri
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """y = x W_e^T for the tokens of each expert: x ``[t, in]``, W ``[E, out, in]``, ``ends`` int32 ``[E]`` where each
-    expert's tokens end, ``idle`` the experts without tokens.
+    """y = x W_e^T for the tokens of each expert: x is ``[t, in]``, W ``[E, out, in]``.
+
+    ``ends`` int32 ``[E]`` holds the end of each expert's tokens, ``idle`` the indices of experts without tokens.
     """
 
     @staticmethod
     def forward(ctx, x, weight, ends, idle):
         ctx.save_for_backward(x, weight, ends, idle)
-        if not len(x):  # no kernel is asked for a product of nothing
+        if not len(x):  # kernels refuse an empty product
             return x.new_empty(0, weight.shape[1])
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
@@ -233,5 +235,5 @@ class _GroupedMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = F.grouped_mm(grad, weight, offs=ends)
         grad_weight = F.grouped_mm(grad.T, x, offs=ends)
-        # On Blackwell the kernel leaves what was in memory where there are no tokens (pytorch issue 172439).
+        # On Blackwell the kernel leaves the gradient of experts without tokens uninitialised (pytorch issue 172439).
         return grad_x, grad_weight.index_fill_(0, idle, 0), None, None

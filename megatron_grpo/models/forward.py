@@ -1,4 +1,4 @@
-"""The model as chunks of pipeline stages: built, given micro-batches, and run by megatron-core's schedule."""
+"""The model as chunks of pipeline stages: construction, micro-batches, and passes in megatron-core's schedule."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,8 +25,9 @@ Model = list[torch.nn.Module]
 
 
 def build_model(args, model_provider: Callable) -> Model:
-    """This rank's pipeline stage, one chunk for each of its virtual stages, on its device, in its dtype, not yet
-    wrapped for training.
+    """Build this rank's pipeline stage: one chunk for each virtual stage, on its device, in its dtype.
+
+    The chunks are not wrapped for data-parallel training.
     """
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     model = []
@@ -41,13 +42,13 @@ def build_model(args, model_provider: Callable) -> Model:
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.vp_stage = vp_stage
         if args.num_experts and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
-            # megatron-core reduces experts' gradients over their own data-parallel ranks when this mark says so, and
-            # sets it only for EP > 1; but with another tensor-parallel size those ranks are others than the rest's too.
+            # allreduce = False makes megatron-core reduce the gradients of experts over the experts' data-parallel
+            # ranks. megatron-core sets it for EP > 1 only, but ETP != TP also changes these ranks.
             for name, parameter in chunk.named_parameters():
                 if ".mlp.experts." in name:
                     parameter.allreduce = False
-                    # Their biases, which are whole, it would add up over tensor-parallel ranks, and count the first
-                    # rank's only in the gradient norm, though these ranks hold other experts or see other tokens.
+                    # megatron-core would sum the gradients of the unsharded biases over tensor-parallel ranks, and
+                    # count only the first rank's in the gradient norm. But these ranks hold other experts or tokens.
                     parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
         chunk.to(device())
         model.append(Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk)
@@ -55,23 +56,24 @@ def build_model(args, model_provider: Callable) -> Model:
 
 
 def for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
-    """What megatron-core wants of several chunks, a list, and of a single one, the function itself."""
+    """Return the list of functions, or the function itself if there is only one, as megatron-core expects."""
     functions = list(functions)
     return functions if len(functions) > 1 else functions[0]
 
 
 def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
-    """This rank's micro-batches of the given completions (numbers in the batch): as many packs on every rank.
+    """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
 
-    A pack's tokens are shared out over context-parallel ranks, and under sequence parallelism once more over
-    tensor-parallel ones. ``max_tokens`` is a token budget in place of the flags'.
+    Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
+    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     cp_size = parallel_state.get_context_parallel_world_size()
     cp_rank = parallel_state.get_context_parallel_rank()
     lengths = padded_lengths(batch.lengths[completions], cp_size)
     ranks = schedule(
-        # Without a budget packs are the same in every layout, as the routers' auxiliary losses of a pack then are.
+        # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
+        # in every parallel configuration.
         lengths if max_tokens else batch.lengths[completions],
         parallel_state.get_data_parallel_world_size(),
         micro_batch_size=None if max_tokens else args.micro_batch_size,
@@ -81,7 +83,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     )
     pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     total_length = None
-    if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # it gathers as many tokens from each rank
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         multiple = pad_multiple * sequence_multiple(cp_size)
         total_length = -(-max(int(lengths[pack].sum()) for rank in ranks for pack in rank) // multiple) * multiple
     return [
@@ -91,7 +93,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
 
 
 def _attention_coefficient(args) -> float:
-    """How attention, whose work grows with the square of a length, compares with the linear layers."""
+    """Return `schedule.attention_coefficient` of the model: attention work relative to the linear layers."""
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
@@ -116,11 +118,12 @@ def log_probs(args, model: Model, forward_step: Callable, batch: RolloutBatch) -
 
 @torch.no_grad()
 def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
-    """Log-probability and entropy of every label token of all ranks' ``packs``: float32 ``[2, total]``, on every rank,
-    nan elsewhere.
+    """Compute log-probability and entropy of every label token of all ranks' ``packs``.
+
+    Returns float32 ``[2, total]`` on every rank, nan for tokens that are not labels.
     """
     results = run_schedule(forward_step, packs, model, forward_only=True)
-    # The last row says where there is a value. Each position has one writer, so a sum over ranks gathers.
+    # The last row marks positions with a value. One rank writes each position, so a sum over ranks gathers the values.
     flat = np.zeros((3, total), dtype=np.float32)
     ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
     if parallel_state.is_pipeline_last_stage() and ranks == (0, 0):
@@ -132,13 +135,16 @@ def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, 
 
 
 def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:
-    """What ``loss_func`` returned for each micro-batch (on the last pipeline stage; an empty list elsewhere)."""
+    """Run megatron-core's pipeline schedule; return the results of ``loss_func`` for each micro-batch.
+
+    The list is empty on all but the last pipeline stage.
+    """
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=for_each(iter(packs) for _ in model),
         model=for_each(model),
         num_microbatches=len(packs),
-        # Packs differ in length, and stages tell each other the shapes, unless all were padded to one length.
+        # Used only if all packs are padded to one length; otherwise stages communicate the shapes.
         seq_length=int(packs[0].cu_seqlens[-1]),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -150,9 +156,7 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
 
 @contextlib.contextmanager
 def parameters_complete(args, model: Model) -> Iterator[None]:
-    """Inside, every parameter holds its newest value, though ``--overlap-param-gather`` would fetch it in the next
-    forward.
-    """
+    """Gather all parameters for this context; ``--overlap-param-gather`` would do so only in the next forward pass."""
     if args.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -165,12 +169,12 @@ def parameters_complete(args, model: Model) -> Iterator[None]:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, which a GPU can read while it computes."""
+    """Copy ``tensor`` to host memory, pinned if there is a GPU, so that transfers overlap with computation."""
     copy = tensor.detach().to("cpu", copy=True)
     return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
 def weight_tensors(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers: a router's expert bias is a buffer."""
+    """Yield parameters and buffers; the expert bias of a router is a buffer."""
     yield from chunk.parameters()
-    yield from torch.nn.Module.buffers(chunk)  # megatron-core's DDP has another attribute of this name
+    yield from torch.nn.Module.buffers(chunk)  # megatron-core's DDP uses the name for its gradient buffers

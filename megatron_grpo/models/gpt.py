@@ -1,4 +1,4 @@
-"""The policy model: megatron-core's ``GPTModel`` whose last stage answers with log-probabilities and entropies."""
+"""The policy model: megatron-core's ``GPTModel`` with log-probabilities and entropies as output of the last stage."""
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -18,7 +18,7 @@ from megatron_grpo.utils.cpu_backend import device
 
 
 class PolicyModel(GPTModel):
-    """A GPT that returns, for every labelled token of a pack, its log-probability and the entropy there."""
+    """A GPT that returns the log-probability and the entropy of every labelled token of a pack."""
 
     temperature = 1.0
     vocab_size_without_padding: int
@@ -26,29 +26,31 @@ class PolicyModel(GPTModel):
     final_logit_softcapping: float | None = None
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
-        """megatron-core's, with scaled embeddings and with this rank's part of the padding mask on every stage: it
-        gives it to the first only.
+        """Extend megatron-core's method by scaled embeddings and by the padding mask on every stage.
+
+        megatron-core returns this rank's slice of the mask on the first stage only.
         """
         hidden_states, *out = super()._preprocess(*args, padding_mask=None, **kwargs)
         if self.embedding_scale is not None and self.pre_process:
-            # A tensor, because transformers and the engine round the factor to the weights' dtype.
+            # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
             hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
         if padding_mask is not None:
             padding_mask = own_tokens(self.config, padding_mask[0])[None]
         return hidden_states, *out[:4], padding_mask, *out[5:]
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels=None, **kwargs):
-        """Last stage with labels: ``[2 + n, l]``, for the l positions whose label is not ``IGNORED_LABEL`` their
-        log-probabilities, the entropies there, and, in training, log-probabilities by n multi-token-prediction layers.
+        """Return ``[2 + n, l]`` on the last stage for the l positions with a label other than ``IGNORED_LABEL``.
 
-        The prompt's positions never reach the vocabulary: on long prompts this saves most of the head's work.
+        The rows are log-probabilities, entropies and, in training, the log-probabilities of n multi-token-prediction
+        layers. The head skips the positions of the prompt, which saves most of its work for long prompts. Without
+        labels and on other stages the result is megatron-core's.
         """
         if not self.post_process or labels is None:
             out = super()._postprocess(
                 hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels, **kwargs
             )
             return soft_cap(out, self.final_logit_softcapping) if self.post_process else out
-        # The layer itself is not called, so what waits for its weight (--overlap-param-gather) has to be.
+        # The layer itself is not called: call its hooks, which wait for the weight with --overlap-param-gather.
         for wait in self.output_layer._forward_pre_hooks.values():
             wait(self.output_layer, ())
         weight = self._output_weight()
@@ -64,15 +66,18 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
     def hidden_states(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Output ``[t, 1, h]`` (under sequence parallelism this rank's part) of this chunk's layers for unpacked tokens
-        ``[t]``, or, behind the first chunk, for the input tensor that was set.
+        """Return the output ``[t, 1, h]`` of this chunk's layers for unpacked tokens ``[t]``.
+
+        Under sequence parallelism the output is this rank's slice. After the first chunk the layers read the input
+        tensor that was set instead of ``tokens``.
         """
         hidden_states, rotary_pos_emb, *_ = self._preprocess(tokens[None], position_ids[None])
         return self.decoder(hidden_states=hidden_states, attention_mask=None, rotary_pos_emb=rotary_pos_emb)
 
     def next_token_logits(self, hidden_states: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Logits in float32 ``[l, vocabulary]``, on every tensor-parallel rank, at the positions ``kept`` ``[l]`` of
-        the last chunk's `hidden_states`.
+        """Return float32 logits ``[l, vocabulary]`` at the positions ``kept`` ``[l]`` of the last chunk's output.
+
+        All tensor-parallel ranks return the same logits.
         """
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
@@ -81,7 +86,7 @@ class PolicyModel(GPTModel):
         return soft_cap(logits[:, : self.vocab_size_without_padding], self.final_logit_softcapping)
 
     def _head(self, hidden_states, weight, labels, kept):
-        """(log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""
+        """Return (log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -97,8 +102,10 @@ class PolicyModel(GPTModel):
         )
 
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
-        """Log-probabilities [l] that each multi-token-prediction layer gives to the tokens 1, 2, ... further on, 0
-        where the sequence has ended. Their gradient stops at these layers: the policy learns from its own loss alone.
+        """Return the log-probabilities [l] of each multi-token-prediction layer for the tokens 1, 2, ... further on.
+
+        The values are 0 after the end of a sequence. The gradient stops at these layers, so that they do not change the
+        policy's gradient.
         """
         packed = inputs["packed_seq_params"]
         outputs = self.mtp(
@@ -114,9 +121,9 @@ class PolicyModel(GPTModel):
         ).chunk(1 + self.config.mtp_num_layers)
         rows = []
         for output in outputs[1:]:
-            there, _ = roll_tensor((labels != IGNORED_LABEL).long(), cp_group=self.cp_group, packed_seq_params=packed)
+            valid, _ = roll_tensor((labels != IGNORED_LABEL).long(), cp_group=self.cp_group, packed_seq_params=packed)
             labels, _ = roll_tensor(labels, cp_group=self.cp_group, packed_seq_params=packed)
-            labels = labels.where(there.bool(), IGNORED_LABEL)
+            labels = labels.where(valid.bool(), IGNORED_LABEL)
             further = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
             log_probs, _ = self._head(output, weight, labels, further)
             row = log_probs.new_zeros(labels.shape[1]).index_copy(0, further, log_probs)
@@ -125,7 +132,7 @@ class PolicyModel(GPTModel):
 
 
 def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
-    """This pipeline stage's part of the policy, randomly initialised, as ``args`` describe it."""
+    """Build this pipeline stage of the policy that ``args`` describe, randomly initialised."""
     config = transformer_config_from_args(args)
     if not config.multi_latent_attention:
         inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
@@ -149,7 +156,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     if not config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = inv_freq
     if mtp is not None and config.mtp_loss_scaling_factor == 0:
-        model.mtp.requires_grad_(False)  # kept as they are: no gradient, no optimizer state, no weight decay
+        model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay
     if args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
@@ -160,9 +167,9 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
 
 
 def packed_seq_params(cu_seqlens: torch.Tensor, max_seqlen: int, transformer_impl: str) -> PackedSeqParams:
-    """megatron-core's description of a pack from ``cu_seqlens`` (int32 ``[n + 1]``, on the host)."""
+    """Build megatron-core's description of a pack from ``cu_seqlens`` (int32 ``[n + 1]``, on the host)."""
     on_device = cu_seqlens.to(device(), non_blocking=True)
-    # megatron-core's unfused rope reads the padded offsets as numbers in every layer: on the host no kernel stalls.
+    # megatron-core's unfused rope reads the padded offsets as numbers in every layer; on the host this needs no sync.
     for_rope = on_device if transformer_impl == "transformer_engine" else cu_seqlens
     return PackedSeqParams(
         qkv_format="thd",

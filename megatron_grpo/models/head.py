@@ -6,14 +6,14 @@ For a token with hidden state h and logits z = W h / temperature over the vocabu
 
 (with soft-capped logits z = cap tanh(W h / cap) / temperature).
 
-Logits are made ``chunk`` tokens at a time, in the forward pass and once more in the backward pass, so that no
-``[tokens, vocabulary]`` tensor is ever held; on a GPU the float32 arithmetic is compiled into kernels that keep it in
-registers. Ranks exchange four numbers a token, never the vocabulary. The gradients
+Logits are computed for ``chunk`` tokens at a time, in the forward pass and again in the backward pass, so that no
+``[tokens, vocabulary]`` tensor is ever stored. On a GPU the float32 arithmetic is compiled into kernels that keep it in
+registers. Ranks exchange four numbers for each token, never the vocabulary. The gradients
 
     d log p(y) / d z_v = 1[v = y] - p_v      d entropy / d z_v = -p_v (log p_v + entropy)
 
-need no communication, because each rank owns its columns. (A plain ``all_reduce`` under autograd would give the right
-loss and wrong gradients.)
+need no communication, because each rank holds its own columns. (A plain ``all_reduce`` under autograd would give the
+right loss and wrong gradients.)
 """
 
 import torch
@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from megatron_grpo.models.softcap import soft_cap
 
-CHUNK = 4096  # tokens: with a vocabulary of 152k one chunk of logits is 2.3 GiB
+CHUNK = 4096  # tokens; with a vocabulary of 152k the logits of a chunk take 2.3 GiB
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``hidden`` ``[t, h]`` times ``weight`` ``[v, h]`` transposed, float32 ``[t, v]``, as the engine computes them.
+    """Return the logits ``hidden`` ``[t, h]`` times ``weight`` ``[v, h]`` transposed, float32 ``[t, v]``.
 
-    On a GPU the sums of a product in 16 bits are kept in float32: rounded to bf16, a logit of 20 is off by up to 0.06.
+    The engine computes the same. On a GPU the sums of a 16-bit product stay in float32: rounding to bf16 would change a
+    logit of 20 by up to 0.06.
     """
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -44,12 +45,11 @@ def vocab_parallel_log_probs(
     chunk: int = CHUNK,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label and entropy of its distribution, float32 ``[t]`` each, equal on every rank of
-    ``group``.
+    """Return the log-probability of each label and the entropy of its distribution, float32 ``[t]`` each.
 
-    ``hidden`` is ``[t, h]`` (the same on every rank), ``weight`` this rank's ``[V/tp, h]`` rows, ``labels`` ``[t]``.
-    Rows at or past ``vocab_size`` are padding and get no probability; ``cap`` soft-caps the logits. The gradient of
-    ``hidden`` is this rank's partial sum.
+    The results are equal on every rank of ``group``. ``hidden`` is ``[t, h]`` (the same on every rank), ``weight`` this
+    rank's shard ``[V/tp, h]``, ``labels`` ``[t]``. Rows at or after ``vocab_size`` are padding and get no probability;
+    ``cap`` soft-caps the logits. The gradient of ``hidden`` is this rank's partial sum.
     """
     return _LogProbs.apply(hidden, weight, labels, temperature, vocab_size, group, chunk, cap)
 
@@ -59,7 +59,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, temperature, vocab_size, group, chunk, cap):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight) if group is not None else 0
-        rows = min(max(0, vocab_size - first), len(weight))  # the others are padding
+        rows = min(max(0, vocab_size - first), len(weight))  # the other rows are padding
         log_z, entropy, chosen = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
         for part in _chunks(len(labels), chunk):
             logits = float32_logits(hidden[part], weight[:rows])
@@ -79,7 +79,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx, grad_chosen, grad_entropy):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         temperature, first, rows, chunk, cap = ctx.options
-        zeros = torch.zeros_like(log_z)  # None stands for a gradient of zero
+        zeros = torch.zeros_like(log_z)  # autograd passes None for a zero gradient
         grad_chosen = zeros if grad_chosen is None else grad_chosen
         grad_entropy = zeros if grad_entropy is None else grad_entropy
         grad_hidden = torch.empty_like(hidden)
@@ -95,7 +95,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _fused(function):
-    """Compile elementwise work over logits into one kernel on a GPU; a CPU's vocabulary is small."""
+    """Compile elementwise work over logits into one kernel on a GPU; vocabularies of CPU runs are small."""
     return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
 
 
@@ -106,29 +106,29 @@ def _peak(logits, temperature: float, cap: float | None):
 
 @_fused
 def _sums(logits, peak, column, temperature: float, cap: float | None):
-    """This rank's part of sum exp(z - peak), of z_y - peak, and of sum exp(z - peak) (z - peak): ``[3, t]``."""
+    """Return this rank's share of sum exp(z - peak), z_y - peak, and sum exp(z - peak) (z - peak): ``[3, t]``."""
     z = soft_cap(logits, cap) / temperature - peak[:, None]
     mass = z.exp()
-    return torch.stack([mass.sum(-1), torch.where(_is(column, z), z, 0.0).sum(-1), (mass * z).sum(-1)])
+    return torch.stack([mass.sum(-1), torch.where(_is_label(column, z), z, 0.0).sum(-1), (mass * z).sum(-1)])
 
 
 @_fused
 def _gradient(
     logits, log_z, entropy, column, grad_chosen, grad_entropy, temperature: float, cap: float | None, dtype: torch.dtype
 ):
-    """Gradient of this rank's logits, in ``dtype``."""
+    """Return the gradient of this rank's logits, in ``dtype``."""
     capped = soft_cap(logits, cap)
     log_p = capped / temperature - log_z[:, None]
     p = log_p.exp()
-    grad = torch.where(_is(column, p), 1.0 - p, -p) * grad_chosen[:, None]
+    grad = torch.where(_is_label(column, p), 1.0 - p, -p) * grad_chosen[:, None]
     grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
     if cap is not None:
-        grad = grad * (1 - (capped / cap) ** 2)  # of cap * tanh(x / cap)
+        grad = grad * (1 - (capped / cap) ** 2)  # derivative of cap * tanh(x / cap)
     return (grad / temperature).to(dtype)
 
 
-def _is(column, logits):
-    """Where each token's label is; nowhere if another rank holds it."""
+def _is_label(column, logits):
+    """Return a mask of each token's label among the logits; all False if another rank holds the label."""
     return torch.arange(logits.shape[1], device=logits.device) == column[:, None]
 
 

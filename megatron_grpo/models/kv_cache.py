@@ -1,8 +1,8 @@
-"""Keys and values of a generation, kept by the attention layers of the training model itself.
+"""Key/value cache for generation with the training model.
 
-Within `generating` each attention layer of a model writes the keys and values of its tokens into a cache and attends
-over what is there. The model is called without packing (``PolicyModel.hidden_states``), because megatron-core then
-takes rotary frequencies token by token: each token gets those of its own position.
+Within `generating` each attention layer of the model writes the keys and values of its tokens to a cache and attends to
+the cached tokens. The model is called without packing (``PolicyModel.hidden_states``), because megatron-core then uses
+a separate row of rotary frequencies for each token: the row of the token's own position.
 """
 
 import contextlib
@@ -21,23 +21,21 @@ from megatron_grpo.models.softcap import soft_cap, soft_capped_attention
 
 @dataclass(frozen=True)
 class Step:
-    """The tokens of one forward: whole prompts end to end, then the newest token of each running completion, then
-    padding.
-    """
+    """The tokens of one forward pass: whole prompts, then the newest token of each running completion, then padding."""
 
     tokens: torch.Tensor  # int64 [t]
     positions: torch.Tensor  # int64 [t], within their sequences
-    rows: torch.Tensor  # int64 [r], places in the cache to be written ...
-    source: torch.Tensor  # int64 [r], ... and whose keys and values go there: a prompt's may go to several slots
+    rows: torch.Tensor  # int64 [r], rows of the cache to write
+    source: torch.Tensor  # int64 [r], the token for each of these rows; a prompt's tokens may go to several slots
     prompt_ends: tuple[int, ...]  # (0, end of the first prompt, ...)
-    slots: torch.Tensor  # int64 [n], those of the running completions
-    lengths: torch.Tensor  # int64 [n], tokens of theirs in the cache, with the newest one
-    longest: int  # of `lengths`
-    sampled: torch.Tensor  # int64 [s], the tokens whose successors are wanted
+    slots: torch.Tensor  # int64 [n], slots of the running completions
+    lengths: torch.Tensor  # int64 [n], cached tokens of each running completion, with the newest one
+    longest: int  # maximum of `lengths`
+    sampled: torch.Tensor  # int64 [s], the tokens after which the next token is sampled
 
     @cached_property
     def cu_prompts(self) -> torch.Tensor:
-        """``prompt_ends`` as int32 on the device."""
+        """Return ``prompt_ends`` as int32 on the device."""
         return torch.tensor(self.prompt_ends, dtype=torch.int32).to(self.tokens.device, non_blocking=True)
 
     @property
@@ -46,45 +44,48 @@ class Step:
 
 
 class KVCache:
-    """Room for ``slots`` sequences of ``length`` tokens in every attention layer of ``model`` (this rank's chunks)."""
+    """A cache of ``slots`` sequences of ``length`` tokens in each attention layer of ``model`` (this rank's chunks)."""
 
     def __init__(self, model: list[torch.nn.Module], slots: int, length: int):
         self.slots, self.length = slots, length
-        self.step: Step | None = None  # of the forward that runs
+        self.step: Step | None = None  # tokens of the current forward pass
         self._shapes = [_shape(attention) for attention in _attentions(model)]
         self._dtype, self._device = next(model[0].parameters()).dtype, next(model[0].parameters()).device
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values [slots * length, heads, d]
 
     @property
     def num_bytes(self) -> int:
-        """What all layers take on this rank."""
+        """Return the size of the cache of all layers on this rank."""
         rows = self.slots * self.length
         return sum(2 * rows * heads * channels for heads, channels in self._shapes) * self._dtype.itemsize
 
     def allocate(self) -> None:
-        """Take the memory; nothing if it is there."""
+        """Allocate the memory, if it is not allocated."""
         if not self.layers:
             rows = self.slots * self.length
             self.layers = [
-                # Zeros: what is masked must still be a number, because 0 times nan is nan.
+                # Zeros, because masked values must not be nan: 0 times nan is nan.
                 tuple(torch.zeros(2, rows, *shape, dtype=self._dtype, device=self._device).unbind())
                 for shape in self._shapes
             ]
 
     def free(self) -> None:
-        """Give the memory up."""
+        """Free the memory."""
         self.layers = []
 
 
 def _attentions(model: list[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """The decoder's self-attention modules; layers of multi-token prediction generate nothing."""
+    """Yield the decoder's self-attention modules; multi-token-prediction layers are not used in generation."""
     for chunk in unwrap_model(model):
         for layer in chunk.decoder.layers:
             yield layer.self_attention
 
 
 def _shape(attention: torch.nn.Module) -> tuple[int, int]:
-    """(heads of keys and values on this rank, their channels); the smaller of the two (MLA) has zeros at its end."""
+    """Return (key/value heads on this rank, channels of a head).
+
+    With MLA keys and values differ in size; the smaller one is padded with zeros.
+    """
     config = attention.config
     if config.multi_latent_attention:
         return attention.num_attention_heads_per_partition, max(attention.q_head_dim, config.v_head_dim)
@@ -93,37 +94,38 @@ def _shape(attention: torch.nn.Module) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def generating(model: list[torch.nn.Module], cache: KVCache) -> Iterator[None]:
-    """Within, the model is in evaluation mode and its attention goes through ``cache``, whose ``step`` is set before
-    each forward; afterwards every module, mode and setting is the one it was.
+    """Use ``cache`` in the attention of ``model`` within the context, in evaluation mode.
+
+    The caller sets ``cache.step`` before each forward pass. On exit every module, mode and setting is restored.
     """
     with contextlib.ExitStack() as undo:
         for module in (module for chunk in model for module in chunk.modules()):
-            _put(undo, module, "training", False)
+            _replace(undo, module, "training", False)
         for chunk in unwrap_model(model):
             if not chunk.config.multi_latent_attention:
-                _put(undo, chunk, "rotary_pos_emb", RopeByPosition(chunk.rotary_pos_emb, cache))
-            _put(undo, chunk.decoder, "input_tensor", None)
+                _replace(undo, chunk, "rotary_pos_emb", RopeByPosition(chunk.rotary_pos_emb, cache))
+            _replace(undo, chunk.decoder, "input_tensor", None)
         for attention, (keys, values) in zip(_attentions(model), cache.layers, strict=True):
             if attention.config.multi_latent_attention:
-                _put(undo, attention, "rotary_pos_emb", RopeByPosition(attention.rotary_pos_emb, cache))
-            # The fused kernels of latent attention want cosines and sines of consecutive positions.
-            _put(undo, attention.config, "apply_rope_fusion", False)
-            _put(undo, attention, "core_attention", CachedAttention(attention, cache, keys, values))
+                _replace(undo, attention, "rotary_pos_emb", RopeByPosition(attention.rotary_pos_emb, cache))
+            # The fused kernels of latent attention need cosines and sines of consecutive positions.
+            _replace(undo, attention.config, "apply_rope_fusion", False)
+            _replace(undo, attention, "core_attention", CachedAttention(attention, cache, keys, values))
         yield
 
 
-def _put(undo: contextlib.ExitStack, owner, name: str, value) -> None:
+def _replace(undo: contextlib.ExitStack, owner, name: str, value) -> None:
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
 
 class RopeByPosition(torch.nn.Module):
-    """Stands in for a rotary embedding: of its table it gives the rows of the present tokens' positions."""
+    """Replacement of a rotary embedding that returns the rows of its table for the positions of the current tokens."""
 
     def __init__(self, rope: torch.nn.Module, cache: KVCache):
         super().__init__()
-        table = rope(cache.length, packed_seq=True)  # packed: not cut up for context-parallel ranks
-        # YaRN's of megatron-core also tells a factor of cosines and sines.
+        table = rope(cache.length, packed_seq=True)  # packed: not split over context-parallel ranks
+        # megatron-core's YaRN embedding also returns a factor of cosines and sines.
         self.table, self.factor = table if isinstance(table, tuple) else (table, None)
         self.cache = cache
 
@@ -131,26 +133,26 @@ class RopeByPosition(torch.nn.Module):
         return self.cache.length
 
     def forward(self, *args, **kwargs):
-        """``[t, 1, 1, d]``, or ``[2, t, 1, 1, d]`` of `TwoRopes`; with the factor where there is one."""
+        """Return ``[t, 1, 1, d]``, or ``[2, t, 1, 1, d]`` for `TwoRopes`; a pair with the factor for YaRN."""
         rows = self.table.index_select(self.table.ndim - 4, self.cache.step.positions)
         return rows if self.factor is None else (rows, self.factor)
 
 
 class CachedAttention(torch.nn.Module):
-    """Stands in for an attention module's ``core_attention``: the same function, over prompts and over a cache.
+    """Replacement of an attention module's ``core_attention``: the same function over prompts and the cache.
 
-    Takes q ``[t, 1, heads, d]``, k ``[t, 1, groups, d]`` and v ``[t, 1, groups, d_v]`` of the cache's ``step``; returns
-    ``[t, 1, heads * d_v]``, 0 for padding. Each context-parallel rank has whole sequences of its own.
+    ``forward`` takes q ``[t, 1, heads, d]``, k ``[t, 1, groups, d]`` and v ``[t, 1, groups, d_v]`` of the cache's
+    ``step`` and returns ``[t, 1, heads * d_v]``, 0 for padding. Each context-parallel rank has other, whole sequences.
     """
 
     def __init__(self, attention: torch.nn.Module, cache: KVCache, keys: torch.Tensor, values: torch.Tensor):
         super().__init__()
         config = attention.config
         self.core, self.cache, self.keys, self.values = attention.core_attention, cache, keys, values
-        # Transformer Engine's has neither sinks nor caps: layer_specs.py takes ours for both.
-        ours = isinstance(self.core, PackedAttention)
-        self.softcap = self.core.softcap if ours else None
-        self.sinks = self.core.sinks if ours else lambda query: None
+        # Only PackedAttention has sinks and soft caps: layer_specs.py never uses Transformer Engine for them.
+        packed = isinstance(self.core, PackedAttention)
+        self.softcap = self.core.softcap if packed else None
+        self.sinks = self.core.sinks if packed else lambda query: None
         scale = attention.softmax_scale if config.multi_latent_attention else config.softmax_scale
         self.scale = keys.shape[-1] ** -0.5 if scale is None else scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number)
@@ -171,11 +173,11 @@ class CachedAttention(torch.nn.Module):
         return out.flatten(1)[:, None]
 
     def _over_prompts(self, q, k, v) -> torch.Tensor:
-        """Causal attention within each prompt, by the training's kernels."""
+        """Compute causal attention within each prompt, with the kernels of training."""
         step = self.cache.step
         if self.softcap is not None:
-            sees = visible_keys(step.prompt_ends, 1, 0, self.left, q.device)
-            return soft_capped_attention(q, k, v, sees, self.scale, self.softcap)
+            mask_mod = visible_keys(step.prompt_ends, 1, 0, self.left, q.device)
+            return soft_capped_attention(q, k, v, mask_mod, self.scale, self.softcap)
         if q.is_cuda:
             longest = step.longest_prompt
             kernel = Varlen(step.cu_prompts, step.cu_prompts, longest, longest, self.left, self.scale)
@@ -184,7 +186,7 @@ class CachedAttention(torch.nn.Module):
         return attend(q, k, v, self.sinks(q), kernel)
 
     def _over_cache(self, q) -> torch.Tensor:
-        """One query for each running completion: ``[n, heads, d]``."""
+        """Compute attention of one query for each running completion over the cache: ``[n, heads, d]``."""
         step = self.cache.step
         q = torch.nn.functional.pad(q, (0, self.keys.shape[-1] - q.shape[-1]))
         if self.softcap is None and q.is_cuda:
@@ -202,31 +204,33 @@ class CachedAttention(torch.nn.Module):
         bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))[:, None, None]
         if self.softcap is None:
             return Attention.apply(q, keys, values, self.sinks(q), MaskedDecode(bias, self.scale))
-        # In float32, as no product of 16 bits leaves scores exact enough.
+        # In float32: scores of a 16-bit product are too inexact for the cap.
         scores = _grouped(q, keys).float() @ keys.float().transpose(2, 3) * self.scale
         probabilities = (soft_cap(scores, self.softcap) + bias.float()).softmax(-1)
         return (probabilities.to(values.dtype) @ values).reshape(q.shape)
 
 
 def _grouped(q, keys) -> torch.Tensor:
-    """Queries ``[n, heads, d]`` as ``[n, groups, heads / groups, d]``: those of a group share its keys."""
+    """Reshape queries ``[n, heads, d]`` to ``[n, groups, heads / groups, d]``; the heads of a group share its keys."""
     return q.reshape(len(q), keys.shape[1], -1, q.shape[-1])
 
 
 @dataclass(frozen=True)
 class Decode:
-    """CUDA: the flash kernel of `Varlen` over slots of the cache as they lie there, of which only a part is in use."""
+    """CUDA kernel: the flash kernel of `Varlen` over partly filled slots of the cache, without a copy."""
 
     step: Step
-    length: int  # of a slot
+    length: int  # tokens of a slot
     left: int  # as in `Varlen`
     scale: float
 
     def forward(self, q, k, v):
-        """(out, lse); k and v are the whole cache."""
+        """Return (out, lse); k and v are the whole cache."""
         n = len(q)
         queries = torch.arange(n + 1, dtype=torch.int32, device=q.device)
-        begins = torch.nn.functional.pad(self.step.slots * self.length, (0, 1)).int()  # what ends where is not asked
+        begins = torch.nn.functional.pad(
+            self.step.slots * self.length, (0, 1)
+        ).int()  # the kernel reads begins and seqused_k only
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -248,13 +252,13 @@ class Decode:
 
 @dataclass(frozen=True)
 class MaskedDecode:
-    """CPU: the flash kernel over copies of the slots in use; ``bias`` ``[n, 1, 1, longest]`` hides what is not seen."""
+    """CPU kernel: the flash kernel over copies of the slots in use; ``bias`` ``[n, 1, 1, longest]`` masks keys."""
 
     bias: torch.Tensor
     scale: float
 
     def forward(self, q, k, v):
-        """(out, lse); k and v are ``[n, groups, longest, d]``."""
+        """Return (out, lse); k and v are ``[n, groups, longest, d]``."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(_grouped(q, k), k, v, attn_mask=self.bias, scale=self.scale)
         return out.reshape(q.shape), lse.reshape(len(q), -1).T

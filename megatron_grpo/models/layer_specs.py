@@ -1,4 +1,4 @@
-"""Which modules the layers are made of: Transformer Engine's, or megatron-core's own with ours in some places."""
+"""Layer specifications: Transformer Engine's modules, or megatron-core's with some modules of this package."""
 
 from argparse import Namespace
 from functools import partial
@@ -22,8 +22,8 @@ from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
 from megatron_grpo.models.two_ropes import TwoRopesAttention
 
-# Transformer Engine fuses a norm into the linear layer behind it. Checkpoints have its names, so that one written by
-# either implementation loads into the other: the name in a layer of the local spec -> Transformer Engine's.
+# Names in a layer of the local spec -> Transformer Engine's names. Transformer Engine fuses a norm into the next linear
+# layer. Checkpoints always have Transformer Engine's names, so that either implementation can load them.
 _FUSED_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _FUSED_LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -31,8 +31,8 @@ _FUSED_LATENT_NORMS = {
 }
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
-# Without Transformer Engine megatron-core asks whether these are None, or what is an instance of them, but has bound
-# them to nothing that can be asked.
+# megatron-core compares these with None or uses them in isinstance, but without Transformer Engine it does not define
+# them accordingly.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 if not isinstance(multi_latent_attention.TELinear, type):
@@ -40,8 +40,10 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 class Router(TopKRouter):
-    """megatron-core's router; its own count of tokens per expert fails when there is padding to leave out, and its
-    record of choices is never let go.
+    """megatron-core's router with two corrections.
+
+    megatron-core's count of tokens per expert fails with a padding mask, and its list of replay records keeps them
+    alive after the model is freed.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection=None):
@@ -56,11 +58,11 @@ class Router(TopKRouter):
 
 
 def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (or virtual stage) and its final norm."""
+    """Return the specification of this (virtual) pipeline stage: its layers and the final norm."""
     layers = _layers(config, args)
     if config.pipeline_model_parallel_layout is not None:
-        mine = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
-        layers = [layers[i] for i in mine]
+        own = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        layers = [layers[i] for i in own]
     else:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
@@ -68,7 +70,10 @@ def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | Non
 
 
 def mtp_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None):
-    """The multi-token-prediction layers, where this stage holds them: each has a layer like the decoder's last."""
+    """Return the specification of the multi-token-prediction layers, or None on stages without them.
+
+    Each has a transformer layer like the last one of the decoder.
+    """
     if not config.mtp_num_layers:
         return None
     last = _layers(config, args)[-1]
@@ -88,23 +93,23 @@ def _norm(transformer_impl: str) -> type:
 
 
 def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
-    """A specification for every decoder layer of the whole model."""
+    """Return the specification of every decoder layer of the whole model."""
     use_te = args.transformer_impl == "transformer_engine"
     layers = get_gpt_decoder_layer_specs(config, use_te, normalization=config.normalization)
-    kinds = {id(layer): layer for layer in layers}  # dense and MoE layers: two objects, listed many times
+    kinds = {id(layer): layer for layer in layers}  # the list repeats two objects: a dense layer and an MoE layer
     for layer in kinds.values():
         if not use_te:
-            _use_ours(config, layer)
+            _use_local_modules(config, layer)
         elif config.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        _add_parts(args, layer)
+        _add_family_modules(args, layer)
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
     return layers
 
 
-def _add_parts(args: Namespace, layer: ModuleSpec) -> None:
-    """Put what only some families have into a layer of either implementation."""
+def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
+    """Add the modules that only some model families have to a layer of either implementation."""
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp.submodules
     if args.sandwich_norm:
         norm = _norm(args.transformer_impl)
@@ -116,8 +121,8 @@ def _add_parts(args: Namespace, layer: ModuleSpec) -> None:
         attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
 
-def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:
-    """Put our norm, attention and grouped experts into a layer of the local spec."""
+def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
+    """Replace norm, attention and experts of a layer of the local spec by the modules of this package."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -125,8 +130,8 @@ def _use_ours(config: TransformerConfig, layer: ModuleSpec) -> None:
     names: dict[str, str] = {}
     if config.multi_latent_attention:
         names |= _FUSED_LATENT_NORMS
-        # Whole on every rank, as in Transformer Engine's spec: the gradient of the keys' rotary part, which all heads
-        # share, would be lost on its way back through megatron-core's split projection.
+        # Replicated on every rank, as in Transformer Engine's spec: megatron-core's split projection would lose the
+        # gradient of the keys' rotary channels, which all heads share.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         if config.qk_layernorm:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm

@@ -1,4 +1,4 @@
-"""RMSNorm for the ``local`` layer spec, which works under sequence parallelism (megatron-core's wrapper refuses it)."""
+"""RMSNorm for the ``local`` layer spec with sequence parallelism, which megatron-core's wrapper refuses."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), built as megatron-core builds its norms.
 
-    With ``--apply-layernorm-1p`` it multiplies by 1 + weight, in float32 like Gemma: in 16 bits 1 + weight would lose
-    most of the weight. Under sequence parallelism each tensor-parallel rank sees a part of the tokens, so the weight's
-    gradient is a partial sum: the mark ``sequence_parallel`` makes megatron-core add the parts up.
+    With ``--apply-layernorm-1p`` it multiplies by 1 + weight in float32, as Gemma does: in 16 bits 1 + weight would
+    lose most of the weight. Under sequence parallelism each tensor-parallel rank has a slice of the tokens, so the
+    gradient of the weight is a partial sum; the attribute ``sequence_parallel`` makes megatron-core add these sums.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
@@ -29,9 +29,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def with_post_layernorm(linear: type, norm: Any) -> type:
-    """A row-parallel linear layer, of either implementation, with a norm of its own on its output (Gemma 2, GLM-4).
+    """Return a subclass of a row-parallel linear layer with a norm on its output (Gemma 2, GLM-4).
 
-    ``norm`` is built like `RMSNorm`. The norm comes after the tensor-parallel ranks' partial sums have been added up.
+    ``linear`` is a class of either implementation; ``norm`` has the constructor of `RMSNorm`. The norm follows the
+    reduction over tensor-parallel ranks.
     """
 
     class PostNormLinear(linear):

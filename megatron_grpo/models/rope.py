@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embeddings, scaled (``--rope-scaling``) by transformers' own functions."""
+"""Frequencies of rotary position embeddings; transformers' functions compute the scaling (``--rope-scaling``)."""
 
 import math
 from argparse import Namespace
@@ -10,11 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.utils.errors import GrpoError
 
-# A scaling as config.json has it: {"rope_type": "yarn", "factor": 4.0, ...}; None: plain frequencies.
+# rope_scaling of config.json: {"rope_type": "yarn", "factor": 4.0, ...}; None: frequencies without scaling.
 Scaling = Mapping[str, Any] | None
 
-# rope_type -> (parameters that it needs, parameters that it may have). Transformers and vLLM read these alike; of
-# LongRoPE's, transformers alone knows attention_factor, vLLM alone short_mscale and long_mscale.
+# rope_type -> (required parameters, optional parameters), which transformers and vLLM interpret alike. LongRoPE's other
+# parameters are excluded: only transformers reads attention_factor, only vLLM short_mscale and long_mscale.
 PARAMETERS = {
     "linear": ("factor", ""),
     "llama3": ("factor low_freq_factor high_freq_factor original_max_position_embeddings", ""),
@@ -27,7 +27,7 @@ PARAMETERS = {
 
 
 def check_scaling(scaling: Scaling, max_position_embeddings: int) -> None:
-    """Raise GrpoError for a scaling that is of no known kind, lacks a parameter or has one too many."""
+    """Refuse a scaling of an unknown type, with a missing parameter, or with an unknown or invalid one."""
     if scaling is None:
         return
     kind = scaling.get("rope_type")
@@ -50,25 +50,26 @@ def check_scaling(scaling: Scaling, max_position_embeddings: int) -> None:
         if scaling["factor"] != ratio:
             raise GrpoError(
                 f"rope scaling of type 'longrope' has factor {scaling['factor']}, but max_position_embeddings "
-                f"({max_position_embeddings}) / original_max_position_embeddings = {ratio}, which vLLM takes instead"
+                f"({max_position_embeddings}) / original_max_position_embeddings = {ratio}, and vLLM uses the latter: "
+                "make both equal"
             )
 
 
 def frequencies(args: Namespace, base: float, scaling: Scaling) -> tuple[torch.Tensor, float]:
-    """(angles per token [rotated channels / 2] in float32, factor of cosines and sines) of a rotary embedding.
+    """Return (angles per token [rotated channels / 2] in float32, factor of cosines and sines) of a rotary embedding.
 
-    Of LongRoPE's two lists of factors those for short sequences: `check_rope` refuses longer ones. GrpoError for
-    parameters that transformers' function cannot work with.
+    Uses LongRoPE's factors for short sequences, because `check_rope` refuses longer ones. Raises GrpoError for
+    parameters that transformers' function cannot process.
     """
     channels = int(args.kv_channels * args.rotary_percent)  # rounded as in megatron-core
     if scaling is None:
         return 1.0 / base ** (torch.arange(0, channels, 2, dtype=torch.float) / channels), 1.0
     check_scaling(scaling, args.max_position_embeddings)
-    from transformers import PreTrainedConfig  # takes a second, which models without scaling need not wait
+    from transformers import PreTrainedConfig  # the import takes a second; only scaling needs it
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = PreTrainedConfig()
-    config.head_dim = config.hidden_size = channels  # of one head; the functions ask for either
+    config.head_dim = config.hidden_size = channels  # size of one head; the functions read one or the other
     config.num_attention_heads, config.max_position_embeddings = 1, args.max_position_embeddings
     config.rope_parameters = {**scaling, "rope_theta": base}
     try:
@@ -81,36 +82,36 @@ def frequencies(args: Namespace, base: float, scaling: Scaling) -> tuple[torch.T
 
 
 def check_rope(args: Namespace) -> None:
-    """Raise GrpoError for a rotary embedding that trainer and engine would not compute alike, or not at all."""
+    """Refuse a rotary embedding that trainer and engine compute differently or that cannot be computed."""
     if args.multi_latent_attention:
         return
     channels = int(args.kv_channels * args.rotary_percent)
     if channels % 2 or not 0 < channels <= args.kv_channels:
         raise GrpoError(
             f"--rotary-percent ({args.rotary_percent}) of --kv-channels ({args.kv_channels}) are {channels} channels: "
-            "pairs of channels are rotated"
+            f"give an even number from 2 to {args.kv_channels}, because pairs of channels are rotated"
         )
     _, factor = frequencies(args, args.rotary_base, args.rope_scaling)
     if args.apply_rope_fusion and (factor != 1 or args.rotary_interleaved):
         raise GrpoError(
-            "--apply-rope-fusion: the fused kernel for packs knows neither --rotary-interleaved nor the attention "
-            f"factor ({factor:.4g}) of --rope-scaling: leave it out"
+            "--apply-rope-fusion: the fused kernel for packs supports neither --rotary-interleaved nor the attention "
+            f"factor ({factor:.4g}) of --rope-scaling: leave --apply-rope-fusion out"
         )
     if args.rope_scaling and args.rope_scaling["rope_type"] == "longrope":
         original = args.rope_scaling["original_max_position_embeddings"]
         if args.vllm_max_model_len > original:
             raise GrpoError(
                 f"--vllm-max-model-len ({args.vllm_max_model_len}) exceeds the original_max_position_embeddings "
-                f"({original}) of --rope-scaling: beyond it transformers takes LongRoPE's other factors for long "
-                "sequences, vLLM for all; shorten --max-prompt-length and --max-completion-length"
+                f"({original}) of --rope-scaling: beyond this length transformers uses LongRoPE's other factors for "
+                "long sequences only, vLLM for all; reduce --max-prompt-length or --max-completion-length"
             )
 
 
 def set_attention_factor(config: TransformerConfig, factor: float) -> None:
     """Make megatron-core's attention multiply cosines and sines by `factor`.
 
-    It computes (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1) from attributes of the configuration
-    (_yarn_get_concentration_factor), whatever the kind of embedding.
+    For every kind of embedding megatron-core computes (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1)
+    from attributes of the configuration (_yarn_get_concentration_factor).
     """
     config.yarn_rotary_scaling_factor = math.e
     config.yarn_mscale = 10 * (factor - 1)

@@ -1,13 +1,12 @@
-"""Routing replay: an update uses the experts that were chosen before it, by the old policy (R2) or the engine (R3).
+"""Routing replay: an update uses the experts that the old policy (R2) or the engine (R3) chose before the update.
 
-A router that has moved a little sends tokens that were near a tie to other experts: their probabilities jump by more
-than the policy has learnt, and the ratios of the loss with them. Replay repeats the discrete choice alone; how the
-chosen experts are weighted is the present router's, and gradients flow into it (arXiv:2507.18071, section 5.3, for the
-old policy's; arXiv:2510.11370 for the engine's).
+After a small change a router sends tokens near a tie to other experts. The probabilities of these tokens, and the
+ratios in the loss, then change by more than the policy has learnt. Replay repeats only the discrete choice. The current
+router computes the weights of the chosen experts, and gradients flow into it (arXiv:2507.18071, section 5.3, for the
+old policy; arXiv:2510.11370 for the engine).
 
-The choices are ``RolloutBatch.routed_experts``. Before each forward of a micro-batch a chunk's routers are told what is
-known of its tokens (``next_micro_batch``). A token of which nothing is known takes the router's own choice; in the
-layers of multi-token prediction all tokens do.
+``RolloutBatch.routed_experts`` holds the choices. ``next_micro_batch`` sets the choices of a micro-batch before each
+forward pass. Tokens without a recorded choice, and all tokens in multi-token-prediction layers, use the router's own.
 """
 
 import contextlib
@@ -29,10 +28,10 @@ from megatron_grpo.parallel.sequence_parallel import own_tokens
 
 
 class Replay(RouterReplay):
-    """What one router records or repeats; unlike megatron-core's it belongs to its router alone."""
+    """Record of the experts that one router chooses or replays; megatron-core's class keeps a global list instead."""
 
     def __init__(self, config: TransformerConfig):
-        # Not super().__init__(): it enters itself in a list of the class, which would outlive the model.
+        # Not super().__init__(): it appends self to a list of the class, which would keep it alive after the model.
         self.router_replay_action = None
         self.recomputed = config.recompute_granularity == "full" or (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
@@ -41,24 +40,24 @@ class Replay(RouterReplay):
 
     def clear_indices(self) -> None:
         super().clear_indices()
-        self.source: Int64 = np.empty(0, np.int64)  # of the micro-batch that is recorded
-        self.recorded: list[tuple[Int64, np.ndarray]] = []  # (source [tokens], experts [tokens, topk]) of each
+        self.source: Int64 = np.empty(0, np.int64)  # token positions in the batch, of the recorded micro-batch
+        self.recorded: list[tuple[Int64, np.ndarray]] = []  # (source [tokens], experts [tokens, topk]) per micro-batch
 
     def set_target_indices(self, topk_indices: torch.Tensor) -> None:
-        """What to repeat, ``[tokens, topk]`` with -1 where unknown, in the next forward and its recomputation."""
+        """Set the experts ``[tokens, topk]`` (-1: unknown) of the next forward pass and of its recomputation."""
         self.target_topk_idx = topk_indices
         if self.recomputed and torch.is_grad_enabled():
             self.replay_backward_list.append(topk_indices)
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """(values, experts), both ``[tokens, topk]``, of scores ``[tokens, experts]``."""
+        """Return (values, experts), both ``[tokens, topk]``, for scores ``[tokens, experts]``."""
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
             self.recorded.append((self.source, chosen.to("cpu", torch.int16).numpy()))
         if self.router_replay_action is not RouterReplayAction.REPLAY_FORWARD:
             return values, chosen
-        # Inside autograd's backward this is a recomputation. There, in the 1F1B schedule and in the interleaved one, a
-        # chunk meets its micro-batches in the order in which it met them forward.
+        # Within autograd's backward pass this call is a recomputation. In the 1F1B and the interleaved schedule a chunk
+        # recomputes its micro-batches in the order of their forward passes.
         recomputing = torch._C._current_graph_task_id() != -1
         known = self.replay_backward_list.pop(0) if recomputing else self.target_topk_idx
         experts = torch.where((known < 0).any(1, keepdim=True), chosen, known.long())
@@ -66,7 +65,10 @@ class Replay(RouterReplay):
 
 
 def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.Tensor | None) -> None:
-    """Before a chunk's forward of ``pack``: its routers shall repeat ``routed_experts``, the pack's on the device."""
+    """Prepare the routers of ``chunk`` for the forward pass of ``pack``: replay ``routed_experts``, or record.
+
+    ``routed_experts`` are the pack's experts on the device, or None.
+    """
     config = unwrap_model(chunk).config
     for layer, replay in _replays(chunk):
         if routed_experts is not None:
@@ -77,7 +79,7 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
 
 
 def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
-    """Forget what was to be repeated."""
+    """Clear the replayed experts of all routers."""
     for chunk in model:
         for _, replay in _replays(chunk):
             if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
@@ -87,10 +89,11 @@ def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> Iterator[None]:
-    """Under R2 the experts chosen within, in one pass over the whole batch, become ``batch.routed_experts``.
+    """Record the experts of one pass over the whole batch as ``batch.routed_experts``, with R2 only.
 
-    Updates deal completions out to ranks in another way, so every rank gets the choices of all: 2 * layers * topk bytes
-    a token in host memory, and about twice as many through its network (768 and 1,536 with 48 layers and top 8).
+    Updates assign completions to other ranks than this pass, so every rank gets the choices of all tokens: 2 * layers *
+    topk bytes for each token in host memory, and about twice as many over its network (768 and 1,536 with 48 layers and
+    top 8).
     """
     if args.router_replay_mode != "R2":
         yield
@@ -106,14 +109,14 @@ def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> It
             experts[source[real], layer] = chosen[real] + 1
         replay.clear_router_replay_action()
         replay.clear_indices()
-    # Each token of a layer has one writer and is 0 elsewhere: adding up bytes gathers them, without a carry.
+    # One rank writes each token of a layer and all others hold 0, so a sum of bytes gathers them without a carry.
     dist.all_reduce(torch.from_numpy(experts.reshape(-1).view(np.uint8)), group=host_group())
     experts -= 1
     batch.routed_experts = experts
 
 
 def _replays(chunk: torch.nn.Module) -> Iterator[tuple[int, Replay]]:
-    """The routers' records of a chunk's decoder layers, each with its number among the model's MoE layers."""
+    """Yield (number among the model's MoE layers, record of its router) for the decoder layers of a chunk."""
     model = unwrap_model(chunk)
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer) and layer.mlp.router.router_replay is not None:

@@ -1,4 +1,4 @@
-"""Two rotary position embeddings in one model: one for layers with a window, one for the others (Gemma 3)."""
+"""Two rotary position embeddings in one model: for layers with a window and for layers without (Gemma 3)."""
 
 from argparse import Namespace
 
@@ -9,8 +9,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 
 class TwoRopes(torch.nn.Module):
-    """The model's rotary embedding and, behind it along an axis in front, that of layers with a window: of base
-    ``--rotary-base-local``, without scaling. One tensor, because recomputation hands nothing else on.
+    """Two rotary embeddings, stacked along the first axis: the model's and that of layers with a window.
+
+    The latter has the base ``--rotary-base-local`` and no scaling. Both are one tensor, because activation
+    recomputation passes on single tensors only.
     """
 
     def __init__(self, whole: RotaryEmbedding, args: Namespace):
@@ -20,12 +22,12 @@ class TwoRopes(torch.nn.Module):
         self.get_rotary_seq_len = whole.get_rotary_seq_len
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
-        """``[2, s, 1, 1, d]``."""
+        """Return ``[2, s, 1, 1, d]``."""
         return torch.stack([self.whole(*args, **kwargs), self.local(*args, **kwargs)])
 
 
 class TwoRopesAttention(SelfAttention):
-    """Self-attention that takes its layer's part of `TwoRopes`."""
+    """Self-attention that selects the rotary embedding of its layer from `TwoRopes`."""
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, **more):
         config = self.config

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, trackers, completions, provenance, profiles."""
+"""Output of a run: metrics, trackers, completions, provenance, profiles."""

@@ -1,4 +1,4 @@
-"""Flags and rules of what a run reports: metrics, completions, trackers, profiles."""
+"""Flags and rules of metrics, completions, trackers and profiles."""
 
 import importlib.util
 from argparse import Namespace
@@ -10,41 +10,61 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag, needs, positive
 
 LOGGING: tuple[FlagRow, ...] = (
-    ("--log-interval", int, 1, "updates between two lines"),
+    ("--log-interval", int, 1, "updates between two rows of metrics"),
     ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
-    ("--include-performance-metrics", bool, False, "also log tokens/s by phase and device, and TFLOP/s"),
-    ("--device-peak-tflops", float, None, "dense TFLOP/s of a device, for perf/mfu [known ones, in 16 bits]"),
-    ("--num-completions-to-log", int, 8, "completions of a rollout that are written to {save}/completions.jsonl"),
+    ("--include-performance-metrics", bool, False, "also log tokens per second by phase and by device, and TFLOP/s"),
+    (
+        "--device-peak-tflops",
+        float,
+        None,
+        "peak dense TFLOP/s of a device, for perf/mfu [16-bit peak of a known device]",
+    ),
+    ("--num-completions-to-log", int, 8, "completions of each rollout to write to {save}/completions.jsonl"),
 )
 
 TRACKERS: tuple[FlagRow, ...] = (
-    ("--tensorboard-dir", str, None, "directory for TensorBoard"),
+    ("--tensorboard-dir", str, None, "directory to write TensorBoard files to"),
     ("--wandb-project", str, None, "Weights & Biases project"),
     ("--wandb-exp-name", str, None, "Weights & Biases run name"),
-    ("--wandb-entity", str, None, "user or team that the project belongs to"),
-    ("--wandb-save-dir", str, None, "directory for the folder wandb [{save}]"),
-    ("--wandb-mode", ("online", "offline"), None, "offline: keep the run here, for wandb sync [WANDB_MODE]"),
+    ("--wandb-entity", str, None, "user or team that owns the project"),
+    ("--wandb-save-dir", str, None, "parent directory of the folder wandb [{save}]"),
+    (
+        "--wandb-mode",
+        ("online", "offline"),
+        None,
+        "offline: store the run on this machine; upload it with wandb sync [WANDB_MODE]",
+    ),
     ("--swanlab-project", str, None, "SwanLab project"),
     ("--swanlab-exp-name", str, None, "SwanLab run name"),
-    ("--swanlab-workspace", str, None, "user or organization that the project belongs to"),
-    ("--swanlab-save-dir", str, None, "directory for its runs [{save}/swanlog]"),
-    ("--swanlab-mode", ("online", "offline", "local"), None, "offline: keep the run here, for swanlab sync"),
-    ("--log-completions", bool, False, "show what completions.jsonl gets as tables in these, too"),
+    ("--swanlab-workspace", str, None, "user or organization that owns the project"),
+    ("--swanlab-save-dir", str, None, "directory to write SwanLab runs to [{save}/swanlog]"),
+    (
+        "--swanlab-mode",
+        ("online", "offline", "local"),
+        None,
+        "offline: store the run on this machine; upload it with swanlab sync",
+    ),
+    ("--log-completions", bool, False, "also write the completions of completions.jsonl to the trackers, as tables"),
 )
 
 PROFILE: tuple[FlagRow, ...] = (
-    ("--profile", bool, False, "record the updates between --profile-step-start and --profile-step-end"),
-    ("--use-pytorch-profiler", bool, False, "write traces and tables to {save}/profile [mark the updates for nsys]"),
-    ("--profile-step-start", int, 10, "record what comes after this update"),
-    ("--profile-step-end", int, 12, "and up to this one"),
-    ("--profile-ranks", [int], None, "ranks that record [0]"),
+    ("--profile", bool, False, "record a profile of the updates from --profile-step-start to --profile-step-end"),
+    (
+        "--use-pytorch-profiler",
+        bool,
+        False,
+        "use PyTorch's profiler; write to {save}/profile [mark the updates for nsys]",
+    ),
+    ("--profile-step-start", int, 10, "start the profile after this update"),
+    ("--profile-step-end", int, 12, "end the profile after this update"),
+    ("--profile-ranks", [int], None, "ranks to profile [0]"),
 )
 
 PACKAGES = ("wandb", "swanlab")
 
 
 def check_logging(args: Namespace) -> None:
-    """Refuse what is reported nowhere, or cannot be recorded here."""
+    """Raise GrpoError for output without a destination, and for profiles that this machine cannot record."""
     if not args.log_completions:
         needs(args, "num_completions_to_log", "save", "there is no directory to write to")
     if args.num_completions_to_log < 0:
@@ -55,19 +75,20 @@ def check_logging(args: Namespace) -> None:
 
 
 def check_trackers(args: Namespace) -> None:
-    """Refuse a tracker's flags without the tracker, tables without any, and (unless it is a dry run) what is not
-    installed.
+    """Raise GrpoError for a tracker's flags without the tracker, tables without a tracker, and missing packages.
+
+    A dry run does not check packages.
     """
     for package in PACKAGES:
         for name in ("exp_name", "mode", "save_dir", "entity" if package == "wandb" else "workspace"):
-            needs(args, f"{package}_{name}", f"{package}_project", "a run belongs to a project")
+            needs(args, f"{package}_{name}", f"{package}_project", "every run is in a project")
     if args.log_completions and not (args.tensorboard_dir or args.wandb_project or args.swanlab_project):
         raise GrpoError(
-            "--log-completions needs --tensorboard-dir, --wandb-project or --swanlab-project: it makes tables there. "
-            "{save}/completions.jsonl is written anyway"
+            "--log-completions needs --tensorboard-dir, --wandb-project or --swanlab-project: it writes tables "
+            "there. {save}/completions.jsonl does not need the flag"
         )
     if args.log_completions and args.num_completions_to_log == 0:
-        raise GrpoError("--log-completions makes tables of --num-completions-to-log, which is 0: raise it")
+        raise GrpoError("--log-completions writes --num-completions-to-log completions, and that is 0: raise it")
     if args.dry_run:
         return
     for package in PACKAGES:
@@ -80,9 +101,9 @@ def check_trackers(args: Namespace) -> None:
 
 
 def check_profiling(args: Namespace) -> None:
-    """Refuse flags without effect, ranges without updates, and what this machine cannot record."""
+    """Raise GrpoError for flags without effect, an empty range of updates, and profiles that need a GPU."""
     for dest in ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"):
-        needs(args, dest, "profile", "nothing is recorded without it")
+        needs(args, dest, "profile", "no profile is recorded without it")
     if not args.profile:
         return
     start, end = args.profile_step_start, args.profile_step_end
@@ -95,6 +116,6 @@ def check_profiling(args: Namespace) -> None:
         raise GrpoError("--use-pytorch-profiler needs --save: there is no directory to write traces to")
     if not args.use_pytorch_profiler and not torch.cuda.is_available() and not args.dry_run:
         raise GrpoError(
-            f"--profile marks the updates for nsys, which sees a GPU's work and there is none: add "
+            f"--profile marks the updates for nsys, which needs a GPU, and this machine has none: add "
             f"{flag('use_pytorch_profiler')}"
         )

@@ -1,4 +1,4 @@
-"""The lines of ``completions.jsonl``: which completions of a rollout are kept, and what is said of each."""
+"""Rows of ``completions.jsonl``: choice of a rollout's completions, and the fields of each row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ import numpy as np
 from megatron_grpo.data.batch import FinishReason, Float32, RolloutBatch
 from megatron_grpo.data.tokenizer import Tokenizer
 
-TOKENS = 512  # of a completion that are told one by one: a line stays within some 10 kB beside its two texts
+TOKENS = 512  # tokens of a completion that are listed one by one; bounds a row to about 10 kB plus its two texts
 
 
 def chosen(advantages: Float32, count: int) -> list[tuple[int, str]]:
-    """The positions of at most ``count`` of the completions ``[n]``, each with the reason why it was picked.
+    """Choose at most ``count`` of the completions ``[n]``; return the position and the reason of each choice.
 
-    Half are the ``"first"``, which are of the same prompts whatever was sampled; the others are by turns the ``"best"``
-    and the ``"worst"`` of the rest by advantage.
+    Half are the ``"first"`` ones: their prompts do not depend on what was sampled. The others alternate between the
+    ``"best"`` and the ``"worst"`` of the rest by advantage.
     """
     first = min(len(advantages), (count + 1) // 2)
     rest = sorted(range(first, len(advantages)), key=lambda i: -advantages[i])
@@ -29,14 +29,14 @@ def chosen(advantages: Float32, count: int) -> list[tuple[int, str]]:
 def completion_row(
     batch: RolloutBatch, i: int, picked: str, reward_names: Sequence[str], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """What is written of completion ``i``: texts, rewards, advantage, and its first ``TOKENS`` tokens one by one.
+    """Return the row of completion ``i``: texts, rewards, advantage, and its first ``TOKENS`` tokens one by one.
 
-    ``log_probs`` are those under the policy before the update where they were computed, else the engine's (nan where it
-    gave none); ``token_advantages`` are there where tokens of a completion may have different ones.
+    ``log_probs``: old log-probabilities if they were computed, else rollout log-probabilities (nan if the engine
+    returned none). ``token_advantages``: only if tokens of a completion can have different advantages.
     """
     start, end = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
     middle = start + int(batch.prompt_lengths[i])
-    told = slice(middle, min(end, middle + TOKENS))
+    shown = slice(middle, min(end, middle + TOKENS))
     log_probs = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs
     row = {
         "picked": picked,
@@ -47,28 +47,28 @@ def completion_row(
         "finish_reason": FinishReason(batch.finish_reasons[i]).name.lower(),
         "length": end - middle,
         "row": int(batch.row_ids[i]),
-        "tokens": token_texts(tokenizer, batch.tokens[told].tolist()),
-        "log_probs": np.round(log_probs[told].astype(float), 4).tolist(),
+        "tokens": token_texts(tokenizer, batch.tokens[shown].tolist()),
+        "log_probs": np.round(log_probs[shown].astype(float), 4).tolist(),
     }
     if batch.token_advantages is not None:
-        row["token_advantages"] = np.round(batch.token_advantages[told].astype(float), 4).tolist()
+        row["token_advantages"] = np.round(batch.token_advantages[shown].astype(float), 4).tolist()
     return row
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it, special tokens included.
+    """Return the text that each token adds to the tokens before it, special tokens included.
 
-    A token that ends within a character (byte-level vocabularies) adds nothing; its character comes with the token that
-    completes it. Only the last tokens are decoded again for each one, so the time is linear in their number.
+    A token that ends within a character (byte-level vocabularies) adds ""; the token that completes the character adds
+    it. Each step decodes only the last few tokens, so the time is linear in the number of tokens.
     """
     texts: list[str] = []
-    begin = told = 0  # ids[begin:told] give the context in which the next ones are decoded
+    begin = shown = 0  # ids[begin:shown]: context for decoding the next tokens
     for end in range(1, len(ids) + 1):
-        before = tokenizer.decode(list(ids[begin:told]), skip_special_tokens=False)
+        before = tokenizer.decode(list(ids[begin:shown]), skip_special_tokens=False)
         text = tokenizer.decode(list(ids[begin:end]), skip_special_tokens=False)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
             texts.append("")
             continue
         texts.append(text[len(before) :])
-        begin, told = told, end
+        begin, shown = shown, end
     return texts

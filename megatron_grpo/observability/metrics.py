@@ -1,8 +1,8 @@
-"""What a run reports: console lines, ``metrics.jsonl``, ``completions.jsonl``, trackers.py; and the phase timers.
+"""Metrics logger (console, ``metrics.jsonl``, ``completions.jsonl``, trackers) and phase timers.
 
-Rank 0 writes; on the other ranks a logger checks the names it is given and does nothing else. With ``--log-interval N``
-a row, in every one of these places, stands for the last N updates: means, except for maxima and minima (the extreme),
-positions such as ``lr`` (the last value), seconds and counts (the sum) and rates (all tokens over all seconds).
+Rank 0 writes; on other ranks a logger only checks the metrics' names. With ``--log-interval N`` a row combines the last
+N updates: means, except for maxima and minima (the extreme value), positions such as ``lr`` (the last value), seconds
+and counts (the sum), and rates (total tokens divided by total seconds).
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from megatron_grpo.observability.trackers import build_trackers, completion_tabl
 
 _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak"}
 _MINIMA = {"completion/length_min", "ratio/min"}
-_POSITIONS = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
+_LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}
 
 
 class Timers:
-    """Seconds spent in each phase on this rank: ``with timers("rollout"): ...`` for METRICS' ``time/rollout``."""
+    """Timers of the phases on this rank: ``with timers("rollout"): ...`` adds to the metric ``time/rollout``."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -41,10 +41,10 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to a phase of METRICS (else KeyError); a GPU is waited for at both ends.
+        """Context that adds its seconds to ``time/{phase}`` of METRICS; synchronizes the GPU at start and end.
 
-        Phases inside another (the rollout of an evaluation) belong to the outer one. A phase that fails is not counted:
-        the device may not answer.
+        A phase within another one (the rollout of an evaluation) counts for the outer one. A phase that fails is not
+        counted, because the device may not respond. Raises KeyError for an unknown phase.
         """
         check_names([f"time/{phase}"])
         if self.in_phase:
@@ -53,14 +53,14 @@ class Timers:
         self.in_phase = True
         start = _now()
         try:
-            with torch.profiler.record_function(PHASE + phase):  # seen by --profile alone
+            with torch.profiler.record_function(PHASE + phase):  # a range for --profile
                 yield
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
         finally:
             self.in_phase = False
 
     def collect(self) -> dict[str, float]:
-        """Return ``{"time/<phase>": seconds}`` since the last call, and ``time/step`` for all of it; start anew."""
+        """Return ``{"time/<phase>": seconds}`` and ``time/step`` since the last call; reset the timers."""
         now = _now()
         row = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         row["time/step"] = now - self.row_start
@@ -70,15 +70,15 @@ class Timers:
 
 def _now() -> float:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels run asynchronously: without it their time falls to a later phase
+        torch.cuda.synchronize()  # kernels run asynchronously: without this their time counts for a later phase
     return time.perf_counter()
 
 
 class MetricsLogger:
-    """Writes metrics to every place that the arguments name; without ``--save`` no files but TensorBoard's.
+    """Logger that writes metrics to console, files in ``--save`` and trackers, as the arguments specify.
 
-    ``start_iteration`` is the number of updates done before (0 for a new run). On a resume the files in ``--save`` keep
-    the rows up to it and lose the later ones, which the run is about to write again; a new run starts them afresh.
+    ``start_iteration``: number of updates done before (0 for a new run). A resumed run keeps the rows of the files in
+    ``--save`` up to this update and deletes later ones, because it writes them again. A new run empties the files.
     """
 
     def __init__(self, args, rank: int, total_iterations: int, start_iteration: int):
@@ -98,18 +98,18 @@ class MetricsLogger:
                 path = Path(args.save, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 truncate_after(path, start_iteration)
-                # A lone surrogate becomes \udc80, which is how JSON writes it anyway.
+                # A lone surrogate is written as \udc80, which is its form in JSON.
                 self.files[name] = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         self.trackers = build_trackers(args, start_iteration)
-        # disable=None: no bar where the output is not a terminal.
+        # disable=None: no bar if the output is not a terminal.
         self.bar = tqdm(
             total=total_iterations, initial=start_iteration, desc="training", unit="update", disable=None, leave=False
         )
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Take the metrics of one update (a subset of METRICS); every ``--log-interval`` updates a row goes out.
+        """Add the metrics of one update (a subset of METRICS); write a row every ``--log-interval`` updates.
 
-        Call it with ``iteration`` 0 for an evaluation before training.
+        An evaluation before training has ``iteration`` 0.
         """
         check_names(metrics)
         if not self.active:
@@ -121,10 +121,9 @@ class MetricsLogger:
             self._write_row()
 
     def log_completions(self, iteration: int, samples: list[dict]) -> None:
-        """Append samples (what ``completion_log.completion_row`` says of each) to ``completions.jsonl``, and with
-        ``--log-completions`` show them as a table.
+        """Append rows of ``completion_log.completion_row`` to ``completions.jsonl``.
 
-        ``iteration`` is the first update that trains on them.
+        With ``--log-completions`` the trackers get a table, too. ``iteration``: first update that trains on them.
         """
         if "completions.jsonl" in self.files:
             for sample in samples:
@@ -134,9 +133,10 @@ class MetricsLogger:
                 tracker.log_table(iteration, *completion_table(samples))
 
     def flush(self) -> None:
-        """Put everything on the disk; call it before a checkpoint is saved.
+        """Write everything to the disk (fsync); call this before a checkpoint is saved.
 
-        An interval cut short by a save becomes a row of its own, so that a resumed run has the rows of an unbroken one.
+        An interval that a save cuts short is written as a separate row, so that a resumed run has the same rows as an
+        uninterrupted one.
         """
         self._write_row()
         for file in self.files.values():
@@ -158,7 +158,7 @@ class MetricsLogger:
         """Print a line on rank 0 without breaking the progress bar."""
         if self.active:
             tqdm.write(text)
-            sys.stdout.flush()  # a pipe would hold lines back until there are many
+            sys.stdout.flush()  # output to a pipe is buffered
 
     def _write_row(self) -> None:
         if not self.interval:
@@ -176,18 +176,18 @@ class MetricsLogger:
             self.bar.set_postfix_str(f"reward {row['reward/mean']:.4f}")
 
     def _append(self, name: str, row: dict) -> None:
-        # To the operating system at once, so that a killed process loses nothing; to the disk in flush().
+        # Flushed to the operating system now, so that a killed process loses nothing; fsync in flush().
         self.files[name].write(json.dumps(_without_nan(row), ensure_ascii=False) + "\n")
         self.files[name].flush()
 
 
 def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several updates into one row, as the head of this module says; some may lack a name."""
+    """Combine the metrics of several updates into one row (rules: module docstring); names may differ by update."""
     row = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
         values = [value if isinstance(value, int) else float(value) for value in values]
-        if len(values) == 1 or name in _POSITIONS:
+        if len(values) == 1 or name in _LAST_VALUES:
             row[name] = values[-1]
         elif name in _MAXIMA or re.fullmatch(r"reward/[^/]+/max", name):
             row[name] = max(values)
@@ -201,7 +201,7 @@ def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _without_nan(value):
-    """The same with None for numbers that JSON does not have."""
+    """Return the value with None for numbers that JSON cannot represent (nan, inf)."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -210,9 +210,9 @@ def _without_nan(value):
 
 
 def truncate_after(path: Path, iteration: int) -> None:
-    """Keep the rows of a JSON-lines file whose ``iteration`` is at most the given one; none for iteration 0.
+    """Delete the rows of a JSON-lines file with a later ``iteration`` than the given one; all rows for iteration 0.
 
-    A line torn by a kill is dropped. The file is replaced in one step.
+    An incomplete line of a killed run is deleted, too. The file is replaced atomically.
     """
     if not path.exists():
         return
@@ -244,7 +244,7 @@ _SECONDS = ("rollout", "scoring", "logprobs", "update", "sync")
 
 
 def console_lines(iteration: int, total: int, row: dict[str, float]) -> list[str]:
-    """Format a row for people: a line of fixed width for training and one for evaluation, whichever the row has."""
+    """Return a row as console lines: one of fixed width for training metrics, one for evaluation, if present."""
 
     def cell(value, form):
         width = int(form.split(".")[0])

@@ -1,19 +1,19 @@
-"""``--profile``: record some updates, with PyTorch's profiler or for Nsight Systems, under Megatron-LM's flags."""
+"""Profiles of some updates (``--profile``), with PyTorch's profiler or Nsight Systems; the flags are Megatron-LM's."""
 
 from argparse import Namespace
 from pathlib import Path
 
 import torch
 
-PHASE = "phase/"  # Timers gives each phase a range of this name
+PHASE = "phase/"  # prefix of the profiler range that Timers opens for each phase
 OPERATORS = 30  # rows of the table
 
 
 class Profiler:
-    """Records on the ranks asked for while updates are between the two steps; elsewhere it does nothing.
+    """Profiler of the updates between --profile-step-start and --profile-step-end, on --profile-ranks.
 
-    With PyTorch's profiler a rank leaves ``rank<R>.trace.json.gz`` (for Perfetto or chrome://tracing) and
-    ``rank<R>.txt``, a table of phases and operators; without it CUDA's profiler range begins and ends, for
+    PyTorch's profiler writes ``rank<R>.trace.json.gz`` (for Perfetto or chrome://tracing) and ``rank<R>.txt``, a table
+    of phases and operators. Without --use-pytorch-profiler, CUDA's profiler range is started and stopped, for
     ``nsys profile --capture-range cudaProfilerApi``.
     """
 
@@ -24,14 +24,14 @@ class Profiler:
         self.after(iteration)
 
     def after(self, iteration: int) -> None:
-        """Begin or end when so many updates are done."""
+        """Start or end the recording after update ``iteration``."""
         if self.wanted and not self.recording and iteration == self.args.profile_step_start:
             self._begin()
         elif self.recording and iteration >= self.args.profile_step_end:
             self.close()
 
     def close(self) -> None:
-        """End a recording that is under way, and write it."""
+        """End the current recording, if any, and write it."""
         if isinstance(self.recording, torch.profiler.profile):
             self.recording.stop()
             self._write(self.recording)
@@ -41,7 +41,7 @@ class Profiler:
 
     def _begin(self) -> None:
         if self.args.use_pytorch_profiler:
-            self.recording = torch.profiler.profile()  # of everything that this machine can record
+            self.recording = torch.profiler.profile()  # records all activities that this machine supports
             self.recording.start()
         else:
             torch.cuda.profiler.start()

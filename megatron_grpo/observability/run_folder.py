@@ -1,4 +1,4 @@
-"""Reading what a run has written into its ``--save`` directory; nothing here needs torch."""
+"""Reader of the files that a run has written to ``--save``. This module does not import torch."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,20 @@ from megatron_grpo.utils.errors import GrpoError
 
 @dataclass(frozen=True)
 class Run:
-    """A run's rows of metrics.jsonl under the name that the legend shows."""
+    """Rows of a run's metrics.jsonl, and the run's label in a legend."""
 
     label: str
     rows: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """The iterations and values of a metric, where it was logged as a number."""
+        """Return iterations and values of a metric, for the rows that have a number."""
         pairs = [(row["iteration"], row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
         return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 @dataclass(frozen=True)
 class Record:
-    """All that a run's folder says."""
+    """Content of a run's folder."""
 
     run: Run
     completions: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class Record:
 
 
 def read_record(directory: Path, label: str) -> Record:
-    """Read the four files of a run's folder; raises GrpoError naming the file when one is absent or damaged."""
+    """Read the four files of a run's folder; raise GrpoError, which names the file, if one is missing or damaged."""
     metrics, completions, environment = (
         directory / name for name in ("metrics.jsonl", "completions.jsonl", "environment.json")
     )
@@ -41,17 +41,17 @@ def read_record(directory: Path, label: str) -> Record:
     for number, row in enumerate(run.rows, 1):
         for name, value in row.items():
             if not _numbers([value]):
-                raise GrpoError(f"{metrics}:{number}: {name} is {value!r}, which is no number")
+                raise GrpoError(f"{metrics}:{number}: {name} is {value!r}, which is not a number")
     for number, sample in enumerate(samples, 1):
         if wrong := wrong_field(sample):
-            raise GrpoError(f"{completions}:{number}: {wrong!r} is missing or not what a run writes")
+            raise GrpoError(f"{completions}:{number}: {wrong!r} is missing or has the wrong type")
     if not isinstance(where.get("given"), list):
-        raise GrpoError(f"{environment} has no list 'given': not written by a run")
+        raise GrpoError(f"{environment} has no list 'given': is it the environment.json of a run?")
     return Record(run, samples, read_object(directory / "args.json"), where)
 
 
 def wrong_field(sample: dict[str, Any]) -> str | None:
-    """The first field of a row of completions.jsonl that is not as ``completion_log.completion_row`` writes it."""
+    """Return the first field of a completions.jsonl row that ``completion_log.completion_row`` would not write."""
     kinds = {"prompt": str, "completion": str, "finish_reason": str, "picked": str, "length": int, "row": int}
     for name, kind in kinds.items():
         if not isinstance(sample.get(name), kind):
@@ -70,7 +70,7 @@ def wrong_field(sample: dict[str, Any]) -> str | None:
 
 
 def read_run(path: Path, label: str) -> Run:
-    """Read the ``metrics.jsonl`` of a folder (or that file itself); raises GrpoError as ``read_lines`` does."""
+    """Read ``metrics.jsonl``, given the file or its folder; raise GrpoError as ``read_lines`` does."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     rows = read_lines(file)
     if not rows:
@@ -79,40 +79,40 @@ def read_run(path: Path, label: str) -> Run:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file of a run; raises GrpoError naming file and line when it is absent or broken.
+    """Return the rows of a run's JSON-lines file; raise GrpoError, which names file and line, if one is damaged.
 
-    A last line without its newline is one that a running job is still writing: it is left out.
+    A last line without a newline is ignored: the run is still writing it.
     """
     rows = []
     for number, line in enumerate(_text(file).split("\n")[:-1], 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise GrpoError(f"{file}:{number} is not JSON ({error}): not the {file.name} of a run?") from error
+            raise GrpoError(f"{file}:{number} is not JSON ({error}): is it the {file.name} of a run?") from error
         if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-            raise GrpoError(f"{file}:{number} is no row of a run (a JSON object with an 'iteration'): {line[:80]}")
+            raise GrpoError(f"{file}:{number} is not a row of a run (a JSON object with an 'iteration'): {line[:80]}")
         rows.append(row)
     return rows
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A file that holds one JSON object; raises GrpoError naming it when it is absent or something else."""
+    """Return the JSON object in a file; raise GrpoError, which names the file, if it is missing or not an object."""
     try:
         content = json.loads(_text(file))
     except (ValueError, RecursionError) as error:
-        raise GrpoError(f"{file} is not JSON ({error}): copy it from the run again") from error
+        raise GrpoError(f"{file} is not JSON ({error}): copy the file from the run again") from error
     if not isinstance(content, dict):
-        raise GrpoError(f"{file} holds no JSON object: not the {file.name} of a run?")
+        raise GrpoError(f"{file} holds no JSON object: is it the {file.name} of a run?")
     return content
 
 
 def _numbers(values: Iterable[Any]) -> bool:
-    """Whether these are numbers, or None where a run had no finite one."""
+    """Return whether all values are numbers, or None, which replaces numbers that are not finite."""
     return all(isinstance(v, int | float | None) and not isinstance(v, bool) for v in values)
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """Name each run by the shortest end of its path that tells all of them apart."""
+    """Return the shortest final parts of the paths that are different for all runs."""
     parts = [path.resolve().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]

@@ -1,6 +1,6 @@
-"""Where rows of metrics, and completions as tables, go besides the files of ``--save``: TensorBoard, W&B, SwanLab.
+"""Trackers for rows of metrics and tables of completions: TensorBoard, W&B, SwanLab.
 
-A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. W&B and SwanLab are no requirements of the project.
+A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. W&B and SwanLab are optional packages.
 """
 
 from argparse import Namespace
@@ -12,12 +12,12 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 
-TABLE = "completions"  # the tables' name in every tracker
+TABLE = "completions"  # name of the tables in every tracker
 Rows = Sequence[Sequence[Any]]
 
 
 def build_trackers(args: Namespace, start_iteration: int) -> list["TensorBoard | Wandb | SwanLab"]:
-    """Open those that the arguments name; GrpoError when one cannot be had, as without a login."""
+    """Open the trackers that the arguments name; raise GrpoError if one fails, for example without a login."""
     trackers: list[TensorBoard | Wandb | SwanLab] = []
     if args.tensorboard_dir:
         trackers.append(TensorBoard(args, start_iteration))
@@ -29,15 +29,15 @@ def build_trackers(args: Namespace, start_iteration: int) -> list["TensorBoard |
 
 
 def completion_table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], Rows]:
-    """(columns, rows) of what ``completion_log.completion_row`` says of some completions, without their tokens."""
+    """Return (columns, rows) for samples of ``completion_log.completion_row``, without their tokens."""
     rewards = list(samples[0]["rewards"])
-    told = ["prompt", "completion", "advantage", "length", "finish_reason", "picked", "row"]
-    rows = [[*(sample[name] for name in told), *(sample["rewards"][name] for name in rewards)] for sample in samples]
-    return told + [f"reward/{name}" for name in rewards], rows
+    fields = ["prompt", "completion", "advantage", "length", "finish_reason", "picked", "row"]
+    rows = [[*(sample[name] for name in fields), *(sample["rewards"][name] for name in rewards)] for sample in samples]
+    return fields + [f"reward/{name}" for name in rewards], rows
 
 
 class TensorBoard:
-    """Scalars and Markdown tables in ``--tensorboard-dir``; a resumed run's later steps replace those there."""
+    """Scalars and Markdown tables in ``--tensorboard-dir``; a resumed run replaces later steps."""
 
     def __init__(self, args: Namespace, start_iteration: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -50,20 +50,20 @@ class TensorBoard:
             self.writer.add_scalar(name, value, iteration)
 
     def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
-        """Add a table; it stays one whatever the texts hold."""
+        """Add a Markdown table; special characters of the texts are escaped."""
         lines = [columns, ["---"] * len(columns), *rows]
         self.writer.add_text(TABLE, "\n".join(" | ".join(map(_markdown, line)) for line in lines), iteration)
 
     def flush(self) -> None:
-        """Put everything on the disk."""
+        """Write everything to the disk."""
         self.writer.flush()
 
     def close(self) -> None:
-        """End it."""
+        """Close the writer."""
         self.writer.close()
 
 
-# What would not be shown but obeyed, as a table's bar or an HTML element <think>.
+# Characters with a meaning in Markdown or HTML, such as a table's | or the < of <think>.
 _ESCAPES = {ord(char): f"&#{ord(char)};" for char in "&\\`*_{}[]<>()#|"} | {ord("\n"): " "}
 
 
@@ -71,8 +71,8 @@ def _markdown(value: Any) -> str:
     return (f"{value:.4f}" if isinstance(value, float) else str(value)).translate(_ESCAPES)
 
 
-class _Hosted:
-    """A run of a service whose package has the interface of W&B's."""
+class _HostedTracker:
+    """Base class of trackers for services with an interface like W&B's."""
 
     run: Any
 
@@ -81,15 +81,15 @@ class _Hosted:
         self.run.log(row, step=iteration)
 
     def flush(self) -> None:
-        """It writes by itself."""
+        """Do nothing: the service writes in the background."""
 
     def close(self) -> None:
-        """Finish the run, which waits for uploads."""
+        """Finish the run; wait for uploads."""
         self.run.finish()
 
 
-class Wandb(_Hosted):
-    """A run of W&B. What has no flag here is W&B's own business: its login, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``."""
+class Wandb(_HostedTracker):
+    """A run in W&B. Settings without a flag are those of W&B: login, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``."""
 
     def __init__(self, args: Namespace):
         import wandb
@@ -105,7 +105,7 @@ class Wandb(_Hosted):
                 config=_config(args),
             )
         except wandb.Error as error:
-            raise _refused("wandb", args.wandb_project, error) from error
+            raise _login_error("wandb", args.wandb_project, error) from error
 
     def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
         """Add a table to the history."""
@@ -113,8 +113,8 @@ class Wandb(_Hosted):
         self.run.log({TABLE: table}, step=iteration)
 
 
-class SwanLab(_Hosted):
-    """A run of SwanLab."""
+class SwanLab(_HostedTracker):
+    """A run in SwanLab."""
 
     def __init__(self, args: Namespace):
         import swanlab
@@ -130,7 +130,7 @@ class SwanLab(_Hosted):
                 config=_config(args),
             )
         except RuntimeError as error:
-            raise _refused("swanlab", args.swanlab_project, error) from error
+            raise _login_error("swanlab", args.swanlab_project, error) from error
 
     def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
         """Add a table."""
@@ -141,17 +141,17 @@ class SwanLab(_Hosted):
 
 def _directory(path: str | None) -> str | None:
     if path:
-        Path(path).mkdir(parents=True, exist_ok=True)  # W&B would quietly take another
+        Path(path).mkdir(parents=True, exist_ok=True)  # W&B would use another directory without a warning
     return path
 
 
 def _config(args: Namespace) -> dict[str, Any]:
-    stored = args_to_json(args)  # without keys
+    stored = args_to_json(args)  # API keys are masked
     return {name: value for name, value in stored.items() if isinstance(value, str | int | float | list)}
 
 
-def _refused(package: str, project: str, error: Exception) -> GrpoError:
+def _login_error(package: str, project: str, error: Exception) -> GrpoError:
     return GrpoError(
-        f"{flag(f'{package}_project')} {project}: {package} says: {error} "
-        f"(log in by {package} login, or keep the run on this machine by {flag(f'{package}_mode')} offline)"
+        f"{flag(f'{package}_project')} {project}: {package} failed: {error} "
+        f"(log in with {package} login, or keep the run on this machine with {flag(f'{package}_mode')} offline)"
     )

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.utils.errors import EngineLost
 
+DEVICE_ANSWERS = 20.0  # seconds that a device has to finish its work after the loss of an engine
+RANKS_ANSWER = 120.0  # seconds that all ranks have then to take their tensors back
+
 _contexts = 0  # equal on all ranks
 
 
@@ -43,7 +46,12 @@ def raised_on_every_rank() -> Iterator[None]:
         raise EngineLost(store.get(key).decode()) from cause
 
 
-def device_answers(seconds: float) -> bool:
+def peer_has_ended(error: BaseException) -> bool:
+    """Return whether a collective failed because the process of another rank has ended."""
+    return isinstance(error, RuntimeError) and "Connection" in str(error)  # gloo's words
+
+
+def device_answers(seconds: float = DEVICE_ANSWERS) -> bool:
     """Return whether all queued work of this rank's device completes within ``seconds``; True on a CPU."""
     if not torch.cuda.is_available():
         return True
@@ -60,7 +68,7 @@ def device_answers(seconds: float) -> bool:
     return bool(answers)
 
 
-def all_ranks_agree(vote: bool, seconds: float) -> bool:
+def all_ranks_agree(vote: bool, seconds: float = RANKS_ANSWER) -> bool:
     """Return whether every rank votes True within ``seconds``. After a False no collective may follow."""
     votes = torch.tensor(vote, dtype=torch.int32)
     deadline = time.monotonic() + seconds

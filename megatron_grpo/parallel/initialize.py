@@ -57,7 +57,7 @@ def initialize_model_parallel(args) -> None:
     )
 
 
-def leave_layout() -> None:
+def destroy_rank_groups() -> None:
     """Destroy the rank groups of `initialize_distributed`; tools and tests try several configurations in one process.
 
     megatron-core forgets its process groups without destroying them, and each group keeps polling threads.

@@ -35,7 +35,7 @@ REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
         "--logprobs-max-tokens-per-microbatch",
         int,
         None,
-        "tokens in a micro-batch of the forward-only passes: old, reference and teacher log-probabilities "
+        "maximum tokens in a micro-batch of the forward-only passes: old, reference and teacher log-probabilities "
         "[--max-tokens-per-microbatch]",
     ),
     ("--sync-ref-model", bool, False, "update the reference model towards the policy (EMA update, TR-DPO)"),
@@ -44,7 +44,7 @@ REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
     ("--teacher-load-hf", str, None, "Hugging Face model directory of a teacher with the policy's tokenizer"),
     *_parallel_size_flags("teacher", "teacher"),
     ("--teacher-server", str, None, "URL of a vLLM server that computes the teacher's log-probabilities"),
-    ("--teacher-server-timeout", float, 240.0, "time-out of a request to the teacher server, seconds"),
+    ("--teacher-server-timeout", float, 240.0, "time-out of a request (one completion) to the server, seconds"),
     (
         "--teacher-kl-coef",
         float,

@@ -153,7 +153,7 @@ def _log_probs(
 
 
 def mix(own: Tensor, theirs: Tensor, share: float) -> None:
-    """own <- share x theirs + (1 - share) x own, computed in float32 and rounded once; with share 1 a copy."""
+    """Set own to share x theirs + (1 - share) x own in place, in float32, rounded once; share 1 copies theirs."""
     mixes = share < 1 and own.is_floating_point()
     own.copy_(own.float().lerp_(theirs.float(), share) if mixes else theirs)
 

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, so that one that hangs, crashes or talks nonsense costs one sample."""
+"""Runs reward functions in worker processes: one that hangs, crashes or returns nonsense costs one sample or group."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -23,15 +23,15 @@ from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.utils.errors import GrpoError
 
-_CHUNK = 64  # samples sent at once: enough to make the cost of sending small
+_CHUNK = 64  # calls sent at once: enough to make the cost of sending small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_PATIENCES = 3  # times --reward-model-timeout: until a call ends that began late, and was made until the end
-_GIVE_UP = 4  # samples on which a function timed out, before any value, after which the rest is not waited for
+_PATIENCES = 3  # times --reward-model-timeout: limit of a call that began late and was retried
+_GIVE_UP = 4  # calls of a function that time out before its first value; then the run ends
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that could not be had: which function, the sample's key and row, why, and how the completion begins."""
+    """A missing reward: the function, the key and row of the sample, the reason, the beginning of the completion."""
 
     reward: str
     key: Hashable
@@ -41,17 +41,26 @@ class Failure:
     traceback: str = ""
 
 
+class GroupMember(NamedTuple):
+    """The group of a sample: all completions of one prompt, which a group-wise function scores in one call."""
+
+    group: Hashable
+    place: int  # of the completion in its group
+    size: int
+
+
 @dataclass(eq=False)
 class _Kind:
-    """Processes that do the same: run functions, one call at a time, or ask models, all calls at once."""
+    """Worker processes of one kind: they run functions, one call at a time, or query models, all calls at once."""
 
     module: str
-    functions: dict[int, Any]  # function number -> what the process is told of it
+    functions: dict[int, Any]  # function number -> its name, or the specification of a model
     count: int
-    limit: float  # s without a report, after which one is stuck
+    limit: float  # s without a report, after which a process counts as stuck
     start_limit: float = _START_LIMIT
     at_once: bool = False
-    queue: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)  # (sample number, function numbers)
+    # (sample number, function numbers); for group-wise functions the number of the group's last sample.
+    queue: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -61,7 +70,7 @@ class _Worker:
     ready: bool = False
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
-    # Calls handed to it and not reported yet, in its order: (sample number, function number).
+    # Calls that it has received and not reported, in order: (sample number, function number).
     calls: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,16 +79,20 @@ class _Worker:
 
 
 class RewardPool:
-    """Scores samples by the functions of ``names`` in ``workers`` processes, each call within ``timeout`` seconds.
+    """Scores samples with the functions of ``names`` in ``workers`` processes, each call within ``timeout`` seconds.
 
-    Processes are started anew (not forked: the trainer has threads) and import only the rewards and the plugins. A call
-    that raises, times out, returns anything but a finite number or None, or kills its process is tried ``retries``
-    times more; then the reward is NaN, as for None, and a ``Failure`` says why. GrpoError ends the run: when a function
-    raises one (wrong data), and when a function failed on every sample that it was to score.
+    The processes are started anew (not forked: the trainer has threads) and import only the rewards and the plug-ins. A
+    call that raises, times out, returns anything but a finite number or None, or kills its process is retried
+    ``retries`` times; then the reward is NaN, as for None, and a ``Failure`` gives the reason. GrpoError ends the run:
+    when a function raises one (wrong data), and when a function failed on every sample that it had to score.
 
-    ``flags`` fill keyword-only parameters of the functions. ``routes`` says which functions score the rows of which
-    "data_source" (without it all score all); the others' reward is NaN. Values are limited to +-``clip``. Names in
-    ``models`` are reward models, which one process more asks, many samples at once; it reads ``flags`` too.
+    A group-wise function is called once for a group, as soon as all its samples are submitted. A failure of the call is
+    a failure of each sample of the group. It scores nothing of groups that stay incomplete.
+
+    ``flags`` fill keyword-only parameters of the functions. ``routes`` maps a "data_source" to the functions that score
+    its rows (default: all functions score all rows); rewards of other functions are NaN. Values are clipped to
+    +-``clip``. Names in ``models`` are reward models: one further process queries them, many samples at once; it reads
+    ``flags`` too.
     """
 
     def __init__(
@@ -97,6 +110,7 @@ class RewardPool:
         self.names, self.timeout, self.retries = list(names), timeout, retries
         self._clip = math.inf if clip is None else clip
         self._everyone = tuple(range(len(self.names)))
+        self._group_wise: set[int] = set()  # function numbers, as the workers report them
         self._routes = {source: tuple(map(self.names.index, route)) for source, route in (routes or {}).items()}
         self.failures: list[Failure] = []  # of the samples that the last finish() returned
         self._setup = ([Path(p).resolve() for p in plugins], flags or {}, [p or os.getcwd() for p in sys.path])
@@ -123,42 +137,69 @@ class RewardPool:
     def _clear(self) -> None:
         self._samples: dict[Hashable, int] = {}  # key -> number
         self._rows: list[tuple[Hashable, Sample, list[float]]] = []
-        self._open = 0  # calls without a result
-        self._left: list[int] = []  # of each sample
+        self._groups: dict[Hashable, dict[int, int]] = {}  # of incomplete groups: place -> sample number
+        self._members: dict[int, list[int]] = {}  # of complete groups: the last sample's number -> all, by place
+        self._open = 0  # rewards that wait for a call
+        self._left: list[int] = []  # missing rewards of each sample
         self._tries: dict[tuple[int, int], int] = {}
         self._failed: list[list[Failure]] = [[] for _ in self.names]
+        self._timeouts = [0] * len(self.names)
         self._succeeded = [0] * len(self.names)
         self._asked = [0] * len(self.names)
 
-    def score(self, samples: Sequence[Sample]) -> tuple[np.ndarray, list[Failure]]:
-        """Rewards float32 ``[len(samples), len(names)]`` (NaN: None or failed) and the failures among them."""
+    def score(self, samples: Sequence[Sample], group_size: int = 1) -> tuple[np.ndarray, list[Failure]]:
+        """Return rewards float32 ``[len(samples), len(names)]`` (NaN: None or failed) and the failures among them.
+
+        Each ``group_size`` consecutive samples form a group.
+        """
         for key, sample in enumerate(samples):
-            self.submit(key, sample)
+            self.submit(key, sample, GroupMember(key // group_size, key % group_size, group_size))
         return self.finish(), self.failures
 
-    def submit(self, key: Hashable, sample: Sample) -> None:
-        """Hands over one sample without waiting for its rewards; the key names it to finish()."""
+    def submit(self, key: Hashable, sample: Sample, member: GroupMember | None = None) -> None:
+        """Submit one sample without waiting for its rewards; ``finish`` identifies it by the key.
+
+        Without ``member`` the sample is a group of its own.
+        """
         assert key not in self._samples, f"two samples with the key {key!r}"
         number = self._samples[key] = len(self._rows)
         self._rows.append((key, sample, [math.nan] * len(self.names)))
         functions = self._routes[sample.row.get("data_source")] if self._routes else self._everyone
-        for kind in self._kinds:
-            if numbers := tuple(function for function in functions if function in kind.functions):
-                kind.queue.append((number, numbers))
-        self._open += len(functions)
         self._left.append(len(functions))
-        for function in functions:
-            self._asked[function] += 1
+        self._enqueue(number, [function for function in functions if function not in self._group_wise])
+        together = [function for function in functions if function in self._group_wise]
+        if together:
+            group, place, size = member or GroupMember((key,), 0, 1)
+            members = self._groups.setdefault(group, {})
+            members[place] = number
+            if len(members) == size:
+                self._members[number] = [members[i] for i in sorted(self._groups.pop(group))]
+                self._enqueue(number, together)
         if time.monotonic() - self._polled > 0.01:
             self.poll()
 
-    def finish(self, keys: Sequence[Hashable] | None = None) -> np.ndarray:
-        """Waits for every sample submitted since the last call: rewards float32 ``[n, len(names)]``.
+    def _enqueue(self, number: int, functions: list[int]) -> None:
+        for kind in self._kinds:
+            if numbers := tuple(function for function in functions if function in kind.functions):
+                kind.queue.append((number, numbers))
+        for function in functions:
+            size = len(self._scored_by(number, function))
+            self._open += size
+            self._asked[function] += size
 
-        Rows are in the order of ``keys``, or that of submission. ``failures`` then lists what went wrong.
+    def _scored_by(self, number: int, function: int) -> list[int]:
+        """Return the numbers of the samples that a call scores."""
+        return self._members[number] if function in self._group_wise else [number]
+
+    def finish(self, keys: Sequence[Hashable] | None = None) -> np.ndarray:
+        """Wait for every sample submitted since the last call; return rewards float32 ``[n, len(names)]``.
+
+        Rows are in the order of ``keys``, or of submission. ``failures`` then lists the missing rewards.
         """
         while self._open:
             self.poll(0.2)
+        incomplete = [key for key in keys or () if self._left[self._samples[key]]]
+        assert not incomplete, f"samples {incomplete} belong to groups of which other samples were not submitted"
         for function, failed in enumerate(self._failed):
             if failed and len(failed) == self._asked[function]:
                 self._stop(function, f"failed on all {len(failed)} samples")
@@ -169,16 +210,19 @@ class RewardPool:
         return values[np.asarray(order, dtype=np.int64)]
 
     def wait(self, keys: Sequence[Hashable]) -> np.ndarray:
-        """Waits for these samples alone, which stay submitted: rewards float32 ``[len(keys), len(names)]`` so far."""
+        """Wait for these samples, whose groups are complete; return rewards float32 ``[len(keys), len(names)]``.
+
+        The samples stay submitted.
+        """
         numbers = [self._samples[key] for key in keys]
         while any(self._left[number] for number in numbers):
             self.poll(0.2)
         return np.array([self._rows[number][2] for number in numbers], np.float32).reshape(-1, len(self.names))
 
     def poll(self, wait: float = 0.0) -> int:
-        """Takes reports (waiting up to ``wait`` seconds for one), ends what is past its time, hands out work.
+        """Read reports (wait up to ``wait`` seconds for one), stop calls that exceed their time, send further calls.
 
-        Returns the number of calls without a result. Raises GrpoError as the class says.
+        Returns the number of rewards that wait for a call. Raises GrpoError as the class says.
         """
         self._dispatch()
         readable = wait_readable([worker.reports for worker in self._workers], wait)
@@ -201,10 +245,10 @@ class RewardPool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # to end what it starts with it, and to keep Ctrl-C to ourselves
+            start_new_session=True,  # so that its children end with it, and Ctrl-C reaches only the trainer
         )
         worker = _Worker(process, kind)
-        with contextlib.suppress(BrokenPipeError):  # it died: _read sees that
+        with contextlib.suppress(BrokenPipeError):  # _read notices that it died
             worker.tasks.write(pickle.dumps((kind.functions, *self._setup)))
             worker.tasks.flush()
         return worker
@@ -214,18 +258,26 @@ class RewardPool:
             kind, queue = worker.kind, worker.kind.queue
             if not queue or not worker.ready or (worker.calls and not kind.at_once):
                 continue
-            # Ever smaller towards the end, so that the workers finish together.
+            # Chunks shrink towards the end, so that the workers finish together.
             size = len(queue) if kind.at_once else min(_CHUNK, max(1, len(queue) // (2 * kind.count)))
             chunk = [queue.popleft() for _ in range(size)]
             if not worker.calls:
                 worker.heard = time.monotonic()
             try:
-                worker.tasks.write(pickle.dumps([(number, self._rows[number][1], todo) for number, todo in chunk]))
+                worker.tasks.write(
+                    pickle.dumps([(number, self._payload(number, todo), todo) for number, todo in chunk])
+                )
                 worker.tasks.flush()
-            except BrokenPipeError:  # it died: _read sees that, and blames the calls that it was at alone
+            except BrokenPipeError:  # _read notices that it died, and counts only the call that it was running
                 queue.extendleft(reversed(chunk))
             else:
                 worker.calls |= {(number, function): None for number, functions in chunk for function in functions}
+
+    def _payload(self, number: int, functions: Sequence[int]) -> Sample | list[Sample]:
+        """Return the sample of a call, or the list of all samples of its group."""
+        if functions[0] in self._group_wise:
+            return [self._rows[member][1] for member in self._members[number]]
+        return self._rows[number][1]
 
     def _read(self, worker: _Worker) -> None:
         data = os.read(worker.reports, 1 << 20)
@@ -239,6 +291,7 @@ class RewardPool:
         for first, *content in map(json.loads, lines):
             if first == "ready":
                 worker.ready, self._failed_starts = True, 0
+                self._group_wise.update(*content)
             elif not worker.ready:
                 self.close()
                 raise GrpoError(content[0])
@@ -249,13 +302,17 @@ class RewardPool:
 
     def _report(self, call: tuple[int, int], kind: str, content: list[Any]) -> None:
         number, function = call
-        key, sample, values = self._rows[number]
+        members = self._scored_by(number, function)
         if kind == "value":
-            values[function] = math.nan if content[0] is None else max(-self._clip, min(content[0], self._clip))
+            values = content[0] if function in self._group_wise else [content[0]]
+            for member, value in zip(members, values, strict=True):
+                limited = math.nan if value is None else max(-self._clip, min(value, self._clip))
+                self._rows[member][2][function] = limited
             self._succeeded[function] += 1
-            self._close_call(number)
+            self._close_call(members)
         elif kind == "fatal":
             self.close()
+            key, sample, _ = self._rows[number]
             raise GrpoError(f'reward "{self.names[function]}" on {sample.source or f"sample {key}"}: {content[0]}')
         elif self._tries.get(call, 0) < self.retries:
             self._tries[call] = self._tries.get(call, 0) + 1
@@ -263,14 +320,17 @@ class RewardPool:
         else:
             reason, *tail = content
             failed = self._failed[function]
-            failed.append(Failure(self.names[function], key, sample.source, reason, sample.completion[:80], *tail))
-            self._close_call(number)
-            if kind == "timeout" and len(failed) >= _GIVE_UP and not self._succeeded[function]:
+            for key, sample, _ in (self._rows[member] for member in members):
+                failed.append(Failure(self.names[function], key, sample.source, reason, sample.completion[:80], *tail))
+            self._close_call(members)
+            self._timeouts[function] += kind == "timeout"
+            if self._timeouts[function] >= _GIVE_UP and not self._succeeded[function]:
                 self._stop(function, f"gave no value and timed out on {len(failed)} samples")
 
-    def _close_call(self, number: int) -> None:
-        self._open -= 1
-        self._left[number] -= 1
+    def _close_call(self, members: Sequence[int]) -> None:
+        self._open -= len(members)
+        for number in members:
+            self._left[number] -= 1
 
     def _stop(self, function: int, what: str) -> NoReturn:
         first = min(self._failed[function], key=lambda failure: self._samples[failure.key])
@@ -281,8 +341,8 @@ class RewardPool:
         )
 
     def _replace(self, worker: _Worker, kind: str, reason: str) -> None:
-        """A new process in place of one dead or stuck; the call it was at is to blame (each, of many at once), others
-        wait again.
+        """Replace a dead or stuck process. The call that it was running fails (all of them, if it runs many at once);
+        its other calls are queued again.
         """
         slot = self._workers.index(worker)
         _kill(worker.process)
@@ -309,6 +369,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has a copy of the pool, not its processes
+    if os.getpid() == owner:  # a forked child has a copy of the pool, but not its processes
         for worker in workers:
             _kill(worker.process)

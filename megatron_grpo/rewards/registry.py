@@ -1,15 +1,22 @@
-"""What a reward function is, and how one is found by its name.
+"""Registry of reward functions.
 
-A reward function takes a ``Sample`` and gives a number, or None for "not mine" (left out of the weighted sum):
+A reward function takes a ``Sample`` and returns a number, or None for "not scored" (left out of the weighted sum). A
+group-wise one takes all completions of one prompt, and returns a list with one value for each:
 
-    from megatron_grpo.rewards.registry import Sample, register_reward
+    from megatron_grpo.rewards.registry import Sample, register_group_reward, register_reward
 
     @register_reward("short")
     def short(sample: Sample) -> float:
         return 1.0 if len(sample.token_ids) < 100 else 0.0
 
-Save that in a file and name both: ``--external-plugins my_rewards.py --reward-funcs short``. ``async def`` works too.
-A function that depends on flags has keyword-only parameters of their names (``*, max_completion_length: int``).
+    @register_group_reward("shortest")
+    def shortest(samples: list[Sample]) -> list[float]:
+        least = min(len(sample.token_ids) for sample in samples)
+        return [float(len(sample.token_ids) == least) for sample in samples]
+
+Save them in a file and name both: ``--external-plugins my_rewards.py --reward-funcs short shortest``. ``async def``
+works too. A function that depends on flags has keyword-only parameters of their names, such as
+``*, max_completion_length: int``.
 The modules under ``rewards/`` import neither torch nor anything that does: a worker process must start fast.
 """
 
@@ -19,30 +26,36 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_grpo.utils.errors import GrpoError
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to be scored: texts without special tokens, the prompt's whole row, and where that row stands."""
+    """One completion to be scored: texts without special tokens, the row of the prompt, and its place in the data."""
 
     prompt: str
     completion: str
     row: dict[str, Any]
-    finish_reason: str = "stop"  # "length" when it was cut at --max-completion-length
+    finish_reason: str = "stop"  # "length" if the completion was cut at --max-completion-length
     token_ids: list[int] = field(default_factory=list)
-    source: str = ""
+    source: str = ""  # file and line of the row
 
 
-RewardFunction = Callable[..., float | Awaitable[float | None] | None]
+RewardFunction = Callable[..., Any]  # of a Sample; group-wise: of a list of them. May be ``async def``.
 
-# Imported when asked for, so that nobody waits for sympy who does not use it.
+
+class _Entry(NamedTuple):
+    function: RewardFunction
+    group_wise: bool
+
+
+# Modules are imported on use, so that only users of math rewards wait for sympy.
 _BUILTIN = {
     "exact_match": "megatron_grpo.rewards.builtin.short_answer",
     "gsm8k": "megatron_grpo.rewards.builtin.short_answer",
@@ -56,26 +69,40 @@ _BUILTIN = {
     "tool_call": "megatron_grpo.rewards.builtin.tool_call",
     "code": "megatron_grpo.rewards.builtin.code_tests",
 }
-_registry: dict[str, RewardFunction] = {}
+_registry: dict[str, _Entry] = {}
 _loaded: set[Path] = set()
 
 
 def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator that makes a function available as ``--reward-funcs name``; a name can be taken only once."""
+    """Decorator: make a function of one completion available as ``--reward-funcs name``; a name can be taken once."""
+    return partial(_register, name, False)
 
-    def register(function: RewardFunction) -> RewardFunction:
-        module = getattr(function, "__module__", "?")
-        taken = getattr(_registry[name], "__module__", "?") if name in _registry else _BUILTIN.get(name)
-        if name in _registry or taken not in (None, module):
-            raise GrpoError(f'the reward name "{name}" is taken by {taken}; choose another')
-        _registry[name] = function
-        return function
 
-    return register
+def register_group_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator: make a function of all completions of a prompt available as ``--reward-funcs name``.
+
+    The function receives the list of samples in the order of their generation index (one sample in greedy evaluation),
+    and returns a list of as many values: a finite number, or None for "not scored".
+    """
+    return partial(_register, name, True)
+
+
+def _register(name: str, group_wise: bool, function: RewardFunction) -> RewardFunction:
+    module = getattr(function, "__module__", "?")
+    taken = getattr(_registry[name].function, "__module__", "?") if name in _registry else _BUILTIN.get(name)
+    if name in _registry or taken not in (None, module):
+        raise GrpoError(f'the reward name "{name}" is taken by {taken}; choose another')
+    _registry[name] = _Entry(function, group_wise)
+    return function
+
+
+def is_group_wise(name: str) -> bool:
+    """Return whether a function that `get_rewards` has found scores all completions of a prompt in one call."""
+    return _registry[name].group_wise
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
-    """Runs the files of --external-plugins, each once, to register what they define; GrpoError if that fails."""
+    """Run the files of --external-plugins, each once, to register what they define; GrpoError if that fails."""
     for path in map(Path, paths):
         if not path.is_file():
             raise GrpoError(f"--external-plugins {path}: no such file")
@@ -95,7 +122,7 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """The error with the line of the file that caused it, which is not always where it was raised."""
+    """Return the error with the line of the plug-in that caused it, even if it was raised elsewhere."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     number, text = (frames[-1].lineno, frames[-1].line) if frames else (None, None)
     if isinstance(error, SyntaxError) and error.filename == str(path):
@@ -104,13 +131,13 @@ def _where(error: BaseException, path: Path) -> str:
 
 
 def known_rewards() -> list[str]:
-    """The names of the functions that ship and of those that plugins have registered."""
+    """Return the names of all built-in functions and of those that plug-ins have registered."""
     return sorted(_BUILTIN.keys() | _registry.keys())
 
 
 def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) -> list[RewardFunction]:
-    """The functions of these names, in this order, as functions of a sample alone: ``flags`` (attributes of the parsed
-    arguments) fill their keyword-only parameters. GrpoError for an unknown name, with the ones there are.
+    """Return the functions of these names, in this order, with their keyword-only parameters filled from ``flags``
+    (attributes of the parsed arguments). GrpoError for an unknown name, with all known ones.
     """
     functions = []
     for name in names:
@@ -124,7 +151,7 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
                 f'--reward-funcs: no reward function "{name}"{hint}; there are {", ".join(known)}. '
                 "One of your own comes from --external-plugins FILE and @register_reward, a model from --reward-model"
             )
-        functions.append(_bind(name, _registry[name], flags or {}))
+        functions.append(_bind(name, _registry[name].function, flags or {}))
     return functions
 
 

@@ -1,9 +1,9 @@
-"""A scoring process of ``pool.RewardPool``: samples come in on stdin as pickles, reports leave on stdout as JSON lines.
+"""A scoring process of ``pool.RewardPool``: tasks arrive on stdin as pickles, reports leave on stdout as JSON lines.
 
-First comes ({function number: name}, plugins, flags, sys.path), answered by ["ready"]; then lists of (sample number,
-sample, numbers of functions), with a report for each call as soon as it is done: [sample number, function number, ...]
-with "value", x, or "failed", reason, traceback, or "fatal", message.
-The process ends when stdin does.
+The first task is ({function number: name}, plugins, flags, sys.path); the report is ["ready", numbers of the group-wise
+functions]. All later tasks are lists of (sample number, sample, function numbers), with a list of samples in place of
+the sample for group-wise functions. Each call is reported when it is done: [sample number, function number, ...] with
+"value", x (group-wise: a list), or "failed", reason, traceback, or "fatal", message. The process ends with stdin.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, load_plugins
+from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, is_group_wise, load_plugins
 from megatron_grpo.utils.errors import GrpoError
 
 _FLOAT32_MAX = 3.4028234e38
@@ -35,7 +35,7 @@ def main() -> None:
     except GrpoError as error:
         report(["fatal", str(error)])
         return
-    report(["ready"])
+    report(["ready", [number for number, name in names.items() if is_group_wise(name)]])
     while True:
         try:
             chunk = pickle.load(tasks)
@@ -47,51 +47,64 @@ def main() -> None:
 
 
 def begin() -> tuple[BinaryIO, Report]:
-    """Where tasks come from, and what sends a report; this process ends with its parent."""
+    """Return the stream of tasks and the function that sends a report; this process then ends with its parent."""
     tasks, reports = _take_streams()
     process = os.getpid()
 
     def report(line: list[Any]) -> None:
-        if os.getpid() != process:  # a function has forked, and its child came back
+        if os.getpid() != process:  # a child that a reward function forked must not report
             os._exit(0)
         reports.write(json.dumps(line).encode() + b"\n")
         reports.flush()
 
     if sys.platform == "linux":
-        # A function that hangs never comes back to see stdin end: PR_SET_PDEATHSIG ends it when the parent is killed.
+        # A function that hangs never reads the end of stdin: PR_SET_PDEATHSIG kills this process with its parent.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     return tasks, report
 
 
 def _take_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout for ourselves: what reward functions print goes to stderr, and they find nothing to read."""
+    """Return stdin and stdout, and hide both from reward functions: they print to stderr and read an empty stdin."""
     tasks, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     return tasks, reports
 
 
-def _call(function: RewardFunction, sample: Sample) -> list[Any]:
+def _call(function: RewardFunction, sample: Sample | list[Sample]) -> list[Any]:
     try:
         value = function(sample)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        return value_report(value)
-    # Also what is no Exception: SystemExit, and time-outs that some libraries raise.
+        return group_report(value, len(sample)) if isinstance(sample, list) else value_report(value)
+    # Not only Exception: also SystemExit, and time-outs that some libraries raise.
     except BaseException as error:
         return failure(error)
 
 
 def value_report(value: Any) -> list[Any]:
-    """What is told of a call that returned this."""
+    """Return the report of a call that returned ``value`` for one completion."""
     if value is None:
         return ["value", None]
     number = _finite(value)
     return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, no finite number", ""]
 
 
+def group_report(values: Any, size: int) -> list[Any]:
+    """Return the report of a call that returned ``values`` for a group of ``size`` completions."""
+    if not isinstance(values, list | tuple) and not hasattr(values, "__array__"):
+        return ["failed", f"returned {values!r:.80}, no list of {size} values: one for each completion", ""]
+    reports = [value_report(value) for value in values]
+    if len(reports) != size:
+        return ["failed", f"returned {len(reports)} values for {size} completions", ""]
+    for number, (kind, content, *_) in enumerate(reports, start=1):
+        if kind == "failed":
+            return ["failed", f"{content} (value {number} of {size})", ""]
+    return ["value", [content for _, content in reports]]
+
+
 def failure(error: BaseException) -> list[Any]:
-    """What is told of a call that raised this."""
+    """Return the report of a call that raised ``error``."""
     if isinstance(error, GrpoError):
         return ["fatal", _printable(str(error)[:2000])]
     frames = error.__traceback__ and error.__traceback__.tb_next
@@ -100,12 +113,12 @@ def failure(error: BaseException) -> list[Any]:
 
 
 def _printable(text: str) -> str:
-    r"""The text with half a surrogate pair, which json.loads makes of "\ud800" and no stream takes, as an escape."""
+    r"""Return the text with lone surrogates, such as json.loads("\ud800") gives, as escapes: no stream takes them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _finite(value: Any) -> float | None:
-    """Any kind of number that float32 can hold, or None; also what numpy and torch call a scalar."""
+    """Return any number that float32 can hold as a float (numpy and torch scalars, too), else None."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megatron_grpo.algorithm.registry import ADVANTAGES
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.parallel.arguments import check_heads
@@ -297,10 +298,10 @@ def check_dynamic_sampling(args: Namespace) -> None:
     positive(args, "max_resample_times")
     needs(args, "max_resample_times", "dynamic_sample", "it is how often a group is replaced")
     within(args, "over_sampling_ratio", 1, 100)
-    if args.dynamic_sample and args.advantage_estimator == "reinforce_plus_plus":
+    if args.dynamic_sample and not ADVANTAGES.get(args.advantage_estimator).compares_group:
         raise GrpoError(
-            "--dynamic-sample replaces groups whose rewards are all alike, but --advantage-estimator "
-            "reinforce_plus_plus compares over the whole batch and learns from them too: leave one of them out"
+            f"--dynamic-sample replaces groups whose rewards are all equal, but --advantage-estimator "
+            f"{args.advantage_estimator} compares over the whole batch and learns from them, too: leave one of them out"
         )
     if args.rollout_balancing != "dynamic":
         return

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
@@ -22,10 +22,11 @@ def collect_rollout(
     """Return ``plan.num_generations`` completions of every prompt with their rewards, in the same order on every rank.
 
     Completion ``p * num_generations + g`` is the g-th of prompt p, on whichever replica it was generated; its group is
-    p. All completions of a prompt run on one replica, so its prefill runs once. ``capacity``: see `PromptDispatcher`.
-    ``plan.selection`` starts some of the prompts and keeps some of their groups; p is then the place it gives to a
-    group. Scoring overlaps generation. ``scorer`` is None except on the lead rank of each replica. The second value is
-    the number of missing rewards over all replicas; ``scorer.failures`` lists those of this replica.
+    p. All completions of a prompt run on one replica: its prefill runs once, and a group-wise reward sees them all.
+    ``capacity``: see `PromptDispatcher`. ``plan.selection`` starts some of the prompts and keeps some of their groups;
+    p is then the place it gives to a group. Scoring overlaps generation. ``scorer`` is None except on the lead rank of
+    each replica. The second value is the number of missing rewards over all replicas; ``scorer.failures`` lists those
+    of this replica.
     """
     prompts, num_generations, selection = plan.prompts, plan.num_generations, plan.selection
     dispatcher = selection or PromptDispatcher(engine, len(prompts), num_generations, capacity)
@@ -48,7 +49,8 @@ def collect_rollout(
             completions.append(completion)
             if scorer is not None:
                 p = completion.id // num_generations
-                scorer.submit(completion.id, _sample(prompts[p], texts[p], completion, tokenizer))
+                member = GroupMember(p, completion.id % num_generations, num_generations)
+                scorer.submit(completion.id, _sample(prompts[p], texts[p], completion, tokenizer), member)
             if selection is not None:
                 selection.take(completion)
     with timers("scoring"):

@@ -10,8 +10,14 @@ frequency), which change only which token is sampled. The engine returns log-pro
 temperature 1 every engine can return them. At other temperatures vLLM returns them only if nothing but the temperature
 is applied, and rollout/arguments.py refuses the other cases. They are never requested for constrained completions
 (``structured_outputs``), because the engine then returns probabilities renormalised over the allowed tokens.
+
+**The failure contract.** An engine that fails raises EngineLost. `Engine.rollout` and the methods that wake the engine,
+put it to sleep or update its weights are collective over all ranks; they raise EngineLost on every rank if they fail on
+one.
 """
 
+import contextlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,8 +26,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.parallel.agreement import peer_has_ended
+from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,24 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free resources that outlive the process; the engine is unusable afterwards."""
+
+
+@contextlib.contextmanager
+def lost_on_failure(action: str) -> Iterator[None]:
+    """Context in which any failure but a GrpoError raises EngineLost, after printing its traceback.
+
+    The end of another rank is no failure of this engine.
+    """
+    try:
+        yield
+    except GrpoError:
+        raise
+    except Exception as error:
+        if peer_has_ended(error):
+            raise
+        traceback.print_exc()
+        reason = next(iter(str(error).strip().splitlines()), "no message")
+        raise EngineLost(f"{action} failed on rank {dist.get_rank()}: {type(error).__name__}: {reason}") from error
 
 
 def generate(

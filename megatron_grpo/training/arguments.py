@@ -145,7 +145,7 @@ def build_parser() -> Parser:
     groups = {}
     for title, rows in FLAGS.items():
         groups[title] = parser.add_argument_group(title)
-        for name, kind, default, text in rows:
+        for name, kind, default, text, *_ in rows:
             groups[title].add_argument(name, default=default, help=help_text(text, default), **_reading(kind))
     add_core_flags(parser)
     synonyms = parser.add_argument_group("from Megatron-LM scripts")

@@ -7,6 +7,7 @@ import traceback
 
 import torch.distributed as dist
 
+from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.utils.errors import GrpoError, speaks_for_host
 
@@ -29,8 +30,8 @@ def run(main) -> None:
     except Exception as error:
         code = 1
         if _speaks(after_rank_0=False):
-            lost = isinstance(error, RuntimeError) and "Connection" in str(error)  # gloo's words for a missing peer
-            what = "another rank has ended: torchrun's report says which, and how" if lost else "unexpected error"
+            gone = peer_has_ended(error)
+            what = "another rank has ended: torchrun's report says which, and how" if gone else "unexpected error"
             print(f"\n{_program()}: {_who()}{what}", file=sys.stderr)
             traceback.print_exc()
     except KeyboardInterrupt:

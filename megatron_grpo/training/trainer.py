@@ -39,9 +39,6 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
-# Seconds that a device has to finish its work after the loss of the engine, and the other ranks to get there too.
-DEVICE_ANSWERS, RANKS_ANSWER = 30.0, 120.0
-
 
 @dataclass
 class Trainer:
@@ -231,7 +228,7 @@ class Trainer:
         The run is saved as it was at ``position`` if all ranks answer and each can take its tensors back. After a
         blocked NCCL call, or an illegal memory access, a device does not answer; then the newest checkpoint is named.
         """
-        able = device_answers(DEVICE_ANSWERS)
+        able = device_answers()
         if able:
             try:
                 self.engine.close()  # frees its memory
@@ -249,7 +246,7 @@ class Trainer:
         if not save:
             return "Nothing is saved: there is no --save"
         newest = checkpoint.latest_iteration(save)
-        if newest != self.iteration and all_ranks_agree(able, RANKS_ANSWER):
+        if newest != self.iteration and all_ranks_agree(able):
             self.save(position)
             newest = self.iteration
         if newest == self.iteration:

@@ -1,13 +1,10 @@
-"""The type of a flag's definition, and parsed arguments as text: on the command line and in a checkpoint."""
+"""Parsed arguments as text: on the command line, and stored with a checkpoint."""
 
 import json
 from argparse import Namespace
 from typing import Any
 
-# One row for each flag: (name, kind, default, help). A kind is int, float or str; bool for a switch; [str] or [float]
-# for one or more values; a tuple of strings for a choice; dict for a JSON object. Brackets at the end of a help text
-# hold the default where the parser's default is None.
-FlagRow = tuple[str, Any, Any, str]
+from megatron_grpo.utils.flags import FlagRow as FlagRow
 
 # Never printed, saved or logged.
 SECRET = ("vllm_server_api_key", "sglang_server_api_key")

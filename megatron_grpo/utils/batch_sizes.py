@@ -99,14 +99,10 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
         )
     dp = world_size // (tp * pp * cp)
     micro, budget, group = args.micro_batch_size, args.max_tokens_per_microbatch, args.num_generations
-    if group < 2 and args.advantage_estimator != "reinforce_plus_plus":
-        raise GrpoError(
-            f"--num-generations ({group}) must be at least 2: the advantage compares the completions of one prompt; "
-            "only --advantage-estimator reinforce_plus_plus takes 1"
-        )
     global_batch, steps, generation = _batch_sizes(args, micro * dp)
     if budget:
-        _check_budget(args, global_batch, dp)
+        if global_batch < dp:
+            raise GrpoError(f"global_batch_size ({global_batch}) must be at least dp_size ({dp}): one completion each")
     elif global_batch % (micro * dp):
         raise GrpoError(
             f"global_batch_size ({global_batch}) must be divisible by micro_batch_size ({micro}) x dp_size ({dp}) "
@@ -156,19 +152,3 @@ def _batch_sizes(args: Namespace, smallest: int) -> tuple[int, int, int]:
             f"({steps}) = {global_batch * steps}: leave one of the three out; the other two determine it"
         )
     return global_batch, steps, generation
-
-
-def _check_budget(args: Namespace, global_batch: int, dp: int) -> None:
-    given = "micro_batch_size" in args.explicit
-    if given and args.loss_type != "bnpo":
-        raise GrpoError(
-            f"--micro-batch-size ({args.micro_batch_size}) and --max-tokens-per-microbatch "
-            f"({args.max_tokens_per_microbatch}) cannot both be given: each determines the micro-batches; leave one out"
-        )
-    if not given and args.loss_type == "bnpo":
-        raise GrpoError("--loss-type bnpo needs --micro-batch-size: it averages over blocks of that many completions")
-    if global_batch < dp:
-        raise GrpoError(
-            f"global_batch_size ({global_batch}) must be at least dp_size ({dp}): each data-parallel rank needs a "
-            "completion"
-        )

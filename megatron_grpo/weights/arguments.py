@@ -19,8 +19,8 @@ MODEL_FAMILY: FlagRow = (
     "model family: its parameter mappings and its config.json keys [the one of --load-hf]",
 )
 
-# The arguments that describe a model's architecture. A checkpoint's stored arguments and a translated config.json have
-# all of them.
+# Arguments that describe a model's architecture. A checkpoint's stored arguments and a translated config.json contain
+# them.
 ARCHITECTURE = (
     "model_family num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels qk_layernorm add_qkv_bias add_bias_linear normalization norm_epsilon swiglu position_embedding_type "
@@ -52,7 +52,7 @@ def check_family(args: Namespace) -> None:
 
 def default_architecture() -> dict[str, Any]:
     """Return the default of every argument in ARCHITECTURE."""
-    ours = {name[2:].replace("-", "_"): default for name, _, default, _ in (MODEL_FAMILY, *MODEL)}
+    ours = {name[2:].replace("-", "_"): default for name, _, default, *_ in (MODEL_FAMILY, *MODEL)}
     cores = core_flags()
     return {dest: cores[dest].default if dest in cores else ours[dest] for dest in ARCHITECTURE}
 

@@ -128,7 +128,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
             raise GrpoError(
                 f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
             )
-        source.dtype(name)  # refuses quantised weights
+        source.dtype(name)  # raises GrpoError for quantized weights
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
         raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, which is not in the model family's table")

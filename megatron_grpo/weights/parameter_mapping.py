@@ -176,7 +176,7 @@ class Weight:
 
     @property
     def _in_front(self) -> tuple[int, ...]:
-        """Index of this parameter on the additional first axis of its Hugging Face tensors; empty if there is none."""
+        """Return the index on the additional first axis of the Hugging Face tensors; () if there is none."""
         return (self.expert,) if self.all_experts and self.expert is not None else ()
 
     def part_shapes(self) -> list[tuple[int, ...]]:

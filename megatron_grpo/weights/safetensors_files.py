@@ -96,7 +96,7 @@ class Safetensors:
             except FileNotFoundError:
                 raise GrpoError(f"{path} does not exist{asked}: a shard of the checkpoint is missing") from None
             except (SafetensorError, OSError) as error:
-                raise GrpoError(f"{path} is truncated or no safetensors file{asked}: {error}") from None
+                raise GrpoError(f"{path} is truncated or not a safetensors file{asked}: {error}") from None
         return self._files[path]
 
     def _load(self, path: Path) -> Any:
@@ -118,7 +118,7 @@ class PytorchBin(Safetensors):
     def dtype(self, name: str) -> torch.dtype:
         dtype = self._slice(name).dtype
         if dtype not in _NAMES:
-            raise GrpoError(f"{self._where[name]}: tensor {name} is of {dtype}: convert the model to bf16 first")
+            raise GrpoError(f"{self._where[name]}: tensor {name} has dtype {dtype}: convert the model to bf16 first")
         return dtype
 
     def _slice(self, name: str) -> Tensor:

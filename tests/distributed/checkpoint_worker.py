@@ -28,7 +28,7 @@ import pretrain_grpo
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
@@ -50,7 +50,7 @@ def build(*flags, seed=1, padded_vocab_size=128):
     args = parse_args([*MODEL, *flags])
     args.padded_vocab_size = padded_vocab_size
     if dist.is_initialized():
-        leave_layout()
+        destroy_rank_groups()
         parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     else:
         initialize_distributed(args)
@@ -277,7 +277,7 @@ def enter(flags, layout):
     args = parse_args([*COMMON, *flags.split(), *check_parallel.flags_of(layout)])
     validate_args(args, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     if dist.is_initialized():
-        leave_layout()
+        destroy_rank_groups()
     initialize_distributed(args)
     set_random_seed(1)
     return args, forward.build_model(args, model_provider)
@@ -328,7 +328,7 @@ def resumed(root):
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)
-                off_policy(args, trainer, batch)
+                batch = off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
                 with forward.parameters_complete(args, trainer.model):
                     checkpoint.save_checkpoint(args, 1, *parts.values(), {})

@@ -14,7 +14,7 @@ from toy_checkpoints import build, toy_args
 import torch
 
 from megatron_grpo.checkpointing import checkpoint
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf, model_weights
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 def layout(args) -> None:
     """Have megatron-core's groups in the layout of the arguments."""
-    leave_layout()
+    destroy_rank_groups()
     initialize_distributed(args)
     set_random_seed(1)
 

@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
-from megatron_grpo.parallel.initialize import leave_layout, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, set_random_seed
 from megatron_grpo.training import fused_adam
 
 EXPERTS, HIDDEN, FFN = 4, 16, 32
@@ -134,7 +134,7 @@ LAYOUTS = {"one expert group": (1, 1), "EP2": (1, 2), "ETP2": (2, 1)}  # (TP = E
 
 def enter(layout: str) -> tuple[int, int]:
     tp, ep = LAYOUTS[layout]
-    leave_layout()
+    destroy_rank_groups()
     parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp)
     return tp, ep
 

@@ -18,7 +18,7 @@ import numpy as np
 from toy_checkpoints import build, toy_args
 
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
 from megatron_grpo.training.entry_point import run
@@ -110,7 +110,7 @@ def main(root: Path, out: Path) -> None:
         if engine.is_lead:
             facts = {"replicas": engine.num_replicas, "done": done}
             (out / f"{name}.{engine.replica}.json").write_text(json.dumps(facts))
-        leave_layout()
+        destroy_rank_groups()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ import pretrain_grpo
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import host_group, initialize_distributed, leave_layout, set_random_seed
+from megatron_grpo.parallel.initialize import (
+    destroy_rank_groups,
+    host_group,
+    initialize_distributed,
+    set_random_seed,
+)
 from megatron_grpo.training import offload, train_step
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
@@ -53,7 +58,7 @@ def build(name: str, hf_dir: str, save: Path):
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     batch = made_up.rollout(args)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
-    made_up.off_policy(args, trainer, batch)
+    batch = made_up.off_policy(args, trainer, batch)
     return args, trainer, batch
 
 
@@ -168,7 +173,7 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
         with forward.parameters_complete(args, trainer.model):
             checkpoint.save_checkpoint(args, 2, trainer.model, trainer.optimizer, trainer.scheduler, {})
     tensors = held(trainer)
-    leave_layout()
+    destroy_rank_groups()
     return rows, tensors["weights"] | tensors["optimizer_state"]
 
 

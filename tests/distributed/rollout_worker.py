@@ -59,9 +59,10 @@ PATTERN = "[0-9]{2,4}x"
 PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 # Bytes: the first two prompts are equal and go to different replicas; one is longer than a block of the engine's cache.
 LENGTHS = (5, 5, 1, 33, 300)
-# What the rewards of a completion must be, if they belong to it: its length, and the number in its row.
+# What the rewards of a completion must be, if they belong to it: its length, the number in its row, and how many
+# completions of its group are shorter.
 PLUGIN = """
-from megatron_grpo.rewards.registry import register_reward
+from megatron_grpo.rewards.registry import register_group_reward, register_reward
 
 @register_reward("length")
 def length(sample):
@@ -70,8 +71,14 @@ def length(sample):
 @register_reward("row")
 def row(sample):
     return sample.row["number"] if sample.prompt == sample.row["text"] else None
+
+@register_group_reward("shorter")
+def shorter(samples):
+    assert len({sample.row["number"] for sample in samples}) == 1
+    return [sum(len(b.token_ids) < len(a.token_ids) for b in samples) for a in samples]
 """
-COMMON = f"""--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused --reward-funcs length row
+COMMON = f"""--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused
+    --reward-funcs length row shorter
     --vllm-max-num-seqs 16 --micro-batch-size 2 --global-batch-size 20
     --num-generations {GENERATIONS} --max-prompt-length {max(LENGTHS)} --max-completion-length {MAX_TOKENS}"""
 
@@ -181,7 +188,7 @@ class Cases:
 
     def selected(self) -> None:
         """The first three groups of five that are complete; and groups of which none has a signal."""
-        engine, weights = self.trainer.engine, [0.0, 1.0]  # the row's number is the same for a whole group
+        engine, weights = self.trainer.engine, [0.0, 1.0, 0.0]  # the row's number is the same for a whole group
         for name in ("over-sampled", "over-sampled again"):
             selection = Selection(engine, 3, GENERATIONS, len(LENGTHS) / 3)
             self.log_probs(name, self.rollout(name, self.sampled, seed=7, selection=selection))

@@ -8,6 +8,7 @@ Rank 0 writes OUT_DIR/NAME.json, the metrics of the updates, and OUT_DIR/NAME.np
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -21,7 +22,7 @@ from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
 from megatron_grpo.models import router_replay
-from megatron_grpo.parallel.initialize import initialize_distributed, leave_layout
+from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
 from megatron_grpo.training.entry_point import run
 
 MOE = "--recompute-granularity selective --recompute-modules moe"
@@ -63,9 +64,9 @@ def prepare(args, trainer):
     if args.router_replay_mode == "R3":
         batch.routed_experts = made_up_experts(len(batch.tokens))
     with router_replay.recording(args, trainer.model, batch):
-        made_up.off_policy(args, trainer, batch)
+        prepared = made_up.off_policy(args, trainer, batch)
     move_routers(trainer)
-    return batch
+    return replace(prepared, routed_experts=batch.routed_experts)
 
 
 def halves(batch) -> list[np.ndarray]:
@@ -85,7 +86,7 @@ def main() -> None:
             (out / f"{name}.json").write_text(json.dumps(rows))
             if batch.routed_experts is not None:
                 np.save(out / f"{name}.npy", batch.routed_experts)
-        leave_layout()
+        destroy_rank_groups()
 
 
 if __name__ == "__main__":

@@ -108,12 +108,12 @@ def test_what_the_tool_calls_a_difference(tmp_path):
     changed = [rows[0], rows[1] | {"loss": 0.25 + 2**-54}]
     found = differences(write_run(tmp_path / "changed", changed, b"weight!"), a)
     assert "metrics.jsonl, row 2, iteration 2: loss is 0.25000000000000006 instead of 0.25" in found
-    assert "hf_model/model.safetensors is another" in found
+    assert "hf_model/model.safetensors differs" in found
     assert (
         "iteration 2: iteration is None instead of 2" in differences(write_run(tmp_path / "short", rows[:1], b""), a)[0]
     )
     (a / "iter_0000002.tmp").mkdir()
-    assert differences(a, a) == ["iter_0000002.tmp was left behind"]
+    assert differences(a, a) == ["iter_0000002.tmp was not deleted"]
 
 
 def test_moments_are_drawn_from_the_seed_alone(tmp_path):

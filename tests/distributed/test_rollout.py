@@ -237,10 +237,17 @@ def test_every_rank_has_the_whole_batch_in_one_order(results, by_transformers):
 
 
 def test_rewards_belong_to_their_completions(results):
-    for name in ("first", "greedy") + ("stop words",) * ("--stop-words" in LAYOUTS[results.layout][1]):
+    """Also those of a group-wise function: by vLLM and by the trainer, on one replica and on two, of one completion a
+    prompt, and of groups that were complete while others were aborted.
+    """
+    names = ("first", "other replicas", "one prompt", "greedy", "trainer", "over-sampled", "resampled")
+    for name in names + ("stop words",) * ("--stop-words" in LAYOUTS[results.layout][1]):
         batch = results.batch(name)
-        assert batch.rewards.tolist() == np.stack([batch.completion_lengths, batch.row_ids], 1).tolist()
+        lengths, groups = batch.completion_lengths, batch.group_ids
+        shorter = [(lengths[groups == group] < length).sum() for group, length in zip(groups, lengths, strict=True)]
+        assert batch.rewards.tolist() == np.stack([lengths, batch.row_ids, shorter], 1).tolist(), name
         assert results.facts[0][f"{name} failures"] == 0
+        assert any(shorter) or name in ("greedy", "stop words") or lengths.min() == lengths.max()
 
 
 def test_one_prompt_leaves_the_other_replica_idle(results):

@@ -87,7 +87,7 @@ def main(directory: Path) -> None:
         whole = {"expert_tensor_parallel_size": 1} if name == "gpt_oss" else {}
         args = toy_args(directory / name, **{**layout, **whole})
         if ready != (sizes := {**layout, **GROUPED, **whole}):
-            initialize.leave_layout()
+            initialize.destroy_rank_groups()
             initialize.initialize_distributed(args)
             ready = sizes
         initialize.set_random_seed(1)

@@ -85,7 +85,7 @@ BATCHES: list[Case] = [
     (
         "global batch and groups",
         flags("--num-generations 16"),
-        r"global_batch_size \(8\) must be divisible by num_generations \(16\): it holds whole groups",
+        r"global_batch_size \(8\) must be divisible by num_generations \(16\), because .*: give a multiple of 16",
     ),
     (
         "generation batch and steps",
@@ -159,7 +159,7 @@ DATA: list[Case] = [
     (
         "weights of held-out prompts",
         lambda b: ["--valid-data-path", "1", str(b.train), "--eval-interval", "2"],
-        r"--valid-data-path has weights: .*leave them out",
+        r"--valid-data-path has weights, .*: leave them out",
     ),
     (
         "a role that nobody has",
@@ -197,7 +197,7 @@ DATA: list[Case] = [
     ),
     ("empty prompt", data('{"prompt": " "}'), r'bad\.jsonl:1: "prompt" is empty'),
     ("no content", data('{"messages": [{"role": "user"}]}'), r'bad\.jsonl:1: message 1 of "messages" has no "content"'),
-    ("nothing to answer", data(OVER), r"bad\.jsonl:1: .*ends with an assistant message; .*leave it out"),
+    ("nothing to answer", data(OVER), r"bad\.jsonl:1: .*ends with an assistant message, .*: leave it out"),
     ("no chat template", no_template, r"bad\.jsonl:1: .*the tokenizer in .* has none; give .* plain strings or add a"),
     ("damaged Parquet", data("PAR1", name="bad.parquet"), r"bad\.parquet: not a readable Parquet file"),
     (
@@ -208,7 +208,7 @@ DATA: list[Case] = [
     (
         "all prompts too long",
         lambda b: [*b.data('{"prompt": "123456789"}'), "--truncation-strategy", "delete"],
-        r"no prompts left: left out 1 of 1 prompts that are longer than --max-prompt-length 8 \(raise it, or choose",
+        r"no prompts left: left out 1 of 1 prompts that are longer than --max-prompt-length 8 \(raise it, or give",
     ),
     (
         "less than one rollout",
@@ -240,7 +240,7 @@ TOKENIZERS: list[Case] = [
     (
         "larger than the vocabulary",
         config(vocab_size=200),
-        r"the tokenizer has 258 entries but the model's vocabulary holds 200; give the tokenizer that belongs",
+        r"the tokenizer has 258 entries but the model's vocabulary holds 200; give the tokenizer of the model",
     ),
 ]
 
@@ -295,7 +295,7 @@ HUGGING_FACE: list[Case] = [
     ("size of a wrong type", config(num_hidden_layers="2"), r"config\.json has a value of the wrong type"),
     ("sliding window in a layer", config(**WINDOW), r"in some layers only, .*set use_sliding_window to false"),
     ("quantised", config(quantization_config={"quant_method": "fp8"}), r"\(fp8\): use the checkpoint in bf16"),
-    ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or no safetensors file"),
+    ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or not a safetensors file"),
     ("missing shard", index("model-1.safetensors"), r"model-1\.safetensors does not exist .*a shard .* is missing"),
     ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not an index of tensors"),
     ("no weights", lambda b: ["--load-hf", str(b.hf("*.safetensors"))], r"hf holds neither model\.safetensors nor"),
@@ -351,7 +351,11 @@ def inner_directory(bench: Bench) -> list[str]:
 
 
 CHECKPOINTS: list[Case] = [
-    ("truncated", truncated_checkpoint, r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to go back"),
+    (
+        "truncated",
+        truncated_checkpoint,
+        r"iter_0000002 is damaged: .*distcp has \d+ bytes instead of \d+; to use another",
+    ),
     ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
     ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
     ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
@@ -375,7 +379,7 @@ CHECKPOINTS: list[Case] = [
         lambda b: b.resume("--num-iterations", "4"),
         r"checkpoint of iteration 2, which is no multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
     ),
-    ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or start .*anew"),
+    ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or restart the data"),
     (
         "other optimizer",
         lambda b: b.resume("--use-distributed-optimizer"),
@@ -455,11 +459,11 @@ TOOLS: list[Case] = [
     (
         "arithmetic: shares",
         tool("tools/data/arithmetic.py", lambda b: ["--save", b.root / "a", "--shares", 1, 1, 1, 1]),
-        r"--shares 1.0 .*: four numbers >= 0 with the sum 1 are needed",
+        r"--shares 1.0 .*: give four numbers >= 0 with the sum 1",
     ),
     ("convert: no model", convert(lambda b: ["--load", "gone", "--save", b.root / "c"]), r"gone is not a Hugging Face"),
     ("convert: onto itself", convert(lambda b: ["--load", b.model, "--save", b.model]), r"are the same directory"),
-    ("convert: over a run", convert(lambda b: ["--load", b.model, "--save", b.run()]), r"choose another --save"),
+    ("convert: over a run", convert(lambda b: ["--load", b.model, "--save", b.run()]), r"give another --save"),
     (
         "convert: no checkpoint",
         convert(lambda b: ["--load", b.root, "--save", b.root / "c"], "--megatron-to-hf"),
@@ -468,14 +472,14 @@ TOOLS: list[Case] = [
     (
         "convert: over other things",
         convert(lambda b: ["--load", b.finished, "--save", b.thesis()], "--megatron-to-hf"),
-        r"thesis .*no Hugging Face model directory: choose another place",
+        r"thesis .*not a Hugging Face model directory: give another --save",
     ),
     ("tiny model: heads", tiny(lambda b: ["--num-query-groups", 3]), r"\(4\) must be a multiple of .*\(3\)"),
     ("tiny model: layers", tiny(lambda b: ["--num-layers", 0]), r"--num-layers \(0\) must be at least 1"),
-    ("tiny model: no data", tiny(lambda b: []), r"the warm-up needs --train and --valid; --steps 0"),
+    ("tiny model: no data", tiny(lambda b: []), r"the warm-up needs --train and --valid; or give --steps 0"),
     ("tiny model: onto a file", tiny(lambda b: ["--save", b.train, "--steps", 0]), r"--save .*train\.jsonl is a file"),
     ("plot: empty", plot(lambda b: [b.write("e.jsonl", "")]), r"e\.jsonl is empty: the run has not finished its first"),
     ("plot: no run", plot(lambda b: ["gone"]), r"gone cannot be read .*: give the --save directory of a run"),
-    ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is no row of a run"),
+    ("plot: no metrics", plot(lambda b: [b.train]), r"train\.jsonl:1 is not a row of a run"),
     ("plot: ending", plot(lambda b: [b.save], "out.doc"), r"--output .*out\.doc cannot be written: .*supported"),
 ]

@@ -1,9 +1,10 @@
-"""What the transfer of weights to a vLLM server costs without the server: NCCL, packed, from one GPU to the next.
+"""Measure the NCCL transfer of packed weights from one GPU to another, as in a weight sync to a vLLM server.
 
     torchrun --nproc-per-node 2 tools/benchmark/broadcast.py --model-family qwen3 ... --bf16
 
-Rank 0 packs made-up tensors of the shape that the flags of pretrain_grpo.py give, as `--weight-sync-method nccl` does;
-rank 1 unpacks them by vLLM's own code and copies each to its place. Beside it stands a plain peer copy.
+No server is started. The flags of pretrain_grpo.py set the model's architecture. Rank 0 packs random tensors, as
+`--weight-sync-method nccl` does; rank 1 unpacks them with vLLM's code and copies each one to its parameter. A plain
+peer-to-peer copy is measured for comparison.
 """
 
 import sys
@@ -22,7 +23,7 @@ from megatron_grpo.weights.stream import describe
 
 
 def best_of(work, repeats: int = 4) -> float:
-    """Seconds of the fastest of ``repeats`` calls, after one that is not counted, on all ranks."""
+    """Return the seconds of the fastest of ``repeats`` calls on all ranks, after one warm-up call."""
     seconds = []
     for _ in range(repeats + 1):
         dist.barrier()

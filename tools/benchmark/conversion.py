@@ -1,10 +1,10 @@
-"""Seconds and host memory of tools/checkpoint/convert.py, in both directions, beside a plain `cp` of the same files.
+"""Measure time and host memory of tools/checkpoint/convert.py in both directions, compared with a plain `cp`.
 
     python tools/benchmark/conversion.py --gigabytes 8 --scratch /tmp/conversion
 
-Makes a Llama-shaped model of that size with random weights (hidden size 4096, as many layers as it takes), and prints a
-Markdown table. Memory is the largest RssAnon of the process: files that are mapped into memory can be dropped at any
-time and do not count. The scratch directory needs three times the size, and is emptied.
+Creates a Llama model of that size with random weights (hidden size 4096, number of layers as needed), and prints a
+Markdown table. Memory is the peak RssAnon of the process: memory-mapped files do not count, because the kernel can drop
+their pages at any time. The scratch directory needs three times the size; its subfolders are deleted.
 """
 
 import argparse
@@ -29,7 +29,7 @@ CONVERT = [sys.executable, str(ROOT / "tools/checkpoint/convert.py")]
 
 
 def make_model(directory: Path, size: float) -> None:
-    """A Llama model of about `size` bytes in bfloat16: config.json and safetensors files."""
+    """Write a Llama model of about `size` bytes in bfloat16: config.json and safetensors files."""
     kv = HIDDEN // HEADS * GROUPS
     shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     tail = {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
@@ -76,7 +76,7 @@ def make_model(directory: Path, size: float) -> None:
 
 
 def measure(command: list[str]) -> tuple[float, int]:
-    """(seconds, largest RssAnon in bytes) of a command; its error ends the program."""
+    """Run a command and return (seconds, peak RssAnon in bytes); exit if the command fails."""
     start, peak = time.monotonic(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -93,17 +93,17 @@ def measure(command: list[str]) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Make the model, run everything once, print the table."""
+    """Create the model, run each command once, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--scratch", type=Path, required=True, help="directory to work in; emptied")
+    parser.add_argument("--scratch", type=Path, required=True, help="working directory; its subfolders are deleted")
     options = parser.parse_args()
     source, copy, megatron, back = (options.scratch / name for name in ("hf", "copy", "megatron", "back"))
 
     def empty(*directories: Path) -> None:
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
-        os.sync()  # what is still to be written to the disk would slow the next one down
+        os.sync()  # pending writes would slow down the next command
 
     empty(source, copy, megatron, back)
     source.mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""Seconds and memory of the cycle in which trainer and engine take turns: offload, wake, sync, generate, sleep, reload.
+"""Measure time and memory of a training-rollout cycle: offload, wake-up, weight sync, generation, sleep, reload.
 
     torchrun --nproc-per-node N tools/benchmark/engine_cycle.py --load-hf DIR --sleep-level 2 --offload-optimizer ...
 
-Flags are those of pretrain_grpo.py, whose own code goes through the cycle, with any engine; without --load-hf weights
-are made up for the shape that the flags give. Beside the sync stands a plain copy of as many bytes, on the same device
-or, for servers, to the next one. Prints a Markdown table, medians of the cycles after the first.
+Flags are those of pretrain_grpo.py, whose code runs the cycle, with any engine. Without --load-hf the weights are
+random. The weight sync is compared with a plain copy of as many bytes, on the same device or, for servers, to the next
+device. Prints a Markdown table with the medians of all cycles but the first.
 """
 
 import argparse
@@ -37,7 +37,7 @@ STAGES = ("train", "sync", "rollout", "asleep")
 
 
 def build(args) -> Trainer:
-    """Model, optimizer with its moments, and engine of a run."""
+    """Build model, optimizer with its moments, and engine of a run."""
     parts = made_up.trainer(args)
     engine = build_engine(args, parts.model, SimpleNamespace(eos_id=2))
     nothing = dict.fromkeys(("tokenizer", "dataset", "scorer", "logger", "profiler", "reference", "teacher"))
@@ -59,7 +59,7 @@ def build(args) -> Trainer:
 
 
 def cycle(args, trainer: Trainer) -> dict[str, float]:
-    """Two updates, and one turn of the engine; returns ``time/...`` and ``memory/...`` of the latter."""
+    """Run two updates and one rollout; return ``time/...`` and ``memory/...`` of the rollout."""
     made_up.two_updates(args, trainer, made_up.rollout(args))
     trainer.iteration += 1
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (16, 8)).tolist()
@@ -76,7 +76,7 @@ def cycle(args, trainer: Trainer) -> dict[str, float]:
 
 
 def gathering(args, trainer: Trainer) -> float:
-    """Seconds in which the stream alone is gone through: what the engine does with the weights comes on top."""
+    """Return the seconds of iterating over the weight stream, without the engine's part of the sync."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in stream_hf(trainer.model, args):
@@ -86,7 +86,7 @@ def gathering(args, trainer: Trainer) -> float:
 
 
 def copying(size: int, to_next: bool) -> float:
-    """Seconds for a plain copy of ``size`` bytes on the device, or to the next device."""
+    """Return the seconds of a plain copy of ``size`` bytes on the device, or to the next device."""
     here = torch.cuda.current_device()
     there = here + 1 if to_next and here + 1 < torch.cuda.device_count() else here
     block = torch.empty(min(size, 2**31), dtype=torch.uint8, device=here)

@@ -1,4 +1,4 @@
-"""A reward that differs between completions of random weights: the share of even token ids."""
+"""Reward with different values for the completions of a random model: the fraction of even token ids."""
 
 from megatron_grpo.rewards.registry import Sample, register_reward
 

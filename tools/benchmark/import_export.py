@@ -1,9 +1,10 @@
-"""Seconds in which all ranks of a layout load a model's Hugging Face files, and write them again.
+"""Measure load and export of a Hugging Face model by all ranks of a parallel configuration.
 
     torchrun --nproc-per-node 4 tools/benchmark/import_export.py LAYOUT_FLAGS --load-hf DIR --scratch OUT
 
-Flags are those of pretrain_grpo.py. The export must be the import byte for byte; it is deleted. Beside it stands what
-one process needs to read the same files, and to write as many bytes, with plain file operations.
+Flags are those of pretrain_grpo.py; LAYOUT_FLAGS set the parallel configuration. The exported files must equal the
+loaded ones byte for byte; they are deleted at the end. A plain copy of the files by one process is measured for
+comparison.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from megatron_grpo.weights import hf
 
 
 def timed(step) -> float:
-    """Seconds until all ranks are done."""
+    """Return the seconds of a step until all ranks have finished."""
     dist.barrier()
     start = time.monotonic()
     step()
@@ -36,7 +37,7 @@ def timed(step) -> float:
 
 
 def plain(source: Path, target: Path) -> float:
-    """Seconds of rank 0 for a copy of the files, brought to the disk."""
+    """Return the seconds of rank 0 for a copy of the files, including fsync."""
 
     def copy() -> None:
         if dist.get_rank() == 0:

@@ -1,9 +1,9 @@
-"""How soon a large Parquet file gives its first prompts, and how much host memory it takes.
+"""Measure the time to the first prompts of a large Parquet file, and the host memory.
 
     python tools/benchmark/large_data.py --path /tmp/large.parquet --gigabytes 5 --prompts 1024 --rounds 20
 
-Writes the file if it is not there (chat prompts of random words, half a row incompressible), opens it as training does,
-and draws prompts with a byte tokenizer. Memory is that of this process beyond what it had with all modules loaded.
+Writes the file if it does not exist (chat prompts of random characters, about half of each row incompressible), opens
+it as training does, and draws prompts with a byte tokenizer. Memory is the growth of this process after all imports.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tools.data.common import Bytes
 
 
 def write(path: Path, gigabytes: float, rows_in_group: int) -> None:
-    """A file of so many GiB, one row group after the other."""
+    """Write a file of ``gigabytes`` GiB, one row group at a time."""
     rng, number = np.random.default_rng(0), 0
     with pyarrow.parquet.ParquetWriter(path, schema(), compression="snappy") as writer:
         while path.stat().st_size < gigabytes * 2**30:
@@ -50,11 +50,11 @@ def schema() -> pyarrow.Schema:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, required=True, help="of the file, which is written if it is not there")
-    parser.add_argument("--gigabytes", type=float, default=5.0, help="size of the file that is written")
-    parser.add_argument("--rows-in-group", type=int, default=100_000, help="rows of a row group that is written")
-    parser.add_argument("--prompts", type=int, default=1024, help="prompts of a rollout")
-    parser.add_argument("--rounds", type=int, default=20, help="rollouts")
+    parser.add_argument("--path", type=Path, required=True, help="path of the file; written if it does not exist")
+    parser.add_argument("--gigabytes", type=float, default=5.0, help="size of the file to write, GiB")
+    parser.add_argument("--rows-in-group", type=int, default=100_000, help="rows per row group of the file to write")
+    parser.add_argument("--prompts", type=int, default=1024, help="prompts in a rollout")
+    parser.add_argument("--rounds", type=int, default=20, help="number of rollouts")
     options = parser.parse_args()
     if not options.path.exists():
         write(options.path, options.gigabytes, options.rows_in_group)

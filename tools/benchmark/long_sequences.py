@@ -1,10 +1,11 @@
-"""How long a sequence trains, and what it takes: peak memory and tokens per second of an update at growing lengths.
+"""Measure peak memory and tokens per second of an update at increasing sequence lengths.
 
     torchrun --nproc-per-node N tools/benchmark/long_sequences.py MODEL_AND_LAYOUT_FLAGS --lengths 8192 16384 32768
 
-Flags are those of pretrain_grpo.py; weights are made up, once for all lengths. Each update has two completions of the
-full length on every data-parallel rank, one in a micro-batch. The last column is the growth of memory from one length
-to the next, per token of a context-parallel rank: where it stays the same, memory is linear in the length.
+Flags are those of pretrain_grpo.py; the weights are random, and the same for all lengths. Each update has two
+completions of the full length on every data-parallel rank, one in a micro-batch. The last column is the growth of
+memory from one length to the next, per token of a context-parallel rank: a constant value means that memory is linear
+in the length.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
     before = None
     for length in sorted(options.lengths):
         made_up.peak_memory(reset=True)
-        rows, tokens_per_second = made_up.two_updates(args, trainer, made_up.rollout(args, length))
+        rows, tokens_per_second, _ = made_up.two_updates(args, trainer, made_up.rollout(args, length))
         peak = made_up.peak_memory()
         share = length / parallel_state.get_context_parallel_world_size()
         growth = f"{(peak - before[1]) / (share - before[0]) * 1024:.1f}" if before else ""

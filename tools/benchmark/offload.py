@@ -1,10 +1,11 @@
-"""What the trainer gives up while an engine generates: device memory before, out and back, seconds, and the rate of the
-copies beside that of one large copy in the same run.
+"""Measure the offload of the trainer's tensors to host memory: device memory, seconds, and copy rate.
+
+The copy rate is compared with that of one large copy in the same run.
 
     torchrun --nproc-per-node GPUS tools/benchmark/offload.py [--large-copy-gib 4] [FLAGS OF pretrain_grpo.py]
 
-Made-up weights of a 0.6B Qwen3 shape in bf16 with the distributed optimizer, unless flags say otherwise; one update on
-made-up completions, so that all state exists. All processes copy at once; the table is rank 0's.
+Defaults: random weights with the architecture of Qwen3-0.6B in bf16, distributed optimizer. One update on random
+completions creates all state. All processes copy at the same time; the table shows rank 0.
 """
 
 import argparse
@@ -33,7 +34,7 @@ GIB = 2**30
 
 
 def updated_policy(flags: list[str]) -> SimpleNamespace:
-    """A policy with everything that the first update makes."""
+    """Return a policy after one update, with all optimizer state."""
     args = made_up.parse(DEFAULTS + flags, int(os.environ.get("WORLD_SIZE", "1")))
     initialize_distributed(args)
     trainer = made_up.trainer(args)
@@ -42,7 +43,7 @@ def updated_policy(flags: list[str]) -> SimpleNamespace:
 
 
 def large_copy(gib: float) -> tuple[float, float]:
-    """GiB/s of one copy of page-locked memory, from the device and to it: the best of three."""
+    """Return GiB/s of one large copy of page-locked memory, (from the device, to the device): best of three."""
     there = torch.zeros(int(gib * GIB), dtype=torch.uint8, device=device())
     here = torch.empty(there.shape, dtype=torch.uint8, pin_memory=device().type == "cuda")
     rates = []
@@ -60,7 +61,7 @@ def large_copy(gib: float) -> tuple[float, float]:
 
 
 def memory() -> str:
-    """torch's allocated and reserved memory, and the device's that nobody has, in GiB."""
+    """Return torch's allocated and reserved memory and the device's free memory, in GiB, as table cells."""
     if device().type == "cpu":
         return f"{'-':>10}{'-':>10}{'-':>10}"
     values = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
@@ -90,7 +91,7 @@ def main() -> None:
     print_rank_0(f"{'':12}" + "".join(f"{title:>10}" for title in titles) + f"{'ratio':>8}")
     offloader = Offloader(trainer.model, trainer.optimizer, weights=True, gradients=True, optimizer_state=True)
     row("before")
-    for name in ("first", "second", "third"):  # the first move out takes the host's memory
+    for name in ("first", "second", "third"):  # the first offload allocates host memory
         dist.barrier()
         row(f"{name} out", offloader.to_host(), down)
         dist.barrier()

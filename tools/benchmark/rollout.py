@@ -1,12 +1,12 @@
-"""Completion tokens per second of our rollout beside stock vLLM's `LLM.generate`, on the same prompts, in one run.
+"""Measure completion tokens per second of our rollout and of vLLM's `LLM.generate`, on the same prompts, in one run.
 
     torchrun --nproc-per-node 1 tools/benchmark/rollout.py --load-hf MODEL --prompts 64 --max-completion-length 128
-    torchrun --nproc-per-node 1 tools/benchmark/rollout.py --model-family qwen3 ... --bf16   # made-up weights
+    torchrun --nproc-per-node 1 tools/benchmark/rollout.py --model-family qwen3 ... --bf16   # random weights
 
-Both use one engine, so its settings are the same. Ours is all of `collect_rollout`: requests, polling, decoding,
-a reward that costs nothing in worker processes, and the exchange of the batch between ranks. They alternate, round by
-round, with and without log-probabilities; completions have one length, by --ignore-eos. Flags that are not named in
---help are those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of their ratios.
+Both use the same engine with the same settings. Ours is all of `collect_rollout`: requests, polling, decoding, a
+trivial reward in worker processes, and the exchange of the batch between ranks. The two alternate in each round, with
+and without log-probabilities; all completions have the same length (--ignore-eos). Flags that are not in --help are
+those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of the ratios.
 """
 
 import argparse
@@ -48,17 +48,17 @@ def length(sample):
 
 
 class Numbers:
-    """A tokenizer for made-up vocabularies: ids become numbers."""
+    """Tokenizer for random models: decodes ids as numbers."""
 
     eos_id = 2
 
     def decode(self, ids) -> str:
-        """The ids themselves, as text."""
+        """Return the ids as text."""
         return " ".join(map(str, ids))
 
 
 class Benchmark:
-    """One engine, driven by `collect_rollout` and by `LLM.generate`."""
+    """One engine, used by `collect_rollout` and by `LLM.generate`."""
 
     def __init__(self, args, num_prompts: int, prompt_length: int, plugin: Path):
         self.args = args
@@ -72,7 +72,7 @@ class Benchmark:
             self.scorer = RewardPool(["length"], [str(plugin)], args.reward_workers, args.reward_timeout)
 
     def ours(self, sampling: Sampling) -> int:
-        """A rollout as training makes it; returns the completion tokens of all replicas."""
+        """Run a rollout as training does; return the completion tokens of all replicas."""
         generations = self.args.num_generations
         plan = RolloutPlan(self.prompts, generations, sampling, seed=1)
         batch, failures = collect_rollout(self.engine, plan, self.scorer, self.tokenizer, Timers())
@@ -80,7 +80,7 @@ class Benchmark:
         return int(batch.completion_lengths.sum())
 
     def stock(self, sampling: Sampling) -> int:
-        """What a script around vLLM does with this replica's share of the same prompts."""
+        """Call `LLM.generate` on this replica's share of the prompts; return the completion tokens of all replicas."""
         from vllm import SamplingParams
 
         own = self.prompts[self.engine.replica :: self.engine.num_replicas]
@@ -99,7 +99,7 @@ class Benchmark:
 
 
 def speed(make: Callable[[], int]) -> float:
-    """Tokens per second, until the last rank is done, of what ``make`` does; it returns the tokens."""
+    """Return the tokens per second of ``make``, which returns its tokens, until the last rank has finished."""
     dist.barrier(group=host_group())
     start = time.perf_counter()
     tokens = make()
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=64, help="prompts, each with --num-generations completions")
     parser.add_argument("--prompt-length", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one warm-up round")
     own, flags = parser.parse_known_args()
     args = made_up.parse(
         ["--max-prompt-length", str(own.prompt_length), *flags], world_size=int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""The phases of an update as a table, from the metrics.jsonl of runs: means over updates, the first two left out.
+"""Print a table of seconds by phase from the metrics.jsonl of runs: means over all updates but the first two.
 
 python tools/benchmark/step_table.py RUN_DIR [RUN_DIR ...]
 """

@@ -3,23 +3,26 @@
     python tools/checkpoint/convert.py --hf-to-megatron --load Qwen3-0.6B --save checkpoints/qwen3 --verify
     python tools/checkpoint/convert.py --megatron-to-hf --load checkpoints/qwen3 --save Qwen3-0.6B-grpo --verify
 
-The Megatron checkpoint is one of megatron-core's `torch_dist` format, iteration 0, weights only; start training from it
-with `--pretrained-checkpoint`, in any layout. Beside it, {save}/hf_assets/ keeps config.json, generation_config.json
-and the tokenizer's files; an export takes them from there, and `--tokenizer-model {save}/hf_assets` gives training its
-tokenizer. Given the layout of the training (`--tensor-model-parallel-size` and so on), the tensors are cut so that each
-of its ranks reads no more than its own part; `auto` leaves them whole, and each rank takes its part of what it reads.
+The Megatron checkpoint has megatron-core's `torch_dist` format, iteration 0 and weights only. Start training from it
+with `--pretrained-checkpoint`, in any parallel configuration. {save}/hf_assets/ holds config.json,
+generation_config.json and the tokenizer's files; an export copies them, and `--tokenizer-model {save}/hf_assets` is the
+tokenizer for training. With the parallel configuration of the training (`--tensor-model-parallel-size` and so on) the
+tensors are written as its shards, so that each rank reads only its own shard. `auto` writes whole tensors, which each
+rank reads and slices.
 
-Every checkpoint of that format can be exported, of any layout and with the names of Transformer Engine or without.
-Megatron-LM's own do not say which family they are of: give `--hf-config DIR`, a directory with the config.json and the
-tokenizer of the model. (Megatron-LM loads what is written here with `--dist-ckpt-strictness log_unexpected`.)
+Every checkpoint of this format can be exported, of any parallel configuration, with or without the parameter names of
+Transformer Engine. Checkpoints of Megatron-LM do not store the model family: give `--hf-config DIR`, a directory with
+the config.json and the tokenizer of the model. (Megatron-LM loads the checkpoints of this tool with
+`--dist-ckpt-strictness log_unexpected`.)
 
-Runs on the CPU, and holds one tensor at a time. Under torchrun each process converts a share:
+The tool runs on the CPU and holds one tensor at a time. Under torchrun each process converts a share:
 
     torchrun --nproc-per-node 8 tools/checkpoint/convert.py --hf-to-megatron --tensor-model-parallel-size 4 ...
 
-`--verify` reads what was written and compares it bit by bit, then the logits of both sides on a few tokens, when two
-float32 models fit into memory; `--dry-run` prints the table (names on both sides, shapes, layout, the process that
-writes it) and writes nothing. Megatron checkpoints are trusted input: their metadata is a pickle.
+`--verify` reads the written files and compares them bit by bit; it also compares the logits of both models on a few
+tokens if two float32 models fit into memory. `--dry-run` prints the parameter mapping (names on both sides, shapes,
+tensor layout, the process that writes it) and writes nothing. Megatron checkpoints are trusted input: their metadata is
+a pickle.
 """
 
 import argparse
@@ -32,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU has the memory, and a conversion computes nothing
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the host has more memory, and a conversion needs no computation
 
 from megatron_grpo.utils import cpu_backend
 
@@ -57,34 +60,40 @@ from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, che
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 EXPERT_TENSOR = "expert_tensor_parallel_size"
-# What Megatron-LM stores of a model and its tensors' shapes do not show.
-UNSEEN = (
+# Arguments in Megatron-LM's checkpoints that the shapes of the tensors do not determine.
+NOT_IN_SHAPES = (
     "num_attention_heads num_query_groups kv_channels normalization norm_epsilon swiglu position_embedding_type "
     "rotary_base rotary_percent"
 ).split()
-UNSEEN_OF_EXPERTS = "moe_router_topk moe_router_score_function moe_router_pre_softmax".split()
+NOT_IN_SHAPES_OF_EXPERTS = "moe_router_topk moe_router_score_function moe_router_pre_softmax".split()
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's own few flags."""
+    """Build the parser of the tool's flags."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog="More: the text at the top of this file.", allow_abbrev=False
+        description=__doc__.split("\n")[0],
+        epilog="See the docstring of tools/checkpoint/convert.py.",
+        allow_abbrev=False,
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--hf-to-megatron", action="store_true", help="import a Hugging Face directory")
     direction.add_argument("--megatron-to-hf", action="store_true", help="export the newest Megatron checkpoint")
     parser.add_argument("--load", required=True, metavar="DIR", help="directory to read")
-    parser.add_argument("--save", metavar="DIR", help="directory to write (replaced when it is of the same kind)")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (that of what is read)")
+    parser.add_argument(
+        "--save", metavar="DIR", help="directory to write (an existing one of the same kind is replaced)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: the dtype of the source)")
     parser.add_argument("--hf-config", metavar="DIR", help="config.json and tokenizer of a Megatron-LM checkpoint")
     parser.add_argument(
-        "--pytorch-bin", action="store_true", help="read pytorch_model.bin, as tensors and nothing else"
+        "--pytorch-bin", action="store_true", help="read pytorch_model.bin instead of safetensors, tensors only"
     )
     for name in (*SIZES, EXPERT_TENSOR):
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=_size, default="auto", metavar="N", help="of the layout to write for (auto)")
-    parser.add_argument("--verify", action="store_true", help="read what was written and compare it bit by bit")
-    parser.add_argument("--dry-run", action="store_true", help="print the table of weights and write nothing")
+        parser.add_argument(
+            flag, type=_size, default="auto", metavar="N", help="size in the training that reads the checkpoint (auto)"
+        )
+    parser.add_argument("--verify", action="store_true", help="read the written files and compare them bit by bit")
+    parser.add_argument("--dry-run", action="store_true", help="print the parameter mapping and write nothing")
     return parser
 
 
@@ -95,21 +104,23 @@ def _size(text: str) -> int | str:
 
 
 def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], source_name: str) -> argparse.Namespace:
-    """Training arguments that describe the model, in the layout to write for."""
+    """Return training arguments with the model and the parallel configuration of the checkpoint."""
     args = parse_args(["--transformer-impl", "local"])
     args.save = options.save
     merge_architecture(args, architecture, source_name)
     given = {name: size for name in (*SIZES, EXPERT_TENSOR) if (size := getattr(options, name)) != "auto"}
     if given and options.megatron_to_hf:
-        raise GrpoError("a Hugging Face directory has no layout: leave the parallel sizes out")
+        raise GrpoError("a Hugging Face directory has no parallel configuration: leave the parallel sizes out")
     vars(args).update(given)
     if args.num_layers % args.pipeline_model_parallel_size:
         raise GrpoError(
-            f"{args.num_layers} layers cannot be divided into {args.pipeline_model_parallel_size} equal pipeline stages"
+            f"{args.num_layers} layers cannot be divided into {args.pipeline_model_parallel_size} equal pipeline "
+            "stages: change --pipeline-model-parallel-size"
         )
     if (args.num_experts or 1) % args.expert_model_parallel_size:
         raise GrpoError(
-            f"{args.num_experts or 'no'} experts cannot be shared out to {args.expert_model_parallel_size} ranks"
+            f"{args.num_experts or 'no'} experts cannot be divided over {args.expert_model_parallel_size} ranks: "
+            "change --expert-model-parallel-size"
         )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
@@ -118,7 +129,7 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
 
 
 def table(args: argparse.Namespace) -> list[Weight]:
-    """The model's weights; GrpoError where one cannot be cut for the layout."""
+    """Return the parameter mapping of the model; raise GrpoError for a tensor that cannot be split."""
     weights = model_weights.table(args)
     for weight in weights:
         weight.shard_shape(tensor_parallel_size(args, weight))
@@ -126,13 +137,15 @@ def table(args: argparse.Namespace) -> list[Weight]:
 
 
 def set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Have the arguments say that parameters have this dtype."""
+    """Set the flags of the arguments for parameters of this dtype."""
     args.bf16, args.fp16 = dtype is torch.bfloat16, dtype is torch.float16
 
 
 def print_table(weights: list[Weight], places: Mapping[str, object], dtype: torch.dtype) -> None:
-    """One line for each Megatron parameter: place in the checkpoint, full shape, layout, axis, the process that writes
-    it, and the Hugging Face names and shapes.
+    """Print one line for each Megatron parameter.
+
+    A line has the place in the checkpoint, the full shape, the tensor layout, the axis, the process that writes it, and
+    the Hugging Face names and shapes.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for rank in range(world):
@@ -146,7 +159,7 @@ def print_table(weights: list[Weight], places: Mapping[str, object], dtype: torc
 
 
 def start() -> None:
-    """Join the process group; megatron-core wants one even for a single process."""
+    """Join the process group, which megatron-core needs even for a single process."""
     if not parallel_state.model_parallel_is_initialized():
         initialize_distributed(parse_args([]))
 
@@ -154,17 +167,17 @@ def start() -> None:
 def verify(
     args: argparse.Namespace, weights: list[Weight], checkpoint: Path, source: Safetensors, dtype: torch.dtype
 ) -> None:
-    """Compare both sides as they lie on the disk: all tensors, then the logits."""
+    """Compare source and written files on disk: all tensors, then the logits."""
     written = torch_dist.Checkpoint(checkpoint)
     count = conversion.verify(args, weights, written, source, dtype)
-    print_rank_0(f"verified: {count} tensors are the same bit by bit")
+    print_rank_0(f"verified: {count} tensors are equal bit by bit")
     if checked := conversion.on_rank_0(lambda: check_checksums(source), source.dir, "is damaged"):
-        print_rank_0(f"checksums: {checked} tensors in {source.dir} are as they were written")
+        print_rank_0(f"checksums: {checked} tensors in {source.dir} have the checksums of their writer")
     print_rank_0(conversion.compare_logits(args, weights, written, source.dir, dtype))
 
 
 def hf_to_megatron(options: argparse.Namespace) -> int:
-    """Import; returns how many bytes were written."""
+    """Import a Hugging Face directory; return the number of bytes written."""
     config = hf.read_config(options.load)
     args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
     source = (PytorchBin if options.pytorch_bin else Safetensors)(options.load)
@@ -176,7 +189,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
         return 0
     root = Path(options.save)
     if checkpoint_directory.latest_iteration(root):
-        raise GrpoError(f"{root} holds a training run's checkpoints: choose another --save")
+        raise GrpoError(f"{root} holds a training run's checkpoints: give another --save")
     hf.check_copies(source, weights, {weight.name: (0, 1) for weight in weights})
     start()
     conversion.hf_to_megatron(args, weights, source, root, dtype)
@@ -186,7 +199,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
 
 
 def megatron_to_hf(options: argparse.Namespace) -> int:
-    """Export; returns how many bytes were written."""
+    """Export the newest Megatron checkpoint; return the number of bytes written."""
     _, directory = checkpoint_directory.find(options.load)
     checkpoint_directory.verify(directory)
     checkpoint = torch_dist.Checkpoint(directory)
@@ -205,12 +218,12 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
             assets = stored.get("tokenizer_model")
     else:
         raise GrpoError(
-            f"the checkpoint {options.load} does not say its model family, as Megatron-LM's own do not: give "
+            f"the checkpoint {options.load} does not store its model family (those of Megatron-LM never do): give "
             "--hf-config DIR, a Hugging Face directory with the config.json and the tokenizer of the model"
         )
     embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
     if embedding is not None:
-        args.padded_vocab_size = embedding.size[0]  # for whichever layout it was padded
+        args.padded_vocab_size = embedding.size[0]  # padded for the parallel configuration of its writer
     weights = table(args)
     places = checkpoint.places(args, weights)
     first = checkpoint.tensors[places[weights[0].name][0].key].properties.dtype
@@ -221,7 +234,7 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
         return 0
     out_dir = Path(options.save)
     if out_dir.exists() and not hf.is_replaceable(out_dir):
-        raise GrpoError(f"{out_dir} exists and is no Hugging Face model directory: choose another place for the export")
+        raise GrpoError(f"{out_dir} exists and is not a Hugging Face model directory: give another --save")
     start()
     conversion.megatron_to_hf(args, weights, checkpoint, out_dir, dtype, assets)
     if options.verify:
@@ -230,29 +243,30 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
 
 
 def check_agreement(args: argparse.Namespace, stored: Mapping[str, Any], directory: Path, hf_config: str) -> None:
-    """Raise GrpoError when the arguments that a checkpoint was trained with are not those of config.json."""
+    """Refuse a config.json that contradicts the arguments with which the checkpoint was trained."""
     stored = dict(stored)
     if not stored.get("group_query_attention"):
-        stored["num_query_groups"] = stored.get("num_attention_heads")  # Megatron-LM's default says 1
+        stored["num_query_groups"] = stored.get("num_attention_heads")  # Megatron-LM stores its default, 1
     llama3 = (args.rope_scaling or {}).get("rope_type") == "llama3"
     here = {**vars(args), "use_rope_scaling": llama3, "rope_scaling_factor": (args.rope_scaling or {}).get("factor")}
-    names = UNSEEN + (UNSEEN_OF_EXPERTS if args.num_experts else [])
+    names = NOT_IN_SHAPES + (NOT_IN_SHAPES_OF_EXPERTS if args.num_experts else [])
     names += ["use_rope_scaling"] + ["rope_scaling_factor"] * llama3
     if args.multi_latent_attention:
         names = [name for name in names if name not in ("num_query_groups", "kv_channels")]
     for name in names:
         if None not in (here[name], stored.get(name)) and here[name] != stored[name]:
             raise GrpoError(
-                f"{directory} was trained with {name} {stored[name]}, but {hf_config}/config.json says {here[name]}"
+                f"{directory} was trained with {name} {stored[name]}, but {hf_config}/config.json has {here[name]}: "
+                "give the --hf-config of this model"
             )
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Do what the flags say, and report."""
+    """Convert in the direction of the flags, and print size and duration."""
     if not options.save and not options.dry_run:
-        raise GrpoError("--save is missing: name the directory to write")
+        raise GrpoError("--save is missing: give the directory to write")
     if options.save and Path(options.save).resolve() == Path(options.load).resolve():
-        raise GrpoError(f"--save and --load are the same directory ({options.load})")
+        raise GrpoError(f"--save and --load are the same directory ({options.load}): give another --save")
     before = time.monotonic()
     size = (hf_to_megatron if options.hf_to_megatron else megatron_to_hf)(options)
     seconds = time.monotonic() - before
@@ -262,7 +276,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse and convert; `run` turns a GrpoError into one message and exit code 1."""
+    """Parse the command line and convert; `run` turns a GrpoError into one message and exit code 1."""
     options = build_parser().parse_args()
     run(lambda: convert(options))
 

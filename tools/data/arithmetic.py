@@ -1,13 +1,13 @@
-"""Arithmetic problems as prompts (`12+7=` -> `19`), in four files for learning by GRPO from a supervised start.
+"""Make arithmetic problems as prompts (`12+7=` -> `19`), in four files for a supervised warm-up and GRPO.
 
     python tools/data/arithmetic.py --save data/arithmetic --operations + - --digits 1 2 --reversed
 
-Writes warmup (supervised start), train (GRPO), valid (when to stop the warm-up) and test (held out from both), as
-.jsonl or .parquet. A row has `prompt`, `answer` and `data_source`.
+Writes warmup (supervised warm-up), train (GRPO), valid (to stop the warm-up) and test (held out from both), as .jsonl
+or .parquet. A row has `prompt`, `answer` and `data_source`.
 
-What is dealt out is the *unordered* operand pair: with `3+5=` in one file, `5+3=` is in no other. Otherwise a model
-that has learnt nothing but a+b = b+a would seem to solve problems it has never seen. Subtraction takes the larger
-operand first, so no answer is negative. The draw depends on the arguments and --seed only.
+The files share no *unordered* operand pair: if one file has `3+5=`, no other file has `5+3=`. Otherwise a model that
+has only learnt a+b = b+a would appear to solve unseen problems. In subtractions the larger operand comes first, so no
+answer is negative. The draw depends only on the arguments and --seed.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import print_summary, write_rows
 
 SPLITS = ("warmup", "train", "valid", "test")
-# 10% held out: of the 5,050 pairs of 0..99 these are about 1,000 prompts, a standard error of sqrt(0.9 * 0.1 / 1000) =
-# 0.0095 at an accuracy of 0.9, so that 0.90 and 0.93 can be told apart. 3% (300) is enough for "a quarter is right".
+# 10% of the 5,050 pairs of 0..99 are about 1,000 held-out prompts: the standard error at an accuracy of 0.9 is
+# sqrt(0.9 * 0.1 / 1000) = 0.0095, so 0.90 and 0.93 differ significantly. 3% (300 prompts) are enough to stop at 0.3.
 DEFAULT_SHARES = (0.44, 0.43, 0.03, 0.10)
 LARGEST = 1_000_000
 
 
 def operands(digits: list[int]) -> list[range]:
-    """The numbers with these digit counts, as ranges in rising order (1 digit: 0 to 9, 2 digits: 10 to 99, ...)."""
+    """Return the numbers with these digit counts, as ascending ranges (1 digit: 0 to 9, 2 digits: 10 to 99, ...)."""
     return [range(0 if d == 1 else 10 ** (d - 1), 10**d) for d in sorted(set(digits))]
 
 
 def pick(ranges: list[range], index: int) -> int:
-    """The number at a position of the ranges laid end to end."""
+    """Return the number at a position of the concatenated ranges."""
     for numbers in ranges:
         if index < len(numbers):
             return numbers[index]
@@ -43,17 +43,17 @@ def pick(ranges: list[range], index: int) -> int:
 
 
 def unordered_pair(index: int) -> tuple[int, int]:
-    """The pair (i, j), i <= j, at position `index` = j(j+1)/2 + i of the list of all unordered pairs."""
+    """Return the pair (i, j), i <= j, at position `index` = j(j+1)/2 + i of the list of all unordered pairs."""
     j = (math.isqrt(8 * index + 1) - 1) // 2
     return index - j * (j + 1) // 2, j
 
 
 def problems(operation: str, small: int, large: int) -> list[tuple[str, int]]:
-    """The prompts (without `=`) that one unordered pair gives, with their values; `small` <= `large`."""
+    """Return the prompts (without `=`) of an unordered pair, with their values; `small` <= `large`."""
     if operation == "-":
         return [(f"{large}-{small}", large - small)]
     value = small + large if operation == "+" else small * large
-    orders = {(small, large), (large, small)}  # one if the operands are equal
+    orders = {(small, large), (large, small)}  # a single order if the operands are equal
     return [(f"{a}{operation}{b}", value) for a, b in sorted(orders)]
 
 
@@ -65,14 +65,13 @@ def make_splits(
     reversed_answers: bool = False,
     seed: int = 1234,
 ) -> dict[str, list[dict]]:
-    """Rows of the four files, each shuffled; `pairs` limits the operand pairs drawn per operation (None: all).
+    """Return the shuffled rows of the four files; `pairs` limits the operand pairs per operation (None: all).
 
-    GrpoError when more pairs are asked for than exist, when the shares are no shares, or when a file would be empty.
+    Raises GrpoError if fewer than `pairs` pairs exist, for invalid shares, or if a file would be empty.
     """
     if len(shares) != len(SPLITS) or min(shares) < 0 or not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
         raise GrpoError(
-            f"--shares {' '.join(map(str, shares))}: four numbers >= 0 with the sum 1 are needed "
-            f"(for {', '.join(SPLITS)})"
+            f"--shares {' '.join(map(str, shares))}: give four numbers >= 0 with the sum 1, for {', '.join(SPLITS)}"
         )
     if min(digits) < 1:
         raise GrpoError(f"--digits {min(digits)}: a number has at least 1 digit")
@@ -82,12 +81,12 @@ def make_splits(
     if pairs is None and existing > LARGEST:
         raise GrpoError(
             f"--digits {' '.join(map(str, digits))} gives {existing:,} operand pairs per operation, more than "
-            f"{LARGEST:,}; say how many to draw: --pairs N"
+            f"{LARGEST:,}; give the number of pairs to draw: --pairs N"
         )
     if pairs is not None and not 1 <= pairs <= existing:
         raise GrpoError(
             f"--pairs {pairs}: operands with --digits {' '.join(map(str, digits))} form {existing:,} different pairs; "
-            f"ask for 1 to {existing:,}, or allow more digits"
+            f"give 1 to {existing:,}, or more --digits"
         )
 
     rng = random.Random(seed)
@@ -107,27 +106,29 @@ def make_splits(
     for name, share in zip(SPLITS, shares, strict=True):
         if share > 0 and not rows[name]:
             raise GrpoError(
-                f"{pairs or existing:,} operand pairs are too few: a share of {share} leaves the {name} file empty; "
-                f"allow more digits, or give it a larger share with --shares"
+                f"{pairs or existing:,} operand pairs are too few: with a share of {share} the {name} file is empty; "
+                f"give more --digits, or a larger share with --shares"
             )
         rng.shuffle(rows[name])
     return rows
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="where the four files go")
-    parser.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help="of the files (default: jsonl)")
+    parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the four files")
     parser.add_argument(
-        "--operations", nargs="+", default=["+"], choices=["+", "-", "*"], help="which operations (default: +)"
+        "--format", choices=["jsonl", "parquet"], default="jsonl", help="format of the files (default: jsonl)"
+    )
+    parser.add_argument(
+        "--operations", nargs="+", default=["+"], choices=["+", "-", "*"], help="operations (default: +)"
     )
     parser.add_argument(
         "--digits", nargs="+", type=int, default=[1, 2], metavar="D", help="digit counts of operands (default: 1 2)"
     )
     parser.add_argument("--pairs", type=int, metavar="N", help="operand pairs to draw per operation (default: all)")
     parser.add_argument(
-        "--reversed", action="store_true", help="answers with the last digit first, as one adds by hand: easier"
+        "--reversed", action="store_true", help="write answers with the last digit first, which is easier to learn"
     )
     parser.add_argument(
         "--shares",
@@ -135,14 +136,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_SHARES,
         metavar=tuple(name.upper() for name in SPLITS),
-        help="how the pairs are dealt out (default: %(default)s)",
+        help="shares of the pairs in the four files (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of the draw (default: 1234)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the draw (default: 1234)")
     return parser
 
 
 def main() -> int:
-    """Write the files and show what is in them."""
+    """Parse the command line, write the files, print their summaries, and return the exit code."""
     args = build_parser().parse_args()
     try:
         splits = make_splits(args.operations, args.digits, args.shares, args.pairs, args.reversed, args.seed)

@@ -1,9 +1,9 @@
-"""Look at every row of prompt files as training would, name each bad one, and say how many there are and how long.
+"""Check every row of prompt files as training does; print each bad row, the counts and the lengths of prompts.
 
     python tools/data/check.py --train-data-path a.parquet b.jsonl --tokenizer-model DIR --max-prompt-length 1024
 
-The flags are pretrain_grpo.py's; without --tokenizer-model a byte stands for a token. Files may be of any size. Ends
-with 1 when there are bad rows.
+The flags are those of pretrain_grpo.py; without --tokenizer-model lengths are in bytes. Files may have any size. The
+exit code is 1 if there are bad rows.
 """
 
 import json
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         if not args.train_data_path:
-            raise GrpoError("--train-data-path is missing: name the files")
+            raise GrpoError("--train-data-path is missing: give the files")
         tokenizer: Any = Bytes()
         if args.tokenizer_model:
             tokenizer = build_tokenizer(args)

@@ -1,12 +1,12 @@
-"""Turn programming problems with tests into prompt files for GRPO.
+"""Convert programming problems with tests to prompt files for GRPO.
 
     python tools/data/code_problems.py --input train.jsonl --output apps.parquet --bad-rows skip --max-tests 10
 
-Takes two forms, as JSON lines or Parquet: "question" with "input_output", JSON text of {"inputs": [..], "outputs":
-[..], "fn_name": ..} (APPS, TACO; without fn_name programs read and print), and "text" or "prompt" with "test_list",
-asserts in Python (MBPP, with "test_setup_code" or "test_imports"). Rows of the output: "prompt" (chat messages),
-"tests" (JSON text as --reward-funcs code reads it), "data_source". Where a row brings solutions ("solutions", JSON text
-of a list, or "code"), one of the first --tries has to pass all tests, in the sandbox.
+The input has one of two formats, as JSON lines or Parquet: "question" with "input_output", JSON text of {"inputs":
+[..], "outputs": [..], "fn_name": ..} (APPS, TACO; without fn_name programs read and print), or "text" or "prompt" with
+"test_list", asserts in Python (MBPP, with "test_setup_code" or "test_imports"). Rows of the output have "prompt" (chat
+messages), "tests" (JSON text for --reward-funcs code) and "data_source". If a row has solutions ("solutions", JSON text
+of a list, or "code"), one of the first --tries must pass all tests in the sandbox.
 """
 
 import argparse
@@ -27,7 +27,7 @@ INSTRUCTION = "Write the program in one block of Python, between ```python and `
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """A problem as a prompt row; GrpoError when it has no tests, or none of its solutions passes them."""
+    """Convert a problem to a prompt row; raise GrpoError if it has no tests or no solution passes them."""
     if row.get("test_list") is not None:
         question, forms = text(row, "text", "prompt"), [asserts(row)]
         question += "\n\nIt has to pass these tests:\n\n" + "\n".join(row["test_list"][: args.max_tests])
@@ -42,7 +42,7 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         result = {"prompt": prompt, "tests": json.dumps(tests[: args.max_tests], ensure_ascii=False)}
         result["data_source"] = "code"
         if not solutions:
-            run("", result, args)  # whether the tests are in a form that the reward reads
+            run("", result, args)  # raises GrpoError for tests that the reward cannot read
             return result
         if any(run(solution, result, args) == 1 for solution in solutions):
             return result
@@ -50,7 +50,7 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def asserts(row: dict[str, Any]) -> list[str]:
-    """The tests of MBPP's form, each with what it needs in front."""
+    """Return the tests of a row in MBPP's format, each after its imports and set-up code."""
     tests = row["test_list"]
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise GrpoError(f'expected texts in "test_list", found {json.dumps(tests, default=str)[:100]}')
@@ -62,7 +62,10 @@ def asserts(row: dict[str, Any]) -> list[str]:
 
 
 def input_output(row: dict[str, Any]) -> list[list[Any]]:
-    """The tests of APPS' form. What a function returns may be given as it is or in a list of one: both, then."""
+    """Return the possible tests of a row in APPS' format.
+
+    A function's return value may be stored as such or in a list of one element: both interpretations are returned.
+    """
     content = json_column(row.get("input_output"))
     inputs, outputs = (content.get(key) if isinstance(content, dict) else None for key in ("inputs", "outputs"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
@@ -82,7 +85,7 @@ def input_output(row: dict[str, Any]) -> list[list[Any]]:
 
 
 def lines(value: Any) -> str:
-    """What is read or printed: a text, or a list of its lines."""
+    """Return the text that a program reads or prints, from a string or a list of lines."""
     if isinstance(value, list):
         value = "\n".join(map(str, value))
     if not isinstance(value, str):
@@ -91,13 +94,13 @@ def lines(value: Any) -> str:
 
 
 def programs(row: dict[str, Any]) -> list[str]:
-    """The solutions that a row brings."""
+    """Return the solutions of a row."""
     found = json_column(row.get("solutions")) or [row.get("code")]
     return [program for program in found if isinstance(program, str)] if isinstance(found, list) else []
 
 
 def run(program: str, row: dict[str, Any], args: argparse.Namespace) -> float:
-    """The reward of a program."""
+    """Return the reward of a program."""
     sample = Sample("", f"```python\n{program}\n```" if program else "", row)
     limits = {"code_sandbox": args.code_sandbox, "code_timeout": args.code_timeout, "code_memory": args.code_memory}
     return code(sample, reward_timeout=args.code_timeout * 10, **limits)
@@ -105,11 +108,11 @@ def run(program: str, row: dict[str, Any], args: argparse.Namespace) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--max-tests", type=int, help="keep the first so many tests of a row (all)")
-    parser.add_argument("--tries", type=int, default=3, help="solutions of a row that are tried; 0: none is run (3)")
-    parser.add_argument("--code-sandbox", choices=SANDBOXES, default=SANDBOXES[0], help="as in training")
-    parser.add_argument("--code-timeout", type=float, default=4.0, help="seconds for a test (4)")
-    parser.add_argument("--code-memory", type=int, default=512, help="MiB for a test (512)")
+    parser.add_argument("--max-tests", type=int, help="maximum number of tests of a row; the first are kept (all)")
+    parser.add_argument("--tries", type=int, default=3, help="maximum number of solutions of a row to run; 0: none (3)")
+    parser.add_argument("--code-sandbox", choices=SANDBOXES, default=SANDBOXES[0], help="sandbox, as in training")
+    parser.add_argument("--code-timeout", type=float, default=4.0, help="time-out of a test, seconds (4)")
+    parser.add_argument("--code-memory", type=int, default=512, help="memory limit of a test, MiB (512)")
     return convert_files(__doc__, convert, parser, argv)
 
 

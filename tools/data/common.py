@@ -1,4 +1,4 @@
-"""What the data tools share: reading original files, converting and checking their rows, writing them, a summary."""
+"""Shared code of the data tools: read original files, convert and check rows, write files, print a summary."""
 
 import argparse
 import json
@@ -20,11 +20,11 @@ from megatron_grpo.utils.errors import GrpoError
 
 Convert = Callable[[dict[str, Any], argparse.Namespace], dict[str, Any]]
 BOXED = "Put the final answer in \\boxed{}."
-_NAMED = 20  # bad rows
+_MAX_REPORTED = 20  # bad rows that are printed
 
 
 class Bytes:
-    """A tokenizer without a vocabulary: a token for each byte of a text, or of the messages' contents."""
+    """A tokenizer without a vocabulary, with one token for each byte of a text or of the messages' contents."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -34,18 +34,32 @@ class Bytes:
 
 
 def convert_files(doc: str, convert: Convert, parser: argparse.ArgumentParser, argv: list[str] | None = None) -> int:
-    """The command line of a tool: rows of --input through ``convert`` into every --output; returns the exit code.
+    """Run the command line of a tool: convert the rows of --input, write every --output, return the exit code.
 
-    ``convert(row, args)`` raises GrpoError saying what it expected; a tool adds flags of its own to ``parser`` first.
+    ``convert(row, args)`` raises GrpoError with the expected format for a bad row. ``parser`` may already have flags of
+    the tool.
     """
     parser.description, parser.formatter_class = doc, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--input", type=Path, required=True, action="append", help="an original file, or a folder of .json files"
+        "--input",
+        type=Path,
+        required=True,
+        action="append",
+        help="original file, or folder of .json files; may be given several times",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, action="append", help=".jsonl or .parquet; may be given several times"
+        "--output",
+        type=Path,
+        required=True,
+        action="append",
+        help="file to write, .jsonl or .parquet; may be given several times",
     )
-    parser.add_argument("--bad-rows", choices=("raise", "skip"), default="raise", help="end, or leave them out (raise)")
+    parser.add_argument(
+        "--bad-rows",
+        choices=("raise", "skip"),
+        default="raise",
+        help="bad rows: end with an error, or skip them (raise)",
+    )
     args = parser.parse_args(argv)
     rows, bad = [], []
     try:
@@ -55,10 +69,10 @@ def convert_files(doc: str, convert: Convert, parser: argparse.ArgumentParser, a
                 rows.append(convert(read(), args))
             except GrpoError as error:
                 bad.append(f"{where}: {error}")
-        for line in bad[:_NAMED]:
+        for line in bad[:_MAX_REPORTED]:
             print(line, file=sys.stderr)
-        if len(bad) > _NAMED:
-            print(f"and {len(bad) - _NAMED:,} more", file=sys.stderr)
+        if len(bad) > _MAX_REPORTED:
+            print(f"and {len(bad) - _MAX_REPORTED:,} more", file=sys.stderr)
         if bad and args.bad_rows == "raise":
             return 1
         for path in args.output:
@@ -73,13 +87,15 @@ def convert_files(doc: str, convert: Convert, parser: argparse.ArgumentParser, a
 
 
 def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(where, what reads it) of the rows of JSON lines or Parquet, of a .json file that is one list, or of a folder of
-    .json files with an object each. Reading a row raises GrpoError when it is none.
+    """Yield (place, function that reads the row) for the rows of ``path``.
+
+    ``path`` is a file of JSON lines or Parquet, a .json file with one list, or a folder of .json files with one object
+    each. The function raises GrpoError for an invalid row.
     """
     if path.is_dir():
         files = sorted(path.rglob("*.json"))
         if not files:
-            raise GrpoError(f"{path}: holds no .json files")
+            raise GrpoError(f"{path}: the folder has no .json files")
         yield from ((str(file), partial(_object, file)) for file in files)
     elif path.suffix == ".json" and path.is_file() and _begins(path) == b"[":
         try:
@@ -117,7 +133,7 @@ def _as_object(row: Any) -> dict[str, Any]:
 
 
 def text(row: dict[str, Any], *keys: str) -> str:
-    """The first of these columns that is there; GrpoError unless it is a text that is not empty."""
+    """Return the first of these columns that is present; raise GrpoError unless it is a non-empty string."""
     key = next((key for key in keys if row.get(key) is not None), keys[0])
     if not isinstance(row.get(key), str) or not row[key].strip():
         found = json.dumps(row.get(key), default=str)[:100]
@@ -126,12 +142,12 @@ def text(row: dict[str, Any], *keys: str) -> str:
 
 
 def chat(question: str, instruction: str) -> list[dict[str, str]]:
-    """A question as chat messages, with what the answer has to look like behind it."""
+    """Return a question as chat messages, followed by the instruction about the format of the answer."""
     return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes rows as JSON lines (.jsonl) or Parquet (.parquet); the file is there whole or not at all."""
+    """Write rows as JSON lines (.jsonl) or Parquet (.parquet), atomically: never a partial file."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise GrpoError(f"{path}: the name must end in .jsonl or .parquet")
     if not rows:
@@ -144,7 +160,9 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 unfinished.write_text(text, encoding="utf-8")
             else:
-                columns = dict.fromkeys(name for row in rows for name in row)  # from_pylist looks at the first row only
+                columns = dict.fromkeys(
+                    name for row in rows for name in row
+                )  # from_pylist takes the columns of the first row only
                 table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
                 pyarrow.parquet.write_table(table, unfinished)
             unfinished.replace(path)
@@ -157,7 +175,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], path: Path) -> None:
-    """Prints how many rows a file got, how long the prompts are, and the first row."""
+    """Print the number of rows of a file, the lengths of the prompts, and the first row."""
     prompts = [row["prompt"] for row in rows]
     lengths = [len(p) if isinstance(p, str) else sum(len(message["content"]) for message in p) for p in prompts]
     low, middle, high = min(lengths), statistics.median(lengths), max(lengths)

@@ -1,11 +1,12 @@
-"""The numbers game as prompt files for GRPO: reach a target by + - * / from numbers, each used once.
+"""Make prompt files of the countdown game for GRPO: reach a target by + - * / from numbers, each used once.
 
     python tools/data/countdown.py --input train.parquet --output countdown.parquet
     python tools/data/countdown.py --generate 10000 --numbers 3 4 --seed 1 --output countdown.jsonl
 
-Converts rows {"target": 98, "nums": [44, 19, 35]} (the form of Jiayi-Pan/Countdown-Tasks-3to4), or makes new ones, all
-of which can be solved. Rows of the output: "prompt" (chat messages), "nums", "target", "data_source". Train on them
-with --reward-funcs countdown, which has to take a solution that is searched for each row; one without any is bad.
+Converts rows {"target": 98, "nums": [44, 19, 35]} (the format of Jiayi-Pan/Countdown-Tasks-3to4), or generates rows
+that have a solution. Rows of the output have "prompt" (chat messages), "nums", "target" and "data_source". Train on
+them with --reward-funcs countdown. The tool searches a solution of each row that this reward accepts; a row without one
+is bad.
 """
 
 import argparse
@@ -28,13 +29,13 @@ Term = tuple[float, str]
 
 
 def solutions(nums: list[int], target: int) -> Iterator[str]:
-    """Expressions of all the numbers that equal the target, but for rounding."""
+    """Yield expressions of all the numbers that equal the target, up to rounding."""
     terms = [(float(number), str(number)) for number in nums]
     return (expression for value, expression in results(terms) if abs(value - target) < 1e-6)
 
 
 def results(terms: list[Term]) -> Iterator[Term]:
-    """Values, with their expressions, that all these terms together can have."""
+    """Yield all values, with their expressions, that these terms can form together."""
     if len(terms) == 1:
         yield terms[0]
     for i, (a, left) in enumerate(terms):
@@ -43,7 +44,7 @@ def results(terms: list[Term]) -> Iterator[Term]:
                 continue
             rest = [term for k, term in enumerate(terms) if k not in (i, j)]
             made = [(a - b, f"({left} - {right})")]
-            if i < j:  # the others do not mind the order
+            if i < j:  # + and * are commutative
                 made += [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})")]
             if b:
                 made.append((a / b, f"({left} / {right})"))
@@ -52,14 +53,14 @@ def results(terms: list[Term]) -> Iterator[Term]:
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """A row of the game as a prompt row; GrpoError when it has no numbers, or cannot be solved."""
+    """Convert a row of the game to a prompt row; raise GrpoError if it has no numbers or no solution."""
     nums, target = row.get("nums"), row.get("target")
-    countdown(Sample("", "", row))  # says what is wrong with them
+    countdown(Sample("", "", row))  # raises GrpoError for invalid numbers
     assert isinstance(nums, list) and isinstance(target, int)
     if len(nums) > 5:
-        raise GrpoError(f'"nums" has {len(nums)} numbers; up to 5 are searched for a solution')
+        raise GrpoError(f'"nums" has {len(nums)} numbers; the search for a solution takes up to 5')
     if max(map(abs, [*nums, target])) > LARGEST:
-        raise GrpoError(f'"nums" and "target" are searched for a solution up to {LARGEST:,}')
+        raise GrpoError(f'"nums" and "target" must be at most {LARGEST:,} for the search for a solution')
     question = QUESTION.format(numbers=", ".join(map(str, nums)), target=target)
     result = {"prompt": chat(question, INSTRUCTION), "nums": nums, "target": target, "data_source": "countdown"}
     if not any(countdown(Sample("", f"<answer>{found}</answer>", result)) == 1 for found in solutions(nums, target)):
@@ -68,17 +69,17 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """So many different rows that can be solved, as --numbers, --largest and --seed say."""
+    """Generate --generate different rows with a solution, from --numbers, --largest and --seed."""
     if min(args.numbers) < 2 or max(args.numbers) > 5 or args.largest < 1 or args.generate < 1:
         raise GrpoError("--generate needs at least 1 row, --numbers 2 to 5, --largest at least 1")
     rng, rows, tries = random.Random(args.seed), {}, 0
     while len(rows) < args.generate:
         tries += 1
         if tries > 100 * args.generate + 1000:
-            raise GrpoError(f"found only {len(rows)} different rows: allow more --numbers or a higher --largest")
+            raise GrpoError(f"found only {len(rows)} different rows: give more --numbers or a higher --largest")
         terms: list[Term] = [(n, "") for n in (rng.randint(1, args.largest) for _ in range(rng.choice(args.numbers)))]
         nums = [int(value) for value, _ in terms]
-        while len(terms) > 1:  # a way that leads somewhere, at random
+        while len(terms) > 1:  # a random calculation, which guarantees a solution
             (a, _), (b, _) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
             terms.append((rng.choice([a + b, a - b, a * b, *([a / b] if b and a % b == 0 else [])]), ""))
         target = int(terms[0][0])
@@ -89,13 +90,13 @@ def generate(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--generate", type=int, metavar="N", help="make N rows instead of converting --input")
-    parser.add_argument("--numbers", type=int, nargs="+", default=[3, 4], help="how many numbers a row has (3 4)")
-    parser.add_argument("--largest", type=int, default=99, help="of the numbers (99)")
-    parser.add_argument("--seed", type=int, default=1234, help="of what is made (1234)")
+    parser.add_argument("--generate", type=int, metavar="N", help="generate N rows instead of converting --input")
+    parser.add_argument("--numbers", type=int, nargs="+", default=[3, 4], help="possible counts of numbers (3 4)")
+    parser.add_argument("--largest", type=int, default=99, help="largest number (99)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of --generate (1234)")
     if not any(word.startswith("--generate") for word in argv or sys.argv):
         return convert_files(__doc__, convert, parser, argv)
-    parser.add_argument("--output", type=Path, required=True, action="append", help=".jsonl or .parquet")
+    parser.add_argument("--output", type=Path, required=True, action="append", help="file to write, .jsonl or .parquet")
     args = parser.parse_args(argv)
     try:
         rows = generate(args)

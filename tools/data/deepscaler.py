@@ -1,10 +1,10 @@
-"""Turn DeepScaleR's original file into prompt files for GRPO.
+"""Convert DeepScaleR's original file to prompt files for GRPO.
 
     python tools/data/deepscaler.py --input deepscaler.json --output deepscaler.parquet --bad-rows skip
 
 The input is a JSON list (or JSON lines, or Parquet) of {"problem": .., "answer": .., "solution": ..}. Rows of the
-output: "prompt" (chat messages with --instruction behind), "answer", "data_source". Train on them with --reward-funcs
-accuracy, which has to take each row's own answer for right.
+output have "prompt" (chat messages that end with --instruction), "answer" and "data_source". Train on them with
+--reward-funcs accuracy. A row is bad if this reward does not accept the row's own answer.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tools.data.math_problems import answer_of, check, convert_problems
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """A row of DeepScaleR as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
+    """Convert a row of DeepScaleR to a prompt row; raise GrpoError for a missing column or an unreadable answer."""
     result = {"prompt": chat(text(row, "problem"), args.instruction), "answer": answer_of(row)}
     check(result)
     return result | {"data_source": "deepscaler"}

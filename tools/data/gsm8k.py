@@ -1,10 +1,11 @@
-"""Turn the original GSM8K files into prompt files for GRPO.
+"""Convert the original GSM8K files to prompt files for GRPO.
 
     python tools/data/gsm8k.py --input train.jsonl --output gsm8k_train.parquet --output gsm8k_train.jsonl
 
-The input has one {"question": ..., "answer": "... #### 72"} a line. Rows of the output: "prompt" (chat messages, or
-with --prompt-style plain "Question: ...\\nAnswer:"), "answer" (the number after ####, without commas), "data_source".
-Train on them with --reward-funcs gsm8k (last number of the completion) or accuracy (<answer> text or \\boxed{}).
+The input has one {"question": ..., "answer": "... #### 72"} per line. Rows of the output have "prompt" (chat messages,
+or with --prompt-style plain "Question: ...\\nAnswer:"), "answer" (the number after ####, without commas) and
+"data_source". Train on them with --reward-funcs gsm8k (last number of the completion) or accuracy (<answer> text or
+\\boxed{}).
 """
 
 import argparse
@@ -23,7 +24,7 @@ _FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """A GSM8K row as a prompt row; GrpoError when question, answer or the final "#### number" is missing."""
+    """Convert a GSM8K row to a prompt row; raise GrpoError without question, answer or the final "#### number"."""
     question, solution = text(row, "question"), text(row, "answer")
     final = _FINAL.search(solution)
     if final is None:
@@ -31,13 +32,18 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     prompt = chat(question, "") if args.prompt_style == "chat" else f"Question: {question}\nAnswer:"
     result = {"prompt": prompt, "answer": final[1].replace(",", ""), "data_source": "gsm8k"}
     if gsm8k(Sample("", solution, result)) != 1:
-        raise GrpoError(f"the reward gsm8k does not take the row's own solution for right: {solution[-60:]!r}")
+        raise GrpoError(f"the reward gsm8k does not accept the row's own solution: {solution[-60:]!r}")
     return result
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--prompt-style", choices=("chat", "plain"), default="chat", help="plain: for a base model")
+    parser.add_argument(
+        "--prompt-style",
+        choices=("chat", "plain"),
+        default="chat",
+        help="format of prompts; plain for a base model (chat)",
+    )
     return convert_files(__doc__, convert, parser, argv)
 
 

@@ -1,13 +1,13 @@
-"""Turn files in the form of MATH into prompt files for GRPO: problem, solution with \\boxed{}, level, type.
+"""Convert files in the format of MATH to prompt files for GRPO: problem, solution with \\boxed{}, level, type.
 
     python tools/data/math_problems.py --input MATH/train --output math_train.parquet
     python tools/data/math_problems.py --input test.jsonl --output math500.jsonl
 
-The input is the original folder (one .json a problem), or JSON lines or Parquet of such rows; MATH-500's column
-"answer" is taken where it is there, else the last \\boxed{} of the solution. Rows of the output: "prompt" (chat
-messages with --instruction behind), "answer", "level", "type", "data_source". Train on them with --reward-funcs
-accuracy, which has to take each row's own answer for right; rows whose answer is no mathematics can be left out
-(--bad-rows skip).
+The input is the original folder (one .json file per problem), or JSON lines or Parquet of such rows. The answer is the
+column "answer" (MATH-500) if it is present, else the last \\boxed{} of the solution. Rows of the output have "prompt"
+(chat messages that end with --instruction), "answer", "level", "type" and "data_source". Train on them with
+--reward-funcs accuracy. A row is bad if this reward does not accept the row's own answer, for example because the
+answer is not mathematical; --bad-rows skip skips such rows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tools.data.common import BOXED, Convert, chat, convert_files, text
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """A row of MATH as a prompt row; GrpoError when a part is missing or the reward cannot read the answer."""
+    """Convert a row of MATH to a prompt row; raise GrpoError for a missing column or an unreadable answer."""
     problem = text(row, "problem")
     if row.get("answer") is not None:
         answer = answer_of(row)
@@ -39,26 +39,26 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer_of(row: dict[str, Any]) -> str:
-    """The column "answer" as text; GrpoError unless it is a text or a number."""
+    """Return the column "answer" as text; raise GrpoError unless it is a string or a number."""
     answer = row.get("answer")
     number = isinstance(answer, int | float) and not isinstance(answer, bool)
     return str(answer) if number else text(row, "answer")
 
 
 def check(row: dict[str, Any]) -> None:
-    """GrpoError unless the reward takes the row's answer for right when a completion gives it."""
+    """Refuse a row with an answer that the reward does not accept in a completion."""
     try:
         reward = accuracy(Sample("", f"\\boxed{{{row['answer']}}}", row))
     except TimeoutError as error:
         raise GrpoError(str(error)) from error
     if reward != 1:
-        raise GrpoError(f"the reward accuracy does not take the row's own answer for right: {row['answer'][:100]!r}")
+        raise GrpoError(f"the reward accuracy does not accept the row's own answer: {row['answer'][:100]!r}")
 
 
 def convert_problems(doc: str, convert: Convert, argv: list[str] | None) -> int:
-    """`convert_files` with the flag --instruction."""
+    """Run `convert_files` with the additional flag --instruction."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--instruction", default=BOXED, help="put behind each problem (%(default)s)")
+    parser.add_argument("--instruction", default=BOXED, help="text after each problem (%(default)s)")
     return convert_files(doc, convert, parser, argv)
 
 

@@ -20,9 +20,10 @@ from megatron.core.utils import unwrap_model
 
 from megatron_grpo.models import forward
 from megatron_grpo.models.kv_cache import KVCache, Step, generating
+from megatron_grpo.parallel.agreement import raised_on_every_rank
 from megatron_grpo.parallel.arguments import generating_width
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure
 from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
 from megatron_grpo.utils.cpu_backend import device
@@ -65,6 +66,10 @@ class MegatronEngine:
         self._scheduler.abort(ids)
 
     def poll(self) -> list[Completion]:
+        with lost_on_failure("the Megatron engine's step"):
+            return self._poll()
+
+    def _poll(self) -> list[Completion]:
         works = self._scheduler.step()
         counts = [len(work.sampled) for work in works]
         if not sum(counts):
@@ -171,6 +176,7 @@ class MegatronEngine:
         seeds = np.random.SeedSequence([seed + self.replica, self._member])
         self._generator.manual_seed(int(seeds.generate_state(1)[0]))
         with (
+            raised_on_every_rank(),
             forward.parameters_complete(self._args, self._model),
             torch.no_grad(),
             generating(self._model, self._cache),
@@ -199,7 +205,8 @@ class MegatronEngine:
                 f"{self._cache.num_bytes / 2**30:.2f} GiB on each rank, but {free / 2**30:.2f} GiB are free: lower "
                 "--inference-max-requests, or offload more (--offload-optimizer, --offload-gradients)"
             )
-        self._cache.allocate()
+        with raised_on_every_rank(), lost_on_failure("the allocation of the Megatron engine's KV cache"):
+            self._cache.allocate()
 
     def sleep(self) -> None:
         """Free the cache."""

@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.parallel.agreement import device_answers
 from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
+from megatron_grpo.utils.errors import EngineLost
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -82,11 +84,15 @@ class ServerEngine:
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         with led_by_rank_0():
+            answers = True
             try:
                 if self._pool:
                     self._transfer.send(weights, version, self._pool)
+            except EngineLost:
+                answers = device_answers()  # not after a blocked NCCL call
+                raise
             finally:  # iterating is collective, so rank 0 must reach the end after an error as well
-                for _ in weights:
+                for _ in weights if answers else ():
                     pass
         self.has_weights, self._version = True, version
 

@@ -144,9 +144,9 @@ class ServerPool:
         self.each(sleep_one, "go to sleep")
 
     def each(self, function: Callable[[Server], Coroutine], purpose: str = "take the weights") -> None:
-        """Await ``function`` for every serving server, concurrently; a server that fails is given up.
+        """Await ``function`` for every serving server, concurrently; a server that raises Fault is given up.
 
-        May run in another thread while this one sends the data that the servers wait for.
+        The first EngineLost of a ``function`` cancels the others.
         """
         servers = self.serving()
         for server, outcome in zip(servers, self._all(function, servers), strict=True):
@@ -157,7 +157,16 @@ class ServerPool:
         """Return the result of ``function`` for each server, or the Fault or GrpoError that it raised."""
 
         async def gather() -> list[Any]:
-            return await asyncio.gather(*map(function, servers), return_exceptions=True)
+            tasks = [asyncio.ensure_future(function(server)) for server in servers]
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+                for lost in [error for task in done if isinstance(error := task.exception(), EngineLost)]:
+                    for task in pending:
+                        task.cancel()
+                    await asyncio.gather(*pending, return_exceptions=True)
+                    raise lost
+            return [task.exception() or task.result() for task in tasks]
 
         for task in self._probes:  # their results would be outdated
             task.cancel()

@@ -25,11 +25,12 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models.config import moe_layers, params_dtype
+from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rollout.engine import Completion, Request, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure, request_seed
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.load_weights import load_weights
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
 class VllmColocate:
@@ -42,6 +43,7 @@ class VllmColocate:
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
         self.has_weights = False
+        self._awake = True
         self._version = 0
         self._sleep_level = args.sleep_level
         self._eos_id = eos_id
@@ -66,20 +68,23 @@ class VllmColocate:
             sampling = copy.copy(_sampling_params(request.sampling, self._eos_id))
             if self._seeds_requests:
                 sampling.seed = request_seed(self._rollout_seed, request.id)
-            try:
-                self._engine.add_request(self._engine_id(request.id), prompt, sampling)
-            except ValueError as error:  # a constraint that our checks cannot see
-                constraint = request.sampling.structured_outputs
-                if not constraint:
-                    raise
-                raise GrpoError(
-                    f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or the "
-                    "row's structured_outputs"
-                ) from error
+            with lost_on_failure("vLLM's add_request"):
+                try:
+                    self._engine.add_request(self._engine_id(request.id), prompt, sampling)
+                except ValueError as error:  # a constraint that our checks cannot see
+                    constraint = request.sampling.structured_outputs
+                    if not constraint:
+                        raise
+                    raise GrpoError(
+                        f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or "
+                        "the row's structured_outputs"
+                    ) from error
 
     def poll(self) -> list[Completion]:
         finished = []
-        for output in self._engine.step():
+        with lost_on_failure("vLLM's step"):
+            outputs = self._engine.step()
+        for output in outputs:
             if output.finished:
                 sample = output.outputs[0]
                 ids = list(sample.token_ids)
@@ -118,7 +123,7 @@ class VllmColocate:
     def rollout(self, seed: int) -> Iterator[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
         self._rollouts, self._rollout_seed = self._rollouts + 1, seed
-        with _random_state_kept():
+        with raised_on_every_rank(), _random_state_kept():
             # vLLM draws from these generators for requests without a seed; all ranks of a replica must draw alike.
             torch.manual_seed(seed + self.replica)
             np.random.seed(seed + self.replica)
@@ -128,7 +133,15 @@ class VllmColocate:
             yield
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        self._llm.collective_rpc(load_weights, args=(weights,))
+        with raised_on_every_rank():
+            try:
+                with lost_on_failure("vLLM's update of the weights"):
+                    self._llm.collective_rpc(load_weights, args=(weights,))
+            except EngineLost:
+                if device_answers():  # iterating is collective, so this rank must reach the end
+                    for _ in weights:
+                        pass
+                raise
         self._drop_prefix_cache()
         self._version = version
         self.has_weights = True
@@ -143,27 +156,48 @@ class VllmColocate:
             )
 
     def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
-        if not all(self._llm.collective_rpc(can_compare)):
-            return None
-        return [line for lines in self._llm.collective_rpc(compare_weights, args=(weights,)) for line in lines]
+        with raised_on_every_rank(), lost_on_failure("vLLM's comparison of the weights"):
+            if not all(self._llm.collective_rpc(can_compare)):
+                return None
+            return [line for lines in self._llm.collective_rpc(compare_weights, args=(weights,)) for line in lines]
 
     def wake_weights(self) -> None:
         if self._sleep_level:
-            self._llm.wake_up(tags=["weights"])
+            with raised_on_every_rank(), lost_on_failure("vLLM's wake_up for the weights"):
+                self._awake = True
+                self._llm.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
         if self._sleep_level:
-            self._llm.wake_up(tags=["kv_cache"])
+            with raised_on_every_rank(), lost_on_failure("vLLM's wake_up for the KV cache"):
+                self._llm.wake_up(tags=["kv_cache"])
 
     def sleep(self) -> None:
         if self._sleep_level:
-            self._llm.sleep(self._sleep_level)
+            with raised_on_every_rank(), lost_on_failure("vLLM's sleep"):
+                self._sleep()
             self.has_weights &= self._sleep_level < 2
 
+    def _sleep(self) -> None:
+        self._awake = False
+        try:
+            self._llm.sleep(self._sleep_level)
+        except AssertionError as error:
+            if "Memory usage increased" not in str(error):
+                raise
+            # vLLM has freed its memory by then, but compares the GPU's free memory before and after.
+            raise EngineLost(
+                f"vLLM's sleep failed on rank {dist.get_rank()}: while it freed its memory, another program allocated "
+                "more on the same GPU; give this GPU to the run alone, or add --sleep-level 0"
+            ) from error
+
     def close(self) -> None:
-        """Destroy vLLM's process groups and their shared memory."""
+        """Free vLLM's device memory if it sleeps between rollouts; destroy its process groups and shared memory."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
+        if self._sleep_level and self._awake:
+            with contextlib.suppress(Exception):  # an engine that has failed
+                self._sleep()
         destroy_model_parallel()
 
 

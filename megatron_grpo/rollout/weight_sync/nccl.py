@@ -5,14 +5,12 @@ restarted. Weights are broadcast in the order of the stream, so no rank ever hol
 """
 
 import asyncio
-import contextlib
 import ipaddress
-import os
 import socket
-import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,13 +20,13 @@ import torch
 from megatron_grpo.parallel.initialize import free_port
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault
 from megatron_grpo.weights.stream import Described, describe
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 PACKED = {"packed": True, "packed_buffer_size_bytes": 2**28, "packed_num_buffers": 2}
-STUCK = 30.0  # seconds until a broadcast that a server has left is given up
+STUCK = 30.0  # seconds that one side of an exchange waits after the other has failed
 
 
 class NcclTransfer:
@@ -201,42 +199,66 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
 
 
 def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
-    """Run ``theirs`` for every server in a thread and ``ours`` in this one; each side blocks until the other joins.
+    """Run ``theirs`` for every server, and ``ours`` in a thread; each side blocks until the other joins.
 
-    A server that fails is given up. If ``ours`` still waits for it after `STUCK` seconds, exit the process: a blocked
-    NCCL call cannot be cancelled.
+    A server that fails is given up. EngineLost if ``ours`` fails, or if it still waits for a failed server after
+    `STUCK` seconds: a blocked NCCL call cannot be cancelled, so its thread stays behind until the process ends.
     """
-    done = threading.Event()
+    sending: Future[None] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def send() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            ours()
+        except BaseException as error:
+            sending.set_exception(error)
+        else:
+            sending.set_result(None)
 
     async def ask(server: Server) -> None:
+        answer = asyncio.ensure_future(theirs(server))
         try:
-            await theirs(server)
+            await _done_or_failed(answer, sending)
+            if answer.done():
+                answer.result()
         except Fault as fault:
-            for _ in range(int(STUCK)):
-                if done.is_set():
-                    raise
-                await asyncio.sleep(1.0)
-            print(
-                f"pretrain_grpo.py: error: server {server.url} failed in an exchange by NCCL, which cannot be taken "
-                f"back: {fault}. Start it again, and this run from its last checkpoint by --load",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
+            if not await _ends(sending):
+                raise EngineLost(f"server {server.url} failed in an exchange by NCCL: {fault}") from fault
+            raise
+        finally:
+            answer.cancel()
 
-    others = ThreadPoolExecutor(1)
-    asked = others.submit(servers.each, ask)
+    threading.Thread(target=send, daemon=True).start()
+    servers.each(ask)
     try:
-        ours()
+        sending.result(servers.timeout)
+    except TimeoutError as error:
+        raise EngineLost(
+            f"an exchange by NCCL did not end in {servers.timeout:g} s, though no server failed"
+        ) from error
     except RuntimeError as error:
-        done.set()
-        with contextlib.suppress(TimeoutError):
-            asked.result(timeout=STUCK)  # says more, when no server is left
-        raise GrpoError(f"the servers could not be reached by NCCL: {error}") from error
-    finally:
-        done.set()
-        others.shutdown(wait=False)
-    asked.result()
+        raise EngineLost(f"the servers could not be reached by NCCL: {error}") from error
+
+
+async def _done_or_failed(answer: asyncio.Future, sending: Future) -> None:
+    """Wait until a server has answered, or has not in `STUCK` seconds after our side failed."""
+    failed = None
+    while not answer.done():
+        await asyncio.wait([answer], timeout=0.25)
+        if sending.done() and sending.exception() is not None:
+            failed = failed or time.monotonic()
+            if time.monotonic() > failed + STUCK:
+                return
+
+
+async def _ends(sending: Future) -> bool:
+    """Return whether our side ends within `STUCK` seconds."""
+    deadline = time.monotonic() + STUCK
+    while not sending.done() and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return sending.done()
 
 
 def _packing_at_start() -> bool:

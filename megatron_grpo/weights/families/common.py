@@ -146,11 +146,8 @@ def rope_of(config: Config, partial: bool = False) -> tuple[int | float, float, 
     old = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or old or "default"
     original = config.get("original_max_position_embeddings")
-    if original and kind in (
-        "llama3",
-        "yarn",
-        "longrope",
-    ):  # transformers prefers this key to the inner one
+    # transformers prefers this key to the one within the scaling.
+    if original and kind in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = original
     scaling = {"rope_type": kind, **{name: value for name, value in rope.items() if value is not None}}
     return int(theta) if theta == int(theta) else theta, percent, None if kind == "default" else scaling

@@ -6,6 +6,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from plugins import plugins  # noqa: F401
 
 from megatron_grpo.utils import cpu_backend
 
@@ -14,8 +15,10 @@ cpu_backend.install()  # before megatron.core is imported
 import pretrain_grpo
 from megatron_grpo.algorithm.advantage_term import estimate_advantages
 from megatron_grpo.algorithm.arguments import check_advantages
-from megatron_grpo.algorithm.policy_term import drop_overlong, update_statistics
+from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
+from megatron_grpo.algorithm.registry import register_loss
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.trainer import Trainer
 
@@ -73,7 +76,7 @@ def estimated(flags: str, batch: RolloutBatch):
 )
 def test_estimators(flags, expected):
     batch = rollout([3, 0, 1, 4])
-    metrics = estimated(flags, batch)
+    batch, metrics = estimated(flags, batch)
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
     assert batch.token_advantages is None and batch.advantages.dtype == np.float32
     assert metrics["advantage/mean"] == pytest.approx(np.mean(expected), abs=1e-7)
@@ -84,7 +87,7 @@ def test_gdpo_takes_the_matrix_and_the_weights():
     batch = rollout([[1, 0], [0, 9], [0, 0], [1, 5]])
     args = arguments("--scale-rewards gdpo --reward-funcs a b")
     args.reward_weights = [1.0, 0.5]
-    estimate_advantages(args, batch, np.zeros(4, np.float32))
+    batch, _ = estimate_advantages(args, batch, np.zeros(4, np.float32))
     z = 0.5**0.5  # one standard deviation of two values, from their mean
     total = [z, -z + z / 2, -z, z - z / 2]
     np.testing.assert_allclose(batch.advantages, np.array(total) / statistics.stdev(total), rtol=1e-3)
@@ -93,7 +96,7 @@ def test_gdpo_takes_the_matrix_and_the_weights():
 def test_kl_in_the_reward_of_completions():
     """Penalties 0.5 (1, 1, 0, 4): rewards 2.5, -0.5, 1, 2."""
     batch = with_log_probs(rollout([3, 0, 1, 4]))
-    metrics = estimated("--kl-in-reward --beta 0.5 --advantage-estimator rloo", batch)
+    batch, metrics = estimated("--kl-in-reward --beta 0.5 --advantage-estimator rloo", batch)
     np.testing.assert_allclose(batch.advantages, [1.5, -2.5, -1.5, 2.5], rtol=1e-6)
     assert metrics["reward/kl_penalty"] == pytest.approx(0.75)
     assert batch.token_advantages is None
@@ -102,7 +105,7 @@ def test_kl_in_the_reward_of_completions():
 def test_reinforce_plus_plus_gives_each_token_its_own():
     """r, token by token: 3 - 0.5; -1, 0.5; 1; 0, 4 - 2. With gamma 1/2 the returns are 2.5; -0.75, 0.5; 1; 1, 2."""
     batch = with_log_probs(rollout([3, 0, 1, 4]))
-    metrics = estimated("--kl-in-reward --beta 0.5 --gamma 0.5 --advantage-estimator reinforce_plus_plus", batch)
+    batch, metrics = estimated("--kl-in-reward --beta 0.5 --gamma 0.5 --advantage-estimator reinforce_plus_plus", batch)
     returns = [2.5, -0.75, 0.5, 1, 1, 2]
     a = [(r - statistics.mean(returns)) / (statistics.stdev(returns) + 1e-4) for r in returns]
     expected = [0, a[0], 0, a[1], a[2], 0, a[3], 0, a[4], a[5]]
@@ -118,7 +121,7 @@ def test_the_teachers_opinion_is_added():
     batch.teacher_log_probs = batch.old_log_probs + np.float32([0, 1, 0, 0, 2, 0, -1, 0, 0, 0])
     args = arguments("--scale-rewards none")
     args.teacher_kl_coef = 0.5
-    metrics = estimate_advantages(args, batch, batch.rewards[:, 0])
+    batch, metrics = estimate_advantages(args, batch, batch.rewards[:, 0])
     assert metrics["teacher/kl"] == pytest.approx(-(1 + 0 + 2 - 1 + 0 + 0) / 6)  # of the tokens in the loss
     np.testing.assert_allclose(batch.token_advantages, [0, 1.5, 0, -2, -1, 0, -1.5, 0, 2, 2], rtol=1e-6)
     np.testing.assert_allclose(batch.advantages, [1.5, -1.5, -1.5, 2], rtol=1e-6)
@@ -127,7 +130,7 @@ def test_the_teachers_opinion_is_added():
 def test_a_new_rollout_forgets_token_advantages():
     batch = rollout([3, 0, 1, 4])
     batch.token_advantages = np.ones(10, np.float32)
-    estimated("", batch)
+    batch, _ = estimated("", batch)
     assert batch.token_advantages is None
 
 
@@ -143,9 +146,38 @@ def test_covariances_are_those_of_the_tokens_own_advantages():
     assert np.flatnonzero(batch.policy_mask == 0).tolist() == [1]
 
 
+@pytest.mark.usefixtures("plugins")
+def test_a_loss_reads_statistics_of_the_update():
+    """Covariances 1, -3, -4 as above, and entropies; for an update without tokens no pass is made."""
+    seen = {}
+
+    def foo(log_probs, covariances, entropies):
+        seen.update(covariances=covariances.tolist(), entropies=entropies.tolist())
+        return -covariances * log_probs
+
+    register_loss("foo", aggregation="grpo")(foo)
+    batch = rollout([3, 0, 1, 4])
+    batch.advantages, batch.token_advantages = np.zeros(4, np.float32), np.zeros(10, np.float32)
+    batch.token_advantages[[1, 3, 4]] = 1, -3, 2
+    scores = np.zeros((2, 10), np.float32)
+    scores[:, [1, 3, 4]] = [-1, -1, -4], [0.5, 0.25, 2]
+    args = arguments("--loss-type foo")
+    changed = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
+    pack = pack_completions(changed, [1, 0])  # completion 1 has the tokens 3 and 4, completion 0 the token 1
+    tensors = {name: torch.from_numpy(values) for name, values in pack.of_labels.items()}
+    tensors["completion"] = torch.from_numpy(pack.completion)
+    term = policy_term(args, torch.tensor([-1.0, -4.0, -1.0]), torch.zeros(3), tensors)
+    assert seen == {"covariances": [-3, -4, 1], "entropies": [0.25, 2, 0.5]}
+    assert term.loss.tolist() == [-3, -16, 1]
+
+    batch.finish_reasons[:] = FinishReason.LENGTH
+    changed = update_statistics(args, drop_overlong(batch), np.array([0, 1]), 0, lambda *_: None)
+    assert not changed.covariances.any() and len(changed.entropies) == 10
+
+
 def test_real_replaces_what_tokens_had():
     batch = rollout([3, 0, 1, 4])
-    estimated("--advantage-estimator reinforce_plus_plus", batch)
+    batch, _ = estimated("--advantage-estimator reinforce_plus_plus", batch)
     assert batch.token_advantages is not None
     args = arguments("--loss-type real --advantage-estimator reinforce_plus_plus")
     changed = update_statistics(args, batch, np.arange(4), 0, lambda *_: None)
@@ -155,7 +187,7 @@ def test_real_replaces_what_tokens_had():
 def test_real_learns_nothing_from_what_nothing_scored():
     """Groups {3, not scored} and {0, 4}: without its mate's reward the first has no negative, so nothing is learnt."""
     batch = rollout([3, 0, NAN, 4])
-    estimated("", batch)
+    batch, _ = estimated("", batch)
     changed = update_statistics(arguments("--loss-type real"), batch, np.arange(4), 0, lambda *_: None)
     assert (changed.advantages[[0, 2]] == 0).all() and changed.advantages[1] < 0 < changed.advantages[3]
 
@@ -163,17 +195,38 @@ def test_real_learns_nothing_from_what_nothing_scored():
 def test_the_overlong_filter():
     """Completions cut at the limit leave the loss, and nothing else: all of them, an update learns nothing."""
     batch = rollout([3, 0, 1, 4])
-    estimated("", batch)
+    batch, _ = estimated("", batch)
     before = batch.advantages.copy()
     batch.finish_reasons[[1, 2]] = FinishReason.LENGTH, FinishReason.ABORT
-    drop_overlong(batch)
+    batch = drop_overlong(batch)
     assert batch.response_lengths.tolist() == [1, 0, 1, 2] and batch.completion_lengths.tolist() == [1, 2, 1, 2]
     np.testing.assert_array_equal(batch.advantages, before)
     batch.validate()
     batch.finish_reasons[:] = FinishReason.LENGTH
-    drop_overlong(batch)
+    batch = drop_overlong(batch)
     args = arguments("--top-entropy-quantile 0.5 --clip-cov-ratio 0.5 --loss-type real")
     assert update_statistics(args, batch, np.arange(4), 0, lambda *_: None) is batch
+
+
+def test_no_function_changes_the_batch_that_it_receives():
+    batch = with_log_probs(rollout([3, 0, 1, 4]))
+    batch.rollout_log_probs = batch.old_log_probs - 1
+    batch.teacher_log_probs = batch.old_log_probs + 1
+    batch.finish_reasons[1] = FinishReason.LENGTH
+    flags = "--kl-in-reward --beta 0.5 --advantage-estimator rloo --rollout-importance-sampling-mode token_truncate"
+    args = arguments(f"{flags} --rollout-importance-sampling-threshold 2 --m2po-threshold 0.1 --loss-type real")
+    args.teacher_kl_coef = 0.5
+    batch, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
+    before = {name: None if array is None else array.copy() for name, array in vars(batch).items()}
+    for function in (
+        lambda: estimate_advantages(args, batch, batch.rewards[:, 0])[0],
+        lambda: drop_overlong(batch),
+        lambda: pretrain_grpo.correct(args, batch)[0],
+        lambda: update_statistics(args, batch, np.arange(4), 0, lambda *_: np.zeros((2, 10), np.float32)),
+    ):
+        assert function() is not batch
+        for name, array in before.items():
+            np.testing.assert_array_equal(getattr(batch, name), array, err_msg=name)
 
 
 def test_metrics_of_reward_functions():

@@ -201,7 +201,7 @@ def test_a_checkpoint_given_in_place_of_its_parent_is_pointed_out(tmp_path):
 def test_megatron_lms_own_checkpoints_are_found(tmp_path):
     (tmp_path / cd.LATEST).write_text("release")
     (tmp_path / "release").mkdir()
-    with pytest.raises(GrpoError, match=r"no checkpoint of megatron.core.dist_checkpointing: .metadata is missing"):
+    with pytest.raises(GrpoError, match=r"not a checkpoint of megatron.core.dist_checkpointing: .metadata is missing"):
         cd.verify(cd.find(tmp_path)[1])
     for name in cd.CORE_FILES:
         (tmp_path / "release" / name).write_text("{}")

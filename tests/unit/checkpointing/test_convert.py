@@ -164,7 +164,7 @@ def test_megatron_lms_arguments_are_compared_and_read_safely(convert, source, tm
     words = ("--megatron-to-hf", "--save", tmp_path / "back", "--hf-config", source)
     for name, there, here in (("num_query_groups", 8, 4), ("rotary_base", 5, 10000), ("use_rope_scaling", True, False)):
         megatron_lm(tmp_path / name, source, **{name: there})
-        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json says {here}"):
+        with pytest.raises(GrpoError, match=rf"trained with {name} {there}, but .*hf/config\.json has {here}"):
             convert(*words, "--load", tmp_path / name)
     megatron_lm(tmp_path / "code", source, extra=Fraction(1, 2))
     with pytest.raises(GrpoError, match=r"common\.pt cannot be read: it holds a fractions\.Fraction"):
@@ -254,7 +254,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         convert(*into, "--dry-run", "--tensor-model-parallel-size", 3)
     with pytest.raises(GrpoError, match="2 layers cannot be divided into 3 equal pipeline stages"):
         convert(*into, "--dry-run", "--pipeline-model-parallel-size", 3)
-    with pytest.raises(GrpoError, match="no experts cannot be shared out to 2 ranks"):
+    with pytest.raises(GrpoError, match="no experts cannot be divided over 2 ranks"):
         convert(*into, "--dry-run", "--expert-model-parallel-size", 2)
     with pytest.raises(SystemExit):
         convert(*into, *out, "--tensor-model-parallel-size", 0)
@@ -284,7 +284,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         patch.setattr(os, "pwrite", full)
         with pytest.raises(GrpoError, match=r"back cannot be written: .*No space left"):
             convert(*back)
-    with pytest.raises(GrpoError, match="a Hugging Face directory has no layout"):
+    with pytest.raises(GrpoError, match="a Hugging Face directory has no parallel configuration"):
         convert(*back, "--tensor-model-parallel-size", 2)
     assert not [path for path in tmp_path.iterdir() if "back" in path.name]
 
@@ -315,14 +315,14 @@ NORM = "decoder.final_layernorm.weight"
         # Without files.json, as Megatron-LM's own are.
         (lambda d: (d / "files.json").unlink() or os.truncate(d / "__0_0.distcp", 1000), "damaged: __0_0.distcp has"),
         (lambda d: (d / "__0_0.distcp").unlink(), "damaged: __0_0.distcp is missing"),
-        (lambda d: (d / "files.json").unlink() or (d / ".metadata").unlink(), r"unfinished: \.metadata is missing"),
+        (lambda d: (d / "files.json").unlink() or (d / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
         (
             lambda d: (d / "files.json").unlink() or (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             "has the format 'zarr'",
         ),
         (
             lambda d: (d / "files.json").unlink() or (d / "args.json").unlink(),
-            "does not say its model family.*--hf-config DIR",
+            "does not store its model family.*--hf-config DIR",
         ),
     ],
 )

@@ -466,7 +466,8 @@ def test_the_wire_and_the_files_have_one_order():
         list(FIELDS)
         == """cu_seqlens tokens response_mask rollout_log_probs weight_version prompt_lengths group_ids
         row_ids sample_ids rewards finish_reasons turns old_log_probs ref_log_probs rollout_importance_weights
-        policy_mask kl_cov teacher_log_probs token_advantages routed_experts advantages weights""".split()
+        policy_mask kl_cov teacher_log_probs token_advantages routed_experts advantages weights
+        covariances entropies""".split()
     )
-    assert filled(hand_batch()).to_buffers()[0].tolist() == [2, 3, 2, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1]
-    assert hand_batch().to_buffers()[0].tolist() == [0, 0, 0] + [0] * 10
+    assert filled(hand_batch()).to_buffers()[0].tolist() == [2, 3, 2, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0]
+    assert hand_batch().to_buffers()[0].tolist() == [0, 0, 0] + [0] * 12

@@ -130,7 +130,7 @@ def test_they_end_a_run_with_one_message(malformed):
     with pytest.raises(GrpoError) as raised:
         PromptDataset([path], Characters(), parse_args(FLAGS.split()))
     lines = str(raised.value).splitlines()
-    assert len(lines) == 11 and lines[10].startswith("and 990 more (--bad-rows skip leaves")
+    assert len(lines) == 11 and lines[10].startswith("and 990 more (give --bad-rows skip to")
     assert [line.partition(": ")[0] for line in lines[:10]] == [f"{path}:{line}" for line in sorted(wrong)[:10]]
 
 

@@ -152,7 +152,7 @@ def test_bad_rows_are_named(tmp_path, row, message):
 
 
 def test_system_prompt_twice(tmp_path):
-    with pytest.raises(GrpoError, match="system message of its own"):
+    with pytest.raises(GrpoError, match="has a system message, and --system-prompt is given"):
         dataset(tmp_path / "a.jsonl", {"prompt": [{"role": "system", "content": "a"}, user("b")]}, system_prompt="c")
 
 

@@ -101,7 +101,7 @@ def test_prompts_outside_the_pass_rates_are_left_out(tmp_path, capsys):
     assert data.pass_rates.tolist() == [0.25, 0.5] and data[1].ids == [ord(c) for c in "0.5"]
     assert "left out 2 of 4 prompts with a pass_rate below --min-pass-rate (0.25)" in capsys.readouterr().out
     with pytest.raises(
-        GrpoError, match=r"no prompts left: left out 2 of 2 .*pass_rate is below --min-pass-rate \(0.6\)"
+        GrpoError, match=r"no prompts left: left out 2 of 2 .*with a pass_rate below --min-pass-rate \(0.6\)"
     ):
         dataset(tmp_path, *rated(0.25, 0.5), flags="--min-pass-rate 0.6")
 

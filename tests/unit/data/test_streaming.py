@@ -202,7 +202,7 @@ def test_rows_that_do_not_fit_are_left_out_and_counted_and_a_resume_is_exact(tmp
 def test_a_bad_row_ends_a_streamed_run_when_its_turn_comes(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [*rows(40), {"prompt": 3}])
     data = dataset(path)
-    with pytest.raises(GrpoError, match=r'a\.jsonl:41: "prompt" must be .* found a number \(--bad-rows skip'):
+    with pytest.raises(GrpoError, match=r'a\.jsonl:41: "prompt" must be .* found a number \(give --bad-rows skip'):
         draw(data, data.sampler(), 41)
 
 
@@ -281,7 +281,7 @@ def test_small_weighted_files(tmp_path):
     assert sorted(taken[:12])[:8] == [0, 0, 1, 1, 2, 2, 3, 3] and sum(answer >= 10 for answer in taken) == 4
     (tmp_path / "b.jsonl").write_text("")
     for other in (tmp_path / "a.jsonl", jsonl(tmp_path / "c.jsonl", rows(50))):
-        with pytest.raises(GrpoError, match=r"b\.jsonl has a weight in --train-data-path, and no prompts"):
+        with pytest.raises(GrpoError, match=r"b\.jsonl has a weight in --train-data-path but no prompts"):
             dataset("2", other, "1", tmp_path / "b.jsonl")
 
 

@@ -184,7 +184,9 @@ def test_refusals_tiktoken(tmp_path):
         build_tokenizer(tik(path, tiktoken_num_special_tokens=6))
     with pytest.raises(GrpoError, match="give each token once, and include all of <unk>"):
         build_tokenizer(tik(path, tiktoken_special_tokens=["<unk>"]))
-    with pytest.raises(GrpoError, match=r"--vocab-size \(200\) leaves no room"):
+    with pytest.raises(
+        GrpoError, match=r"--vocab-size \(200\) must be at least --tiktoken-num-special-tokens \(10\) \+ 256"
+    ):
         build_tokenizer(tik(path, vocab_size=200))
 
 

@@ -145,8 +145,8 @@ def test_dry_run(name):
 def test_it_fits_beside_the_engine(name):
     report, _ = dry_run(name)
     engine = float(re.search(r"engine: ([\d.]+) of weights", report)[1])
-    utilization = float(re.search(r"with its cache ([\d.]+) of a GPU", report)[1])
-    sleeps = "and asleep nothing" in report
+    utilization = float(re.search(r"weights and cache use ([\d.]+) of a GPU", report)[1])
+    sleeps = "0 while asleep" in report
     room = H100 - SPARE - ASLEEP if sleeps else H100 * (1 - utilization) - SPARE
     rows = [list(map(float, row)) for row in section(report, "memory of a rank")]
     assert len(rows) == len({row[0] for row in section(report, "pipeline stages")})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.models.attention import PackedAttention, _gathered, attend, segments
+from megatron_grpo.models.attention import PackedAttention, _gathered_positions, attend, segments
 from megatron_grpo.models.attention_kernels import Varlen
 from megatron_grpo.utils.errors import GrpoError
 
@@ -152,7 +152,7 @@ def test_which_layers_have_a_window():
 def test_a_window_into_the_future_is_refused():
     config = Case((1,), left=7).config()
     config.window_size = (7, 2)
-    with pytest.raises(GrpoError, match=r"use \(7, 0\)"):
+    with pytest.raises(GrpoError, match=r"give \(7, 0\)"):
         PackedAttention(config, 1, None, "self", pg_collection=GROUPS)
 
 
@@ -274,7 +274,7 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
     case = Case(tuple(2 * cp_size * chunk for chunk in chunks), **shape)
     cu = tuple(case.packed().cu_seqlens_q.tolist())
     left, scale = -1 if case.left is None else case.left, case.size**-0.5
-    gathered = torch.from_numpy(_gathered(cu, cp_size))
+    gathered = torch.from_numpy(_gathered_positions(cu, cp_size))
 
     def attention(q, k, v, sink):
         sink = {"vanilla": None, "off-by-one": torch.zeros_like(sink), "learnable": sink}[case.softmax]

@@ -70,9 +70,11 @@ def test_a_seed_gives_the_weights_that_it_gives_there(dtype):
 
 
 def test_refusals():
-    with pytest.raises(GrpoError, match=r"16 bytes, 8 elements, .* size is 16 and .* 12: leave out --moe-grouped-gemm"):
+    with pytest.raises(
+        GrpoError, match=r"16 bytes, 8 elements, .*-size is 16 and .* is 12: leave out --moe-grouped-gemm"
+    ):
         build(GroupedExperts, make_config(torch.bfloat16, ffn=12, bf16=True))
-    with pytest.raises(GrpoError, match="4 elements, but the hidden size is 18 "):
+    with pytest.raises(GrpoError, match="4 elements, but --hidden-size is 18 "):
         build(GroupedExperts, make_config(hidden=HIDDEN + 2))
     with pytest.raises(GrpoError, match="singleton_local_shards"):
         build(GroupedExperts, make_config()).sharded_state_dict(metadata={"singleton_local_shards": True})

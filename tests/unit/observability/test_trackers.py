@@ -147,7 +147,7 @@ def test_a_login_that_is_missing_is_an_error_with_its_cure(package, monkeypatch)
         raise (module.Error if package == "wandb" else RuntimeError)("no key")
 
     module.init = no_login
-    with pytest.raises(GrpoError, match=rf"--{package}-project p: {package} says: no key .*--{package}-mode offline"):
+    with pytest.raises(GrpoError, match=rf"--{package}-project p: {package} failed: no key .*--{package}-mode offline"):
         MetricsLogger(parsed(f"--{package}-project", "p"), 0, 1, 0)
     MetricsLogger(parsed(f"--{package}-project", "p"), 1, 1, 0)  # other ranks ask for nothing
 
@@ -170,7 +170,7 @@ def test_a_missing_package_is_refused_with_the_command(package, monkeypatch):
         ("--swanlab-exp-name n", "--swanlab-exp-name needs --swanlab-project"),
         ("--swanlab-workspace w", "--swanlab-workspace needs --swanlab-project"),
         ("--log-completions --save s", "--log-completions needs --tensorboard-dir, --wandb-project or"),
-        ("--log-completions --tensorboard-dir t --num-completions-to-log 0", "which is 0: raise it"),
+        ("--log-completions --tensorboard-dir t --num-completions-to-log 0", "and that is 0: raise it"),
     ],
 )
 def test_flags_without_effect_are_refused(flags, message):

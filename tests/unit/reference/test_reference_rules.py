@@ -1,4 +1,4 @@
-"""Flags of reference and teacher: what is refused, and what arguments the frozen models get."""
+"""Flags of reference model and teacher: refused combinations, and the arguments of both models."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ REFUSED = {
     "--ref-pipeline-model-parallel-size 0": r"--ref-pipeline-model-parallel-size \(0\) must be greater than 0",
     "--ref-expert-model-parallel-size 2": "--ref-expert-model-parallel-size needs --num-experts",
     "--ref-micro-batch-size 2 --logprobs-max-tokens-per-microbatch 2048": "cannot both be given: both set the size",
-    "--logprobs-max-tokens-per-microbatch 1023": r"1024 tokens: --logprobs-max-tokens-per-microbatch \(1023\) must be",
+    "--logprobs-max-tokens-per-microbatch 1023": r"1024 tokens, .*: --logprobs-max-tokens-per-microbatch \(1023\) must",
     "--ref-model-sync-steps 4": "--ref-model-sync-steps needs --sync-ref-model",
     "--ref-model-mixup-alpha 0.5": "--ref-model-mixup-alpha needs --sync-ref-model",
     "--sync-ref-model --ref-model-mixup-alpha 0": r"\(0.0\) must be greater than 0 and at most 1",

@@ -65,10 +65,10 @@ def test_log_probabilities_are_the_models_of_the_completions_tokens(double, ask)
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("no prompt logprobs", r"gave no log-probabilities of the \d+ tokens of a prompt: is it a vLLM server"),
-        ("too few", "gave no log-probabilities of the"),
-        ("other token", r"gave no log-probability of token \d+: has it the policy's vocabulary"),
-        ("infinite", "gave log-probabilities that are not finite"),
+        ("no prompt logprobs", r"returned no log-probabilities for the \d+ tokens of a prompt: is it a vLLM server"),
+        ("too few", "returned no log-probabilities for the"),
+        ("other token", r"returned no log-probability for token \d+: does its model have the policy's vocabulary"),
+        ("infinite", "returned log-probabilities that are not finite"),
         ("500 generating", "answered 500: .*out of memory"),
         ("die generating", "/v1/completions: "),
     ],

@@ -16,7 +16,7 @@ from ranks import alive, gone
 
 from megatron_grpo.rewards import registry
 from megatron_grpo.rewards.builtin.short_answer import last_number
-from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
@@ -222,7 +222,7 @@ PLUGIN = r'''
 import asyncio, os, re, subprocess, sys, time
 from pathlib import Path
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.rewards.registry import register_reward
+from megatron_grpo.rewards.registry import register_group_reward, register_reward
 
 @register_reward("act")
 def act(sample):
@@ -262,6 +262,28 @@ def act(sample):
 async def later(sample):
     await asyncio.sleep(0)
     return 2
+
+@register_group_reward("rank")
+def rank(samples):
+    """How many samples of the group have a smaller number; or what the first sample says."""
+    what, _, argument = samples[0].completion.partition(" ")
+    numbers = [float(sample.completion.split()[-1]) for sample in samples]
+    if what == "hang":
+        time.sleep(600)
+    if what == "die":
+        os._exit(3)
+    if what == "once" and not Path(samples[0].row["file"]).exists():  # fails the first time
+        Path(samples[0].row["file"]).touch()
+        raise OSError("not yet")
+    faults = {"prefix": numbers[1:], "single": 1.0, "text": ["1.0", 2.0], "inf": [None, float("inf")]}
+    if what == "none":
+        return [None] * len(numbers)
+    return faults.get(what, [sum(other < number for other in numbers) for number in numbers])
+
+@register_group_reward("spread")
+async def spread(samples, *, max_completion_length=7):
+    await asyncio.sleep(0)
+    return tuple(max_completion_length + place for place in range(len(samples)))
 
 @register_reward("never")
 def never(sample):
@@ -404,6 +426,72 @@ def test_some_samples_can_be_waited_for_while_others_are_scored(make_pool, tmp_p
     values = pool.finish()
     np.testing.assert_array_equal(values[:, 0], [7, math.nan, math.nan, 1, 1, 1, 1, 1])
     assert [failure.key for failure in pool.failures] == [2]
+
+
+# --- group-wise functions
+
+
+def test_a_group_is_scored_in_one_call(make_pool):
+    """Beside functions of one sample; each value belongs to its sample, and the ranks are those of the group."""
+    pool = make_pool("act", "rank", "later", "spread", workers=2, flags={"max_completion_length": 20})
+    texts = ["value 3", "value 1", "value 2", "value 5", "value 5", "value -1"]
+    values, failures = pool.score(samples(*texts), group_size=3)
+    expected = [[3, 2, 2, 20], [1, 0, 2, 21], [2, 1, 2, 22], [5, 1, 2, 20], [5, 1, 2, 21], [-1, 0, 2, 22]]
+    assert failures == []
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(pool.score(samples("value 9"))[0], [[9, 0, 2, 20]])  # a group of one
+
+
+def test_a_group_is_scored_when_its_last_sample_has_arrived(make_pool):
+    """In the order of places, whatever the order of arrival. Nothing waits for a group that stays incomplete."""
+    pool = make_pool("rank", "spread")
+    for key, group, place, text in [("d", 1, 1, "value 8"), ("a", 0, 2, "value 1"), ("b", 0, 0, "value 2")]:
+        pool.submit(key, samples(text)[0], GroupMember(group, place, 3))
+        assert pool.poll() == 0
+    pool.submit("c", samples("value 3")[0], GroupMember(0, 1, 3))
+    assert pool.wait(["a", "b", "c"]).tolist() == [[0, 9], [1, 7], [2, 8]]
+    assert pool.finish(["c", "a", "b"]).tolist() == [[2, 8], [0, 9], [1, 7]] and pool.failures == []
+    pool.submit("d", samples("value 4")[0], GroupMember(1, 0, 2))  # nothing is left of the incomplete group
+    with pytest.raises(AssertionError, match="other samples were not submitted"):
+        pool.finish(["d"])
+
+
+GROUP_FAULTS = {
+    "prefix": "returned 1 values for 2 completions",
+    "single": "returned 1.0, no list of 2 values: one for each completion",
+    "text": "returned '1.0', no finite number (value 1 of 2)",
+    "inf": "returned inf, no finite number (value 2 of 2)",
+    "hang": "took longer than 3 s (--reward-timeout)",
+    "die": "ended its process (exit status 3)",
+}
+
+
+def test_a_fault_costs_its_own_group_only(make_pool):
+    faulty = [text for what in GROUP_FAULTS for text in (f"{what} 1", "value 3")]
+    pool = make_pool("rank", "later", timeout=3.0, retries=0)
+    values, failures = pool.score(samples("value 1", "value 2", *faulty, "none 0", "value 1"), group_size=2)
+    np.testing.assert_array_equal(values[:, 0], [0, 1, *[math.nan] * (len(faulty) + 2)])
+    assert (values[:, 1] == 2).all()
+    reasons = [reason for reason in GROUP_FAULTS.values() for _ in range(2)]
+    assert [(f.reward, f.key, f.reason) for f in failures] == [("rank", i, r) for i, r in enumerate(reasons, 2)]
+
+
+def test_a_second_try_of_a_group(make_pool, tmp_path):
+    group = [Sample("", f"once {i}", {"file": str(tmp_path / "tried")}) for i in (5, 4)]
+    values, failures = make_pool("rank").score(group, group_size=2)
+    assert values.tolist() == [[1], [0]] and failures == []
+
+
+def test_routes_and_clip_of_groups(make_pool):
+    pool = make_pool("rank", "later", routes={"x": ["rank"], "y": ["later"]}, clip=1.5)
+    values, failures = pool.score(sourced(*(("x", f"value {i}") for i in (2, 0, 1)), *[("y", "")] * 3), group_size=3)
+    np.testing.assert_array_equal(values, [[1.5, math.nan], [0, math.nan], [1, math.nan], *[[math.nan, 1.5]] * 3])
+    assert failures == []
+
+
+def test_a_group_wise_function_that_always_hangs_is_not_waited_for(make_pool):
+    with pytest.raises(GrpoError, match='"rank" gave no value and timed out on 8 samples'):
+        make_pool("rank", timeout=0.2, retries=0).score(samples(*["hang 1"] * 40), group_size=2)
 
 
 def test_a_worker_that_dies_while_idle_is_replaced(make_pool):

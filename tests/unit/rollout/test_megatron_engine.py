@@ -12,7 +12,7 @@ from megatron_engine_worker import EOS, GREEDY, MAX_TOKENS, complete, decode, ma
 from toy_checkpoints import FAMILIES, logits
 
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.parallel.initialize import leave_layout
+from megatron_grpo.parallel.initialize import destroy_rank_groups
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.utils.errors import GrpoError
 
@@ -42,7 +42,7 @@ def test_families(toys, family):
             log_p = logits(model[0], tokens)[:, :109].float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
             torch.testing.assert_close(log_p[-len(ids) :], torch.tensor(log_probs), atol=1e-4, rtol=0)
     finally:
-        leave_layout()
+        destroy_rank_groups()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def engine(toys):
     root, models = toys
     model, engine = make_engine(root / "qwen3-False")
     yield model, engine, models["qwen3"]
-    leave_layout()
+    destroy_rank_groups()
 
 
 def test_sampling(engine):
@@ -112,7 +112,7 @@ def test_refusals_and_versions(engine, toys):
     with engine.rollout(0):
         assert [completion.weight_version for completion in generate(engine, [Request(3, [5], GREEDY)])] == [7]
     engine.sleep()
-    leave_layout()
+    destroy_rank_groups()
     _, large = make_engine(toys[0] / "qwen3-False", inference_max_requests=10**6)
     with pytest.raises(GrpoError, match=r"takes \d+\.\d\d GiB on each rank, but .* lower --inference-max-requests"):
         large.wake_cache()

@@ -1,6 +1,8 @@
 """Engines over HTTP against doubles of their servers (server_double.py): what comes back, and what faults do."""
 
+import asyncio
 import io
+import re
 import threading
 import time
 from argparse import Namespace
@@ -475,25 +477,58 @@ def test_sglang_servers_tell_which_tensor_changes(start, weights, one_process):
     engine.close()
 
 
-def test_a_broadcast_that_a_server_has_left_ends_the_program(start, capfd, monkeypatch):
-    double, ends = start("sglang"), []
-
-    def end(code: int):
-        ends.append(code)
-        stop.set()
-
-    stop = threading.Event()
+def test_a_broadcast_that_a_server_has_left_loses_the_engine(start, monkeypatch):
+    """At once, although another server waits for the broadcast, and the blocked call of this side goes on."""
+    doubles, stop = [start("sglang"), start("sglang")], threading.Event()
     monkeypatch.setattr(weight_transfer_nccl, "STUCK", 1.0)
-    monkeypatch.setattr(weight_transfer_nccl.os, "_exit", end)
-    pool = make_pool([double], kind="sglang")
+    pool, cancelled = make_pool(doubles, kind="sglang"), []
 
-    async def fail(server) -> None:
-        raise Fault("it is out of memory")
+    async def theirs(server) -> None:
+        if server.url == doubles[0].url:
+            raise Fault("it is out of memory")
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            cancelled.append(server.url)
+            raise
 
-    weight_transfer_nccl.together(pool, fail, stop.wait)
-    assert ends == [1]
-    told = capfd.readouterr().err
-    assert f"server {double.url} failed in an exchange by NCCL, which cannot be taken back: it is out of memory" in told
+    message = f"server {doubles[0].url} failed in an exchange by NCCL: it is out of memory"
+    with pytest.raises(EngineLost, match=re.escape(message)):
+        weight_transfer_nccl.together(pool, theirs, stop.wait)
+    assert cancelled == [doubles[1].url]
+    stop.set()
+    pool.close()
+
+
+def test_a_server_that_fails_in_a_broadcast_that_ends_is_given_up(start, monkeypatch):
+    doubles = [start("sglang"), start("sglang")]
+    pool, done = make_pool(doubles, kind="sglang"), []
+
+    async def theirs(server) -> None:
+        if server.url == doubles[0].url:
+            raise Fault("it is out of memory")
+
+    def ours() -> None:
+        time.sleep(0.2)
+        done.append(True)
+
+    weight_transfer_nccl.together(pool, theirs, ours)
+    assert done and pool.servers[0].lost and pool.servers[1].lost is None
+    pool.close()
+
+
+def test_a_broadcast_that_fails_here_does_not_wait_for_the_servers(start, monkeypatch):
+    monkeypatch.setattr(weight_transfer_nccl, "STUCK", 0.5)
+    pool = make_pool([start("sglang")], kind="sglang")
+
+    async def theirs(server) -> None:
+        await asyncio.sleep(600)
+
+    def ours() -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    with pytest.raises(EngineLost, match="the servers could not be reached by NCCL: NCCL error"):
+        weight_transfer_nccl.together(pool, theirs, ours)
     pool.close()
 
 

@@ -181,9 +181,9 @@ def test_a_run_that_goes_on_can_be_shown(tmp_path):
     [
         ("metrics.jsonl", None, "metrics.jsonl cannot be read"),
         ("metrics.jsonl", "", "metrics.jsonl is empty"),
-        ("metrics.jsonl", '{"iteration": 1, "kl": "x"}\n', "metrics.jsonl:1: kl is 'x', which is no number"),
+        ("metrics.jsonl", '{"iteration": 1, "kl": "x"}\n', "metrics.jsonl:1: kl is 'x', which is not a number"),
         ("completions.jsonl", None, "completions.jsonl cannot be read"),
-        ("completions.jsonl", "{}\n", "completions.jsonl:1 is no row of a run"),
+        ("completions.jsonl", "{}\n", "completions.jsonl:1 is not a row of a run"),
         ("completions.jsonl", '{"iteration": 1}\n', "completions.jsonl:1: 'prompt' is missing"),
         ("args.json", None, "args.json cannot be read"),
         ("args.json", "[]", "args.json holds no JSON object"),

@@ -139,8 +139,8 @@ def test_warm_up_that_is_too_short_is_refused(tmp_path, rows):
     ("row", "message"),
     [
         ({"prompt": "1+x=", "answer": "3"}, r"rows.jsonl:1: .* characters that the tokenizer lacks"),
-        ({"prompt": "1+1=", "answer": 2}, r"rows.jsonl:1: `prompt` and `answer` must be texts"),
-        ({"answer": "2"}, r"rows.jsonl:1: `prompt` and `answer` must be texts"),
+        ({"prompt": "1+1=", "answer": 2}, r"rows.jsonl:1: `prompt` and `answer` must be non-empty strings"),
+        ({"answer": "2"}, r"rows.jsonl:1: `prompt` and `answer` must be non-empty strings"),
     ],
 )
 def test_unusable_rows_are_named(tmp_path, row, message):

@@ -73,7 +73,7 @@ def test_the_seed_decides():
         ({"digits": [0, 1]}, "--digits 0"),
         ({"digits": [1], "shares": (0.5, 0.5, 0.1, 0.1)}, "sum 1"),
         ({"digits": [1], "shares": (1.2, 0.0, 0.0, -0.2)}, ">= 0"),
-        ({"digits": [1], "pairs": 5}, "leaves the valid file empty"),
+        ({"digits": [1], "pairs": 5}, "the valid file is empty"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, message):

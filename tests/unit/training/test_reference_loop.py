@@ -122,7 +122,7 @@ def one_process(case):
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         yield
         if dist.is_initialized():
-            initialize.leave_layout()
+            initialize.destroy_rank_groups()
             dist.destroy_process_group()
 
 

@@ -1,13 +1,16 @@
 """What the trainer keeps watch on by itself."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron_grpo.checkpointing.checkpoint_directory import LATEST
+from megatron_grpo.training import trainer as trainer_module
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
 def check(versions, gap, synced=4, bf16=False):
@@ -27,6 +30,119 @@ def test_an_engine_with_the_trainers_weights_passes(gap, bf16):
 def test_an_engine_with_other_weights_stops_the_run(versions, gap, bf16):
     with pytest.raises(GrpoError, match="does not hold the trainer's weights"):
         check(versions, gap, bf16=bf16)
+
+
+class Lost:
+    """A trainer at update 4 whose engine is lost, and what was done with it."""
+
+    def __init__(self, tmp_path, newest: int | None, save=True, reload_fails=False):
+        self.args = SimpleNamespace(save=str(tmp_path) if save else None)
+        self.iteration, self.done, self._reload_fails = 4, [], reload_fails
+        self.engine = SimpleNamespace(close=lambda: self.done.append("close"))
+        if newest is not None:
+            self.write(newest)
+
+    def write(self, iteration: int) -> None:
+        Path(self.args.save, LATEST).write_text(str(iteration))
+
+    def _reload(self) -> None:
+        self.done.append("reload")
+        if self._reload_fails:
+            raise GrpoError("the GPU is full")
+
+    def save(self, position) -> None:
+        self.done.append(position)
+        self.write(self.iteration)
+
+    def _save_if(self, able, position):
+        return Trainer._save_if(self, able, position)
+
+    def end(self) -> EngineLost:
+        with pytest.raises(EngineLost) as caught:
+            Trainer._end_without_engine(self, EngineLost("no server is left"), {"rollouts": 7})
+        return caught.value
+
+
+def test_without_an_engine_the_run_is_saved_as_it_was_before(tmp_path, one_process):
+    lost = Lost(tmp_path, newest=2)
+    error = lost.end()
+    expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} goes on from there"
+    assert str(error) == expected and error.saved
+    assert lost.done == ["close", "reload", {"rollouts": 7}]
+
+
+def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path, one_process):
+    lost = Lost(tmp_path, newest=4)
+    assert "The run is saved at iteration 4" in str(lost.end()) and lost.done == ["close", "reload"]
+
+
+def test_a_device_that_does_not_answer_is_left_alone(tmp_path, one_process, monkeypatch):
+    monkeypatch.setattr(trainer_module, "device_answers", lambda: False)
+    lost = Lost(tmp_path, newest=2)
+    error = lost.end()
+    expected = f"The run could not be saved; the newest checkpoint is iteration 2: --load {tmp_path} resumes from it"
+    assert str(error) == f"no server is left. {expected}" and not error.saved and lost.done == []
+    lost = Lost(tmp_path / "none", newest=None)
+    assert str(lost.end()).endswith("The run could not be saved, and there is no checkpoint: start it again")
+
+
+def test_a_rank_that_cannot_take_its_tensors_back_keeps_all_from_saving(tmp_path, one_process, capfd):
+    lost = Lost(tmp_path, newest=2, reload_fails=True)
+    assert "newest checkpoint is iteration 2" in str(lost.end()) and lost.done == ["close", "reload"]
+    assert "[rank 0] the run cannot be saved: the GPU is full" in capfd.readouterr().out
+
+
+def test_without_save_nothing_is_saved(tmp_path, one_process):
+    assert str(Lost(tmp_path, None, save=False).end()) == "no server is left. Nothing is saved: there is no --save"
+
+
+class Recorder:
+    """A part of the trainer that notes the calls of its methods by name."""
+
+    def __init__(self, name: str, notes: list[str], **attributes):
+        self._name, self._notes = name, notes
+        vars(self).update(attributes)
+
+    def __getattr__(self, method: str):
+        return lambda *_: self._notes.append(f"{self._name}.{method}")
+
+
+def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
+    trainer = Recorder("trainer", notes, iteration=3, synced_iteration=3, _memory=lambda: 0.0)
+    trainer.args = SimpleNamespace(check_weight_sync=check)
+    trainer.engine = Recorder("engine", notes, has_weights=has_weights)
+    trainer.state_offloader, trainer.weight_offloader = "state", "weights"
+    trainer._offload = lambda what: notes.append(f"offload {what}")
+    trainer._probe_engine = lambda: notes.append("probe") or "answers"
+    trainer._check_probe = lambda probe: notes.append(f"check {probe}")
+    trainer._position = lambda: "position"
+    return trainer
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("check", [True, False])
+def test_the_steps_of_the_engines_turn(has_weights, check):
+    notes = []
+    with Trainer.engine_awake(awake_trainer(notes, has_weights, check)):
+        notes.append("body")
+    expected = ["offload state", "engine.wake_weights", *["trainer.sync"] * (not has_weights), "offload weights"]
+    expected += ["engine.wake_cache", *["probe"] * (check and not has_weights), "body", "engine.sleep"]
+    expected += ["trainer._reload", *["check answers"] * (check and not has_weights)]
+    assert notes == expected
+
+
+def test_an_engine_lost_in_its_turn_ends_the_run_at_the_position_before():
+    notes, ended = [], []
+    trainer = awake_trainer(notes, has_weights=True)
+
+    def end(error, position):
+        ended.append(position)
+        raise error
+
+    trainer._end_without_engine = end
+    with pytest.raises(EngineLost), Trainer.engine_awake(trainer):
+        raise EngineLost("gone")
+    assert ended == ["position"] and "engine.sleep" not in notes and "trainer._reload" not in notes
 
 
 def test_mean_of_scored():

@@ -270,7 +270,7 @@ REFUSED = {
     f"{MOE} --moe-expert-capacity-factor 1.5": "it drops tokens; the engine does not",
     f"{MOE} --moe-router-fusion": "--moe-router-fusion needs --transformer-impl transformer_engine",
     "--fp8-format hybrid": "--fp8-format is hybrid: training in 8 or 4 bits is not supported yet",
-    "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine drops nothing",
+    "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine has no dropout",
     "--normalization LayerNorm": "give --normalization RMSNorm",
     "--window-size 128,0 --model-family llama --no-qk-layernorm": (
         "model family llama has window_size = None, but the arguments say [128, 0]"

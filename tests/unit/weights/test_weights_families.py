@@ -649,8 +649,8 @@ def test_names_of_longrope_and_its_length():
     ("change", "message"),
     [
         ({"softmax_scale": 0.1234}, "gemma3_text has softmax_scale = 0.1230.*, but the arguments say 0.1234"),
-        ({"softmax_scale": None}, "gemma3_text has --softmax-scale and --window-size"),
-        ({"window_size": None}, "gemma3_text has --softmax-scale and --window-size"),
+        ({"softmax_scale": None}, "gemma3_text needs --softmax-scale and --window-size"),
+        ({"window_size": None}, "gemma3_text needs --softmax-scale and --window-size"),
         ({"window_size": [511, 5]}, r"gemma3_text has window_size = \[511, 0\], but"),
         ({"window_attn_skip_freq": [1] * 25}, "for each of the 26 layers"),
         ({"attn_logit_softcapping": 50.0}, "gemma3_text has attn_logit_softcapping = None"),

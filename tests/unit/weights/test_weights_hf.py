@@ -307,7 +307,7 @@ def test_truncated_shard(untied):
     directory, load = untied
     path = directory / edit_index(directory, lambda names: None)["model.norm.weight"]
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(GrpoError, match=rf"{path.name} is truncated or no safetensors file \(needed for tensor"):
+    with pytest.raises(GrpoError, match=rf"{path.name} is truncated or not a safetensors file \(needed for tensor"):
         load()
 
 
@@ -329,7 +329,7 @@ def test_tensor_absent_from_the_shard_that_the_index_names(untied):
 def test_tensor_absent_from_the_index(untied):
     directory, load = untied
     edit_index(directory, lambda names: names.pop("model.layers.1.self_attn.k_norm.weight"))
-    with pytest.raises(GrpoError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_norm\.weight, of which de"):
+    with pytest.raises(GrpoError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_norm\.weight, from which de"):
         load()
 
 
@@ -363,7 +363,10 @@ EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(EXPERT), rf"lacks the tensor {EXPERT}, of which de.*\.1\.mlp\..*\.7\.linear_fc2"),
+        (
+            lambda tensors: tensors.pop(EXPERT),
+            rf"lacks the tensor {EXPERT}, from which de.*\.1\.mlp\..*\.7\.linear_fc2",
+        ),
         (
             lambda tensors: tensors.update({EXPERT.replace("7", "8"): tensors[EXPERT].clone()}),
             rf"holds the tensor {EXPERT.replace('7', '8')}, which is not in the model family",
@@ -414,13 +417,13 @@ def test_copies_that_are_left_out(world, tmp_path):
 def test_checkpoints_that_transformers_saved_without_their_multi_token_prediction(world, tmp_path):
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
     weights = model_weights.table(toy_args(tmp_path))
-    with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, of which mtp.*set num_nextn_predict_layers to 0"):
+    with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, from which mtp.*set num_nextn_predict_layers to 0"):
         hf.check_tensors(Safetensors(tmp_path), weights)
 
 
 def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
     make(tmp_path, "qwen3_moe", tied=False)
-    with pytest.raises(GrpoError, match="qwen3_moe has no multi-token prediction: leave --mtp-num-layers out"):
+    with pytest.raises(GrpoError, match="qwen3_moe has no multi-token prediction: leave out --mtp-num-layers"):
         model_weights.table(toy_args(tmp_path, mtp_num_layers=1))
 
 

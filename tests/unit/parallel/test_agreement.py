@@ -1,0 +1,103 @@
+"""What all ranks learn of a lost engine, and how long they wait for one another."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+from megatron_grpo.parallel import agreement
+from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers, peer_has_ended, raised_on_every_rank
+from megatron_grpo.utils.errors import EngineLost, GrpoError
+
+
+def test_the_rank_that_lost_the_engine_raises_what_it_raised(one_process):
+    with raised_on_every_rank():
+        pass
+    with pytest.raises(EngineLost, match="vLLM is gone"), raised_on_every_rank():
+        raise EngineLost("vLLM is gone")
+    with raised_on_every_rank():  # nothing is left of the one before
+        pass
+
+
+def test_a_rank_learns_from_another_ones_loss(one_process, monkeypatch):
+    store = dist.distributed_c10d._get_default_store()
+
+    def other_rank(flag, op, group):
+        store.compare_set(f"megatron_grpo/engine_lost/{agreement._contexts}", "", "vLLM is gone on rank 1")
+        flag.fill_(1)
+
+    monkeypatch.setattr(dist, "all_reduce", other_rank)
+    with pytest.raises(EngineLost, match="vLLM is gone on rank 1"), raised_on_every_rank():
+        pass
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_rank_that_never_answers_leaves_the_reason_to_the_others(one_process, monkeypatch, lost):
+    def timed_out(*_, **__):
+        raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+
+    monkeypatch.setattr(dist, "all_reduce", timed_out)
+    expected, message = (EngineLost, "vLLM is gone") if lost else (RuntimeError, "Timed out")
+    with pytest.raises(expected, match=message), raised_on_every_rank():
+        if lost:
+            raise EngineLost("vLLM is gone")
+
+
+def test_other_errors_leave_at_once(one_process, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("the other ranks are not waited for"))
+    with pytest.raises(GrpoError, match="a flag"), raised_on_every_rank():
+        raise GrpoError("a flag")
+
+
+def test_a_device_that_is_blocked_or_broken_does_not_answer(monkeypatch):
+    assert device_answers()  # a CPU
+    blocked = threading.Event()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: blocked.wait(60))
+    assert not device_answers(0.1)
+    blocked.set()
+    assert device_answers(60)
+
+    def broken(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    assert not device_answers(60)
+
+
+def test_votes(one_process):
+    assert all_ranks_agree(True) and not all_ranks_agree(False)
+
+
+def test_a_rank_that_does_not_vote_is_not_waited_for(monkeypatch):
+    """Two ranks, of which this process is one and nobody the other: the vote is given up long before its time-out."""
+    store = dist.HashStore()
+    groups = [None, None]
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(dist.PrefixStore("g", store), rank, 2, timedelta(seconds=60))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.setattr(agreement, "host_group", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group, async_op: groups[0].allreduce([tensor]))
+    began = time.monotonic()
+    assert not all_ranks_agree(True, seconds=0.3)
+    assert time.monotonic() - began < 30
+    groups[1].allreduce([torch.tensor(1, dtype=torch.int32)]).wait()
+
+
+def test_the_end_of_another_rank_is_told_apart():
+    assert peer_has_ended(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1234"))
+    assert not peer_has_ended(RuntimeError("CUDA out of memory")) and not peer_has_ended(OSError("Connection refused"))

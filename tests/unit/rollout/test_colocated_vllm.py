@@ -1,0 +1,89 @@
+"""A vLLM in this process that fails: what is said, what the ranks do next, and what of the trainer's stream is left."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Request, generate, lost_on_failure
+from megatron_grpo.rollout.vllm import colocate
+from megatron_grpo.rollout.vllm.colocate import VllmColocate
+from megatron_grpo.utils.errors import EngineLost, GrpoError
+
+
+def engine(**methods) -> VllmColocate:
+    """An engine that sleeps between rollouts, around a vLLM of which only some methods exist."""
+    made = object.__new__(VllmColocate)
+    made.replica, made._rollouts, made._version, made._eos_id = 0, 0, 0, 2
+    made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
+    made._moe_layers = None
+    made._llm = SimpleNamespace(**methods)
+    made._engine = SimpleNamespace(**methods)
+    return made
+
+
+def failing(error: Exception):
+    def method(*args, **kwargs):
+        raise error
+
+    return method
+
+
+def test_another_programs_memory_while_it_goes_to_sleep_is_told_in_plain_words(one_process):
+    vllm = engine(sleep=failing(AssertionError("Memory usage increased after sleeping.")))
+    expected = "another program allocated more on the same GPU; give this GPU to the run alone, or add --sleep-level 0"
+    with pytest.raises(EngineLost, match=expected):
+        vllm.sleep()
+    assert not vllm._awake  # its memory is free
+
+
+@pytest.mark.parametrize(
+    ("call", "method", "action"),
+    [
+        ("sleep", "sleep", "vLLM's sleep"),
+        ("wake_weights", "wake_up", "vLLM's wake_up for the weights"),
+        ("wake_cache", "wake_up", "vLLM's wake_up for the KV cache"),
+    ],
+)
+def test_a_failure_says_what_failed_where_and_how(one_process, capfd, call, method, action):
+    vllm = engine(**{method: failing(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nGPU 0 has 1 GiB"))})
+    with pytest.raises(EngineLost) as caught:
+        getattr(vllm, call)()
+    assert str(caught.value) == f"{action} failed on rank 0: OutOfMemoryError: CUDA out of memory. Tried 2 GiB."
+    assert "GPU 0 has 1 GiB" in capfd.readouterr().err
+
+
+@pytest.mark.vllm
+def test_an_engine_that_fails_in_a_rollout_is_lost(one_process):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    vllm = engine(add_request=lambda *_: None, step=failing(EngineDeadError()), reset_prefix_cache=lambda: True)
+    with pytest.raises(EngineLost, match="vLLM's step failed on rank 0: EngineDeadError"), vllm.rollout(1):
+        list(generate(vllm, [Request(0, [3], Sampling(4))]))
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_stream_of_weights_is_gone_through_after_a_failure_if_the_device_answers(one_process, monkeypatch, answers):
+    monkeypatch.setattr(colocate, "device_answers", lambda: answers)
+    weights = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+
+    def load(method, args):
+        next(args[0])
+        raise RuntimeError("CUDA error")
+
+    with pytest.raises(EngineLost, match="vLLM's update of the weights failed on rank 0"):
+        engine(collective_rpc=load).update_weights(weights, 3)
+    assert len(list(weights)) == (0 if answers else 1)
+
+
+def test_what_is_no_failure_of_the_engine_passes():
+    with pytest.raises(GrpoError, match="a constraint") as caught, lost_on_failure("vLLM's step"):
+        raise GrpoError("a constraint")
+    assert not isinstance(caught.value, EngineLost)
+    with pytest.raises(RuntimeError, match="closed by peer"), lost_on_failure("vLLM's step"):
+        raise RuntimeError("Connection closed by peer")
