@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO for Qwen3-8B on 8 GPUs of 80 GB: TP 2, PP 4, sequence parallel.
+# GRPO for Qwen3-8B on 8 GPUs of 80 GB: TP 2 with sequence parallelism, DP 4. docs/qwen3_8b.md is a tutorial.
 #
 #   HF_MODEL=/models/Qwen3-8B TRAIN_DATA=train.parquet VALID_DATA=test.parquet \
 #       bash examples/grpo/qwen3_8b.sh [more flags]
@@ -11,7 +11,8 @@
 #
 #   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500
 #
-# Each pipeline stage has 9 of the 36 layers. There is one replica of the model (DP 1), and four engines of 2 GPUs each.
+# Flags at the end of the line override these. Two GPUs hold a replica of the model; the four replicas share the optimizer's
+# state. Four engines of 2 GPUs each generate. Trainer and engine take turns on the memory of the GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -59,8 +60,10 @@ MODEL_ARGS=(
 PARALLEL_ARGS=(
     --tensor-model-parallel-size 2
     --sequence-parallel
-    --pipeline-model-parallel-size 4
-    --use-distributed-optimizer
+    --pipeline-model-parallel-size 1
+    --use-distributed-optimizer     # each replica keeps a quarter of the optimizer's state
+    --overlap-grad-reduce
+    --overlap-param-gather
 )
 TRAINING_ARGS=(
     --bf16
@@ -86,7 +89,8 @@ ROLLOUT_ARGS=(
     --rollout-engine vllm
     --vllm-mode colocate
     --vllm-tensor-parallel-size 2
-    --vllm-gpu-memory-utilization 0.4
+    --vllm-gpu-memory-utilization 0.6
+    --sleep-level 2                 # the engine frees its memory during updates
     --offload-model                 # moves the trainer's tensors to host memory during generation
     --offload-gradients
     --offload-optimizer
@@ -106,6 +110,7 @@ LOGGING_ARGS=(
     --load "$SAVE"
     --save-interval "$SAVE_INTERVAL"
     --max-checkpoints-to-keep 2
+    --val-before-train
     --eval-interval "$EVAL_INTERVAL"
     --mismatch-sample-rate 0.1
     --tensorboard-dir "$SAVE/tensorboard"

@@ -1,32 +1,61 @@
 #!/usr/bin/env bash
-# Run ten GRPO updates of a random model with the architecture of Qwen3-0.6B: 512 completions of 512 tokens per update.
+# GRPO updates of a Qwen3-shaped model with random weights, 512 completions an update; no checkpoint is read.
 #
 #   bash tools/benchmark/step.sh local|transformer_engine RUN_DIR [more flags of pretrain_grpo.py]
+#   NPROC=2 SHAPE=8b bash tools/benchmark/step.sh local runs/8b
 #
-# NPROC is the number of GPUs (default 1). Print the result with: python tools/benchmark/step_table.py RUN_DIR
+#   SHAPE   0.6b (the default): ten updates of 512 tokens a completion
+#           8b: four updates of 1,024 tokens a completion, TP 2, with the flags of examples/grpo/qwen3_8b.sh
+#   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing.
+#
+# Afterwards: python tools/benchmark/step_table.py RUN_DIR
 set -euo pipefail
 impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 cd "$(dirname "$0")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+NPROC=${NPROC:-1}
 
 mkdir -p "$run"
 python3 tools/make_tiny_model.py --save "$run/tokenizer" --steps 0 --tokenizer bytes --quiet
 python3 tools/data/arithmetic.py --save "$run/data" --digits 3 --pairs 2000 > /dev/null
 
 MODEL_ARGS=(
-    --model-family qwen3 --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072
-    --num-attention-heads 16 --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm
+    --model-family qwen3 --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm
     --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
     --rotary-base 1000000 --vocab-size 151936 --max-position-embeddings 40960
 )
 ROLLOUT_ARGS=(
-    --num-generations 8 --generation-batch-size 512 --max-prompt-length 32 --max-completion-length 512 --ignore-eos
-    --vllm-max-num-seqs 512 --vllm-gpu-memory-utilization 0.3 --mismatch-sample-rate 0.1
+    --num-generations 8 --generation-batch-size 512 --max-prompt-length 32 --ignore-eos
+    --vllm-max-num-seqs 512 --mismatch-sample-rate 0.1
 )
 GRPO_ARGS=(
-    --external-plugins tools/benchmark/even_tokens.py --reward-funcs even_tokens --beta 0
-    --train-iters 10 --lr 1e-6 --max-tokens-per-microbatch 16384 --clip-grad 1.0
+    --external-plugins tools/benchmark/even_tokens.py --reward-funcs even_tokens --beta 0 --lr 1e-6 --clip-grad 1.0
 )
-torchrun --nproc-per-node "${NPROC:-1}" pretrain_grpo.py --bf16 --transformer-impl "$impl" \
-    --train-data-path "$run/data/train.jsonl" --tokenizer-model "$run/tokenizer" --save "$run" --no-save-hf \
-    "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "$@"
+case ${SHAPE:-0.6b} in
+    0.6b) SHAPE_ARGS=(
+        --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
+        --max-completion-length 512 --max-tokens-per-microbatch 16384 --train-iters 10
+        --vllm-gpu-memory-utilization 0.3
+    ) ;;
+    8b) SHAPE_ARGS=(
+        --num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32
+        --untie-embeddings-and-output-weights
+        --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer
+        --max-completion-length 1024 --max-tokens-per-microbatch 8192 --train-iters 4
+        --vllm-tensor-parallel-size 2 --vllm-gpu-memory-utilization 0.6 --sleep-level 2
+        --offload-model --offload-gradients --offload-optimizer --bias-activation-fusion --bias-dropout-fusion
+    ) ;;
+    *) echo "step.sh: SHAPE is 0.6b or 8b, not $SHAPE" >&2; exit 1 ;;
+esac
+ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$run/data/train.jsonl" --tokenizer-model "$run/tokenizer"
+    --save "$run" --no-save-hf "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${SHAPE_ARGS[@]}")
+
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+    WORLD_SIZE=$NPROC python3 pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"
+else
+    if [[ ${SHAPE:-} == 8b ]]; then # says after the start that update 4 is saved: the checkpoint would be 107 GiB
+        (until [[ -s $run/metrics.jsonl ]]; do sleep 1; done; echo 4 > "$run/latest_checkpointed_iteration.txt") &
+        trap "kill $! 2> /dev/null || true" EXIT
+    fi
+    torchrun --nproc-per-node "$NPROC" pretrain_grpo.py "${ARGS[@]}" "$@"
+fi

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.arguments import check_advantages, check_loss
 from megatron_grpo.algorithm.policy_term import policy_term
 from megatron_grpo.algorithm.registry import call
+from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
 from megatron_grpo.training.arguments import build_parser, parse_args
 from megatron_grpo.utils.core_flags import EXCLUDED
 from megatron_grpo.weights.families import FAMILIES
+from tools import generate_plugin_doc
 
 REPO = Path(__file__).resolve().parents[3]
 DOCUMENTS = [
@@ -33,6 +36,9 @@ OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
 OTHERS += ["--gpu"]  # of tests/run_tests.sh
+OTHERS += (
+    "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
+)  # nvidia-smi, hf, tensorboard, vllm
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
 OTHERS += ["--generate"]  # of tools/data/countdown.py
 OTHERS += ["--capture-range"]  # of nsys
@@ -94,6 +100,13 @@ def test_the_tutorial_has_the_readmes_reward():
         for name in ("README.md", "docs/quickstart.md")
     ]
     assert blocks[0] == blocks[1]
+
+
+def test_the_interface_of_plugins_is_fresh():
+    page = (REPO / "docs/plugin_reference.md").read_text()
+    assert generate_plugin_doc.document() == page, "run python tools/generate_plugin_doc.py"
+    for field in fields(RolloutBatch):
+        assert f"| `{field.name}` |" in page
 
 
 def test_settings_without_a_flag_are_listed():
