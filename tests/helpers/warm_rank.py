@@ -25,8 +25,15 @@ from megatron_grpo.rollout.vllm import colocate  # noqa: F401  which sets what v
 
 # isort: split
 import vllm
+import vllm.v1.engine.core
+import vllm.v1.engine.llm_engine
+import vllm.v1.executor.uniproc_executor
+import vllm.v1.worker.cpu_worker
 
-vllm.LLM  # imported at its first use
+from megatron_grpo.training.arguments import parse_args
+
+getattr(vllm, "LLM")  # noqa: B009  imported at its first use
+parse_args([])  # which keeps what it reads of megatron-core
 gc.collect()
 gc.freeze()  # a rank's collections then need not go through all that was imported
 

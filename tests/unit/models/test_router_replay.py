@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from router_replay_worker import EXPERTS, FULL, MODEL, MOE, TOPK, halves, made_up, move_routers, prepare, routers
+from slow import slow_except
 
 import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
@@ -71,8 +72,10 @@ def test_what_is_recorded_is_what_was_chosen(one_rank):
     assert len(np.unique(batch.routed_experts)) == EXPERTS
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-@pytest.mark.parametrize("recompute", ["", MOE, FULL], ids=["kept", "recomputed MoE", "recomputed"])
+@pytest.mark.parametrize(
+    ("recompute", "mode"),
+    slow_except([("", "R2"), (FULL, "R3")], [(flags, mode) for flags in ("", MOE, FULL) for mode in ("R2", "R3")]),
+)
 def test_an_update_is_that_of_forced_routers(one_rank, mode, recompute):
     args, trainer = start(mode, *recompute.split())
     batch = prepare(args, trainer)
