@@ -27,8 +27,7 @@ from megatron_grpo.rollout.vllm import colocate  # noqa: F401  which sets what v
 import vllm
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
-import vllm.v1.executor.uniproc_executor
-import vllm.v1.worker.cpu_worker
+import vllm.v1.executor.uniproc_executor  # not vllm.v1.worker.cpu_worker: it replaces the CPU layer's streams
 
 from megatron_grpo.training.arguments import parse_args
 
