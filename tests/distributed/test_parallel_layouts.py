@@ -106,7 +106,7 @@ LAYOUTS = {
         f"PP2 VPP2: {BUDGET}",
     ],
 }
-# Every pair of dimensions that go together, each with packs and with micro-batches of a fixed size somewhere.
+# Every pair of dimensions in one of the models, packs and micro-batches of a fixed size.
 PAIRWISE = {
     "dense": [
         LAYOUTS["dense"][0],
@@ -116,14 +116,12 @@ PAIRWISE = {
         f"TP2 SP CP2 LOSSES: {BUDGET}",
         f"TP2 SP PP2 VPP2: {BUDGET}",
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
-        f"PP2 DP2: {BUDGET} --use-tp-pp-dp-mapping",
         "TP2 DP2: --micro-batch-size 1",
     ],
     "moe": [
         LAYOUTS["moe"][0],
         f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}",
         f"TP2 SP EP2 ETP1: {BUDGET}",
-        f"TP2 SP DP2 EP2: {BUDGET}",
         f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
         f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
     ],

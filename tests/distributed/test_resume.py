@@ -103,11 +103,13 @@ def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference)
     assert differences(save, reference.save) == []
 
 
+# By default test_earlier_checkpoint.py goes on with other ranks, and checkpoint_worker.py (`resumed`) compares updates.
 @pytest.mark.distributed
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "flags"),
-    [(2, ["--tensor-model-parallel-size", "2"]), pytest.param(1, [], marks=pytest.mark.slow)],
+    [(2, ["--tensor-model-parallel-size", "2"]), (1, [])],
     ids=["TP2", "1 rank"],
 )
 def test_resumed_in_another_layout(stopped, reference, nproc, flags):
