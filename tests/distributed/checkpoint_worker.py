@@ -181,7 +181,7 @@ COPIES = {
 }
 # Each chain is one checkpoint, carried from layout to layout and in the end into the one that it came from; those whose
 # numbers are among FEW run by default.
-FEW = {2: (0, 5), 4: ()}
+FEW = {2: (5,), 4: ()}
 PARTS = ("model", "optimizer", "scheduler")
 CHAINS = {
     2: {
