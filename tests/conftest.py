@@ -5,12 +5,23 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import ranks
 from hypothesis import HealthCheck, settings
 from ranks import REPO, end_warm_ranks, run_torchrun
 
-# No example fails because the machine is slow.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "more examples of each property, and pretrain_grpo.py started by torchrun itself: tests/run_tests.sh --all"
+    parser.addoption("--thorough", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the number of examples, and how runs are started; no example fails because the machine is slow."""
+    ranks.thorough = config.getoption("--thorough")
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("thorough", max_examples=100, **patient)
+    settings.register_profile("quick", max_examples=25, **patient)
+    settings.load_profile("thorough" if ranks.thorough else "quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,8 +42,8 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess]:
     """`torchrun(nproc, script, *args, timeout=600, check=True, env=None)`: run a script on `nproc` local ranks.
 
     Output of all ranks is in `.stdout` (stderr joined in). With `check` a failing script fails the test with that
-    output. At the time-out (seconds) all processes are killed. Scripts of tests/ and tools/ run in ranks that are
-    forked from `warm_rank.py`; pretrain_grpo.py is what users run, and is started as they start it.
+    output. At the time-out (seconds) all processes are killed. The ranks are forked from `warm_rank.py`; with
+    --thorough those of pretrain_grpo.py, which is what users run, are started as users start them.
     """
     return run_torchrun
 

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs every test that a CPU can run: bash tests/run_tests.sh [pytest arguments]
+# Installs what is missing and runs the tests that a CPU can run:
+#
+#     bash tests/run_tests.sh                      every capability once; slow proofs are left out
+#     bash tests/run_tests.sh --all                every test, with more examples, and runs that torchrun itself starts
+#     bash tests/run_tests.sh [pytest arguments]   the tests that they select, slow ones included
+#     bash tests/run_tests.sh --gpu [pytest arguments]
+#
 # With --gpu it installs nothing, and runs tests/gpu in the environment of $PYTHON (default: python3), made from
-# requirements-gpu.txt and requirements-test.txt: bash tests/run_tests.sh --gpu [pytest arguments]
-# Order: format and lint, types of the pure modules, directions of imports, links of the documentation, unit tests, then those
-# that start torchrun or vLLM (tests/conftest.py). The unit tests run one to a core, the others in two lanes, a file in one of them: each has up to
-# four processes, which often wait for each other. With arguments all run in order.
+# requirements-gpu.txt and requirements-test.txt.
+# Order: format and lint, directions of imports, links of the documentation, unit tests, then those that start torchrun or
+# vLLM (tests/conftest.py); types are checked meanwhile. The unit tests run one to a core, the others in two lanes, a file
+# in one of them: each has up to four processes, which often wait for each other. With pytest arguments all run in order.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,27 +33,41 @@ if [[ ${1:-} == --gpu ]]; then
 fi
 
 export VENV=${VENV:-.venv} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+selection=(-m "not slow")
+if [[ ${1:-} == --all ]]; then
+    shift
+    selection=(--thorough)
+    (($# == 0)) || { echo "run_tests.sh --all takes no other arguments; give --thorough to pytest" >&2; exit 1; }
+fi
 
 step environment
 bash tools/make_venv.sh --test
+types=$(mktemp)
+"$VENV/bin/python" -m mypy >"$types" 2>&1 &
+checking=$!
+trap 'rm -f "$types"; kill $checking 2>/dev/null || true' EXIT
 step "ruff (lint and format)"
 "$VENV/bin/ruff" check --quiet .
 "$VENV/bin/ruff" format --check --quiet . || { echo "not formatted as ruff does; run: $VENV/bin/ruff format ." >&2; exit 1; }
-step "mypy (pure modules)"
-"$VENV/bin/python" -m mypy
 step "imports (import-linter)"
-"$VENV/bin/lint-imports" --no-logo --no-cache
+"$VENV/bin/python" "$VENV/bin/lint-imports" --no-logo --no-cache
 step "documentation (mkdocs --strict)"
 SITE=$(mktemp -d)  # not with --quiet: it hides warnings from --strict, too
-NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict --site-dir "$SITE" || { rm -rf "$SITE"; exit 1; }
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --site-dir "$SITE" || { rm -rf "$SITE"; exit 1; }
 rm -rf "$SITE"
+failed=0
 if (($#)); then
     step pytest
-    exec "$VENV/bin/python" -m pytest "$@"
+    "$VENV/bin/python" -m pytest "$@" || failed=1
+else
+    step "pytest: unit tests, one to a core"
+    "$VENV/bin/python" -m pytest "${selection[@]}" tests/unit tests/gpu \
+        --numprocesses logical --maxprocesses 8 --dist loadfile || failed=1
+    step "pytest: tests that start torchrun or vLLM, in two lanes"
+    "$VENV/bin/python" -m pytest "${selection[@]}" tests/distributed \
+        --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=1
 fi
-failed=0
-step "pytest: unit tests, one to a core"
-"$VENV/bin/python" -m pytest -m "not distributed and not vllm" --numprocesses logical --maxprocesses 8 --dist loadfile || failed=1
-step "pytest: tests that start torchrun or vLLM, in two lanes"
-"$VENV/bin/python" -m pytest -m "distributed or vllm" --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=1
+step "types of the pure modules (mypy)"
+wait $checking || failed=1
+cat "$types"
 exit $failed

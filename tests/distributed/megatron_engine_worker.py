@@ -99,6 +99,8 @@ def complete(engine, requests: list[Request], seed: int = 0) -> dict[int, tuple[
 
 
 def main(root: Path, out: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]  # warm_rank.py has imported it
     for name, (family, tied, more) in LAYOUTS.items():
         _, engine = make_engine(root / f"{family}-{tied}", **more)
         mine = range(engine.replica, len(LENGTHS), engine.num_replicas)

@@ -1,6 +1,6 @@
 """What test_offload_ranks.py runs under torchrun: updates with an absence between them, and without.
 
-torchrun --nproc-per-node 2 tests/distributed/offload_worker.py HF_DIR OUT_DIR
+torchrun --nproc-per-node 2 tests/distributed/offload_worker.py HF_DIR OUT_DIR CASE...
 """
 
 import os
@@ -189,9 +189,9 @@ def check_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def main() -> None:
-    hf_dir, out = sys.argv[1], Path(sys.argv[2])
+    hf_dir, out, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     offload.BLOCK_BYTES = 1 << 16  # so that storages are cut, and share blocks
-    for name in CASES:
+    for name in names:
         saves = [out / f"{name.replace(' ', '-')}-{i}" for i in range(2)]
         rows, tensors = run(name, hf_dir, saves[0], away=False)
         rows_away, tensors_away = run(name, hf_dir, saves[1], away=True)

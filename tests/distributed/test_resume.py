@@ -4,16 +4,49 @@ import json
 import random
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ranks
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from tools import resume_check
-from tools.resume_check import Moment, Reference, Run, differences, read_rows, saving
+from tools.resume_check import Moment, Reference, differences, read_rows, saving
 
 UPDATES, STOP = 10, 6
+
+
+class ForkedRun(resume_check.Run):
+    """A run without torchrun, whose ranks are forked: see tests/helpers/warm_rank.py."""
+
+    def __init__(self, save, flags, nproc=2):
+        def start(command, env, stdout, **_):
+            script = next(place for place, word in enumerate(command) if word.endswith("pretrain_grpo.py"))
+            return ranks.WarmRun(nproc, command[script:], ranks._environment() | env, stdout.name)
+
+        ranks.start_warm_ranks()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resume_check.subprocess, "Popen", start)
+            super().__init__(save, flags, nproc)
+
+    def kill(self):
+        if self.process.poll() is not None:
+            return False
+        self.process.kill()
+        self.process.wait()
+        return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launcher():
+    """Runs are forked; with --thorough they are started, and killed, as tools/resume_check.py does it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ranks.thorough:
+            patch.setattr(resume_check, "Run", ForkedRun)
+            patch.setattr(resume_check.subprocess, "run", run_tool)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +57,20 @@ def reference(tmp_path_factory) -> Reference:
     return resume_check.make_reference(root / "undisturbed", [*words, *resume_check.make_inputs(root)])
 
 
+def run_tool(command, **_):
+    status, output = ranks.warm_ranks(1, command[1:], ranks._environment(), resume_check.TIME_LIMIT)
+    return subprocess.CompletedProcess(command, status, output)
+
+
 @pytest.fixture(scope="module")
-def stopped(reference) -> Run:
+def stopped(reference) -> resume_check.Run:
     """The same with --exit-interval, killed on its way there and started again."""
     save, flags = reference.save.with_name("stopped"), [*reference.flags, "--exit-interval", str(STOP)]
     some_row = random.Random(0).randint(3, 4)  # there is a checkpoint by then
-    killed = Run(save, flags).kill_at(Moment("", lambda run: resume_check.count_rows(run) > some_row, 0.0))
+    killed = resume_check.Run(save, flags).kill_at(Moment("", lambda run: resume_check.count_rows(run) > some_row, 0.0))
     assert killed
     assert latest_iteration(save) >= 2
-    return Run(save, flags).finish()
+    return resume_check.Run(save, flags).finish()
 
 
 def iterations(save: Path) -> list[int]:
@@ -58,22 +96,26 @@ def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference)
     """The second kill of this run; --exit-interval does not stop it where it begins."""
     save, flags = stopped.save.with_name("saving"), [*reference.flags, "--exit-interval", str(STOP)]
     shutil.copytree(stopped.save, save)
-    assert Run(save, flags).kill_at(saving(STOP + 2, delay=random.Random(1).uniform(0, 0.05)))
-    run = Run(save, flags).finish()
+    assert resume_check.Run(save, flags).kill_at(saving(STOP + 2, delay=random.Random(1).uniform(0, 0.05)))
+    run = resume_check.Run(save, flags).finish()
     assert run.resumed_from >= STOP
     assert latest_iteration(save) == UPDATES
     assert differences(save, reference.save) == []
 
 
+# By default test_earlier_checkpoint.py goes on with other ranks, and checkpoint_worker.py (`resumed`) compares updates.
 @pytest.mark.distributed
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nproc", "flags"), [(2, ["--tensor-model-parallel-size", "2"]), (1, [])], ids=["TP2", "1 rank"]
+    ("nproc", "flags"),
+    [(2, ["--tensor-model-parallel-size", "2"]), (1, [])],
+    ids=["TP2", "1 rank"],
 )
 def test_resumed_in_another_layout(stopped, reference, nproc, flags):
     save = stopped.save.with_name(f"{nproc} {flags}".translate(str.maketrans(" '[],", "_____")))
     shutil.copytree(stopped.save, save)
-    run = Run(save, [*reference.flags, *flags], nproc).finish()
+    run = resume_check.Run(save, [*reference.flags, *flags], nproc).finish()
     assert run.resumed_from == STOP
     assert re.search(
         r"was written with the parallel configuration .*'dp': 2.*random states are seeded again, with 1234 \+ 6",

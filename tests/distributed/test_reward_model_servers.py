@@ -18,7 +18,8 @@ from megatron_grpo.rewards.reward_models.arguments import check_reward_models, r
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.arguments import args_to_json
 
-pytestmark = pytest.mark.vllm
+# tests/unit/rewards/test_reward_models.py has the same with doubles of the servers, and a classifier in process.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TOLERANCE = 1e-4
 DIGITS = 3  # of a judge's score

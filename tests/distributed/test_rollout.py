@@ -19,6 +19,7 @@ from ranks import run_torchrun
 from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED
 from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
+from slow import slow_except
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
@@ -65,7 +66,7 @@ class Results:
         return float(gap.mean())
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=slow_except(["an engine a rank", "a server"], LAYOUTS))
 def layout(request):
     return request.param
 

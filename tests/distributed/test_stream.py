@@ -1,10 +1,12 @@
 """Every family that vLLM's CPU build runs: what the stream gives the engine is what the files would have given it."""
 
+import functools
 import json
 
 import pytest
 import torch
 from ranks import run_torchrun
+from slow import FEW, slow_except
 from toy_checkpoints import FAMILIES, SHAPES, make
 from transformers import AutoModelForCausalLM
 
@@ -25,23 +27,31 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """A directory for each family, with the engine's answers: half by each of two processes, as starting takes long."""
-    root = tmp_path_factory.mktemp("stream")
-    for family in FAMILIES:
-        sizes = SIZES.get(family, {"head_dim": 32})
-        for name, seed in (("first", 17), ("other", 23)):
-            make(root / family / name, family, tied=family in ("gemma2", "qwen3"), seed=seed, **sizes)
-    run_torchrun(2, "tests/distributed/stream_worker.py", *(root / family for family in FAMILIES))
-    return root
+    """Gives the directory of a family, with the engine's answers. Few families, or all the others, are started at once,
+    half of them by each of two processes, as starting takes long.
+    """
+
+    @functools.cache
+    def start(few: bool):
+        root = tmp_path_factory.mktemp("stream")
+        families = [family for family in FAMILIES if (family in FEW) == few]
+        for family in families:
+            sizes = SIZES.get(family, {"head_dim": 32})
+            for name, seed in (("first", 17), ("other", 23)):
+                make(root / family / name, family, tied=family in ("gemma2", "qwen3"), seed=seed, **sizes)
+        run_torchrun(2, "tests/distributed/stream_worker.py", *(root / family for family in families))
+        return root
+
+    return lambda family: start(family in FEW) / family
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_streamed_weights_answer_like_those_from_files(family, answered):
-    answers = json.loads((answered / family / "answers.json").read_text())
+    answers = json.loads((answered(family) / "answers.json").read_text())
     ids = {name: [completion for completion, _ in answers[name]] for name in ("files", "stream", "other")}
     assert ids["stream"] == ids["files"] != ids["other"]
     for name in ("files", "stream", "other"):
-        weights = answered / family / ("other" if name == "other" else "first")
+        weights = answered(family) / ("other" if name == "other" else "first")
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32, attn_implementation="eager")
         for prompt, (completion, log_probs) in zip(PROMPTS, answers[name], strict=True):
             with torch.no_grad():
@@ -50,10 +60,10 @@ def test_streamed_weights_answer_like_those_from_files(family, answered):
             assert (expected - torch.tensor(log_probs)).abs().max() < 1e-3, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_what_differs_between_engine_and_stream_is_named(family, answered):
     """Nothing with the weights that vLLM read from files by itself, or was given; everything with others."""
-    answers = json.loads((answered / family / "answers.json").read_text())
+    answers = json.loads((answered(family) / "answers.json").read_text())
     assert answers["files after"] == answers["other after"] == answers["stream after"] == []
     differing = {line.split(":")[0] for line in answers["other before"]}
     assert differing >= {name for name in answers["names"] if "norm" not in name and "bias" not in name}

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from ranks import _environment, _warm_ranks
+from ranks import _environment, warm_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 def launch(tmp_path, program, timeout=300.0):
     script = tmp_path / "script.py"
     script.write_text(program)
-    return _warm_ranks(2, [str(script), "one", "two"], _environment(), timeout)
+    return warm_ranks(2, [str(script), "one", "two"], _environment(), timeout)
 
 
 MEETING = """

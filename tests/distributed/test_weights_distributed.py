@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import FEW
 from toy_checkpoints import (
     MEMBERS,
     MOE,
@@ -58,10 +59,10 @@ CASES = {
 NUM_TOKENS = 40
 
 
-def models(directory: Path) -> None:
+def models(directory: Path, names: set[str]) -> None:
     """Write the checkpoints of all cases, with the logits that transformers' models give."""
     ids = torch.randint(VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5))
-    for name in (*UNTIED, *TIED, *MTP):
+    for name in sorted(names):
         family, _, kind = name.partition(", ")
         model = make(directory / name, family, tied=kind == "tied", num_hidden_layers=4)
         with torch.no_grad():
@@ -70,19 +71,26 @@ def models(directory: Path) -> None:
             add_mtp(directory / name, model)
 
 
+def share(ranks: int, which: str) -> list:
+    """The cases of "few" families, or of "the others"."""
+    return [case for case in CASES[ranks] if (case[0] in (*FEW, "gemma2, tied")) == (which == "few")]
+
+
 @pytest.mark.distributed
+@pytest.mark.parametrize("which", ["few", pytest.param("the others", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", CASES)
-def test_every_family_in_every_layout(ranks, tmp_path, torchrun):
-    models(tmp_path)
-    done = torchrun(ranks, __file__, tmp_path)
-    assert done.stdout.count("same logits, same bits") == len(CASES[ranks])
+def test_every_family_in_every_layout(ranks, which, tmp_path, torchrun):
+    cases = share(ranks, which)
+    models(tmp_path, {name for name, _ in cases})
+    done = torchrun(ranks, __file__, tmp_path, which)
+    assert done.stdout.count("same logits, same bits") == len(cases)
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, which: str) -> None:
     initialize.initialize_distributed(parse_args([]))
     ready = None
     # Layout by layout: process groups have threads that stay.
-    for number, (name, layout) in enumerate(sorted(CASES[dist.get_world_size()], key=lambda case: str(case[1]))):
+    for number, (name, layout) in enumerate(sorted(share(dist.get_world_size(), which), key=lambda case: str(case[1]))):
         # megatron-core has biased experts without tensor parallelism of their own only
         whole = {"expert_tensor_parallel_size": 1} if name == "gpt_oss" else {}
         args = toy_args(directory / name, **{**layout, **whole})
@@ -146,4 +154,4 @@ def all_logits(chunks: list[torch.nn.Module], ids: torch.Tensor, args) -> torch.
 
 
 if __name__ == "__main__":
-    entry_point.run(lambda: main(Path(sys.argv[1])))
+    entry_point.run(lambda: main(Path(sys.argv[1]), sys.argv[2]))

@@ -8,23 +8,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+thorough = False  # --thorough: pretrain_grpo.py is started as users start it
 
 
 def run_torchrun(nproc, script, *args, timeout=600.0, check=True, env=None) -> subprocess.CompletedProcess:
     """See the fixture `torchrun`."""
     command = [str(REPO / script), *map(str, args)]
     environment = _environment() | (env or {})
-    folder = (REPO / script).parent
-    warm = folder.is_relative_to(REPO / "tests") or folder == REPO / "tools"
-    status, output = (_warm_ranks if warm else real_torchrun)(nproc, command, environment, timeout)
+    own = Path(script).name != "pretrain_grpo.py"
+    status, output = (warm_ranks if own or not thorough else real_torchrun)(nproc, command, environment, timeout)
     if status is None:
         pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{output}")
     if check and status:
@@ -56,42 +56,89 @@ def real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str
     return process.returncode, output
 
 
-# By rank number: each has a hash seed and random states of its own, as ranks have.
+# Ranks of even and of odd number come from two processes, so that neighbours differ in their hash seeds, as ranks do.
 _warm: list[subprocess.Popen] = []
 
 
-def _warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
-    """What torchrun does, with forked ranks: it keeps their store, and ends all as soon as one fails."""
-    from torch.distributed import TCPStore
+def start_warm_ranks() -> None:
+    """Start what forks ranks, if it has not been started yet."""
+    while len(_warm) < 2:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO}
+        script = str(REPO / "tests" / "helpers" / "warm_rank.py")
+        _warm.append(subprocess.Popen([sys.executable, script], env=_environment(), **pipes))
 
-    while len(_warm) < nproc:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO, "env": _environment()}
-        _warm.append(subprocess.Popen([sys.executable, str(REPO / "tests" / "helpers" / "warm_rank.py")], **pipes))
-    processes = _warm[:nproc]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    world |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    with tempfile.NamedTemporaryFile("r", errors="replace") as output, ThreadPoolExecutor(nproc) as waiting:
-        for rank, process in enumerate(processes):
-            own = {name: str(value) for name, value in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            request = {"argv": command, "env": environment | own, "output": output.name}
-            process.stdin.write(json.dumps(request) + "\n")
+
+class WarmRun:
+    """What torchrun does, with forked ranks: it keeps their store, and ends all as soon as one fails.
+
+    ``poll`` and ``wait`` are those of ``subprocess.Popen``; ``pids`` are the ranks', each the leader of its group.
+    """
+
+    def __init__(self, nproc: int, command: list[str], environment: dict[str, str], output: str):
+        from torch.distributed import TCPStore
+
+        start_warm_ranks()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port}
+        world |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        own = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)]
+        environments = [environment | {name: str(value) for name, value in rank.items()} for rank in own]
+        shares = [(process, environments[number::2]) for number, process in enumerate(_warm[:nproc])]
+        for process, share in shares:
+            process.stdin.write(json.dumps({"argv": command, "environments": share, "output": output}) + "\n")
             process.stdin.flush()
-        started = [process.stdout.readline() for process in processes]
+        started = [process.stdout.readline().split() for process, _ in shares]
         assert all(started), "warm_rank.py has ended; standard error says why"
-        groups = [int(line) for line in started]
-        ends = [waiting.submit(process.stdout.readline) for process in processes]
-        status: int | None = 0
+        self.pids = [int(started[rank % 2][rank // 2]) for rank in range(nproc)]
+        self.returncode: int | None = None
+        self._failed: list[int] = []
+        self._watching = [threading.Thread(target=self._watch, args=share, daemon=True) for share in shares]
+        for thread in self._watching:
+            thread.start()
+
+    def _watch(self, process, ranks) -> None:
+        for _ in ranks:
+            if status := int(process.stdout.readline()):
+                self._failed.append(status)
+                self.kill()
+
+    def poll(self) -> int | None:
+        """The exit status, that of the rank which failed first; None while ranks run."""
+        if self.returncode is None and not any(thread.is_alive() for thread in self._watching):
+            self.kill()  # what they have started
+            self.returncode = next(iter(self._failed), 0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; ``subprocess.TimeoutExpired`` when ranks still run after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for thread in self._watching:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("warm ranks", timeout or 0.0)
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks and to what they have started."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
+    """(exit status, output of all ranks) of forked ranks; after ``timeout`` seconds they are killed, the status is
+    None.
+    """
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        run = WarmRun(nproc, command, environment, output.name)
+        status: int | None
         try:
-            for end in as_completed(ends, timeout):
-                if status := int(end.result()):
-                    break
-        except TimeoutError:
+            status = run.wait(timeout)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
             status = None
-        finally:  # those that are left, and what they have started
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
         return status, output.read()
 
 

@@ -1,39 +1,63 @@
-"""A process that has imported what every rank needs, and forks a rank whenever it is told to: tests/conftest.py has one
-for each rank number, since importing takes a rank some 9 s of CPU time, and most tests' own work less.
+"""A process that has imported what every rank needs, and forks ranks on request: ranks.py has two of them, since
+importing takes a rank some 15 s of CPU time, and most tests' own work less.
 
-Each line of standard input is a request, {"argv": [script, ...], "env": {...}, "output": file}. It is answered by two
-lines: the process id of the rank, which is its group's, then its exit status.
+Each line of standard input is a request, {"argv": [script, ...], "environments": [{...}, ...], "output": file}, for a
+rank in each of the environments. The answer is a line of the ranks' process ids, which are their groups', and a line
+with the exit status of each rank when it ends.
 """
 
 import atexit
 import gc
 import json
 import os
+import random
 import runpy
 import sys
+import tempfile
 import threading
 import traceback
 from typing import Any
 
-import pretrain_grpo  # noqa: F401  with the CPU layer, megatron-core and transformers
+import numpy as np
 
+import pretrain_grpo  # noqa: F401  with the CPU layer, megatron-core and transformers
+from megatron_grpo.rollout.vllm import colocate  # noqa: F401  which sets what vLLM reads when it is imported
+
+# isort: split
+import vllm
+import vllm.v1.engine.core
+import vllm.v1.engine.llm_engine
+import vllm.v1.executor.uniproc_executor  # not vllm.v1.worker.cpu_worker: it replaces the CPU layer's streams
+
+from megatron_grpo.training.arguments import parse_args
+
+getattr(vllm, "LLM")  # noqa: B009  imported at its first use
+parse_args([])  # which keeps what it reads of megatron-core
 gc.collect()
 gc.freeze()  # a rank's collections then need not go through all that was imported
 
 
 def next_rank() -> dict[str, Any]:
-    """Return in each new rank, with its request; in this process never."""
+    """Return in each new rank, with its request and its environment as "env"; in this process never."""
     for line in sys.stdin:
-        rank = os.fork()
-        if rank == 0:
-            return json.loads(line)
-        os.setpgid(rank, rank)  # to be ended with all that it starts
-        print(rank, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]), flush=True)
+        request = json.loads(line)
+        ranks = []
+        for environment in request["environments"]:
+            rank = os.fork()
+            if rank == 0:
+                return request | {"env": environment}
+            os.setpgid(rank, rank)  # to be ended with all that it starts
+            ranks.append(rank)
+        print(*ranks, flush=True)
+        for _ in ranks:
+            print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
     sys.exit()
 
 
 request = next_rank()
+random.seed()  # forked ranks have this process's states
+np.random.seed()
+tempfile.tempdir = None  # the request's environment has its own
 output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
 for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
     os.dup2(descriptor, target)

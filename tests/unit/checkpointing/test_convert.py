@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from convert_tool import check_same, load_tool
+from slow import FEW, slow_except
 from toy_checkpoints import FAMILIES, add_mtp, build, make, same_bits, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
@@ -61,9 +62,11 @@ def stored(root):
     return {key: (value.size, value.properties.dtype) for key, value in found.items() if hasattr(value, "size")}
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3", torch.float32)] + [(family, torch.bfloat16) for family in FAMILIES]
-)
+BOTH_WAYS = [("qwen3", torch.float32), *((family, torch.bfloat16) for family in FAMILIES)]
+FEW_BOTH_WAYS = [("qwen3", torch.float32), ("deepseek_v3", torch.bfloat16), ("gemma2", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), slow_except(FEW_BOTH_WAYS, BOTH_WAYS))
 def test_there_and_back(convert, tmp_path, capsys, family, dtype):
     source, middle, target = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
     make(source, family, tied=family in ("qwen3", "gemma2"), dtype=dtype)
@@ -84,7 +87,7 @@ def test_there_and_back(convert, tmp_path, capsys, family, dtype):
         convert("--megatron-to-hf", "--load", middle, "--save", target)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe of equal layers"])
+@pytest.mark.parametrize("family", slow_except(FEW, [*FAMILIES, "qwen3_moe of equal layers"]))
 def test_written_as_a_built_model_saves(convert, tmp_path, family):
     """Keys, shapes and values are those that checkpointing.save_checkpoint writes, and it loads them."""
     name, *equal = family.split(" ", 1)
@@ -148,8 +151,12 @@ def megatron_lm(root, hf_dir, fused=True, singleton=False, **more):
     (root / checkpoint_directory.LATEST).write_text("100")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("spelling", [{}, {"fused": False}, {"singleton": True}], ids=str)
+# Each family and each spelling once; then every pair.
+SPELLINGS = [("llama", {}), ("qwen3", {"fused": False}), ("qwen3_moe", {"singleton": True})]
+PAIRS = [(family, spelling) for family, _ in SPELLINGS for _, spelling in SPELLINGS]
+
+
+@pytest.mark.parametrize(("family", "spelling"), slow_except(SPELLINGS, PAIRS), ids=str)
 def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
     make(tmp_path / "hf", family, tied=family == "qwen3")
     megatron_lm(tmp_path / "megatron", tmp_path / "hf", **spelling)

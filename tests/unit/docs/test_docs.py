@@ -35,7 +35,7 @@ OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --ki
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
 OTHERS += "--hf-config --gigabytes --scratch --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
-OTHERS += ["--gpu"]  # of tests/run_tests.sh
+OTHERS += ["--gpu", "--thorough"]  # of tests/run_tests.sh
 OTHERS += (
     "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
 )  # nvidia-smi, hf, tensorboard, vllm

@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from router_replay_worker import EXPERTS, FULL, MODEL, MOE, TOPK, halves, made_up, move_routers, prepare, routers
+from slow import slow_except
 
 import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
@@ -72,10 +73,13 @@ def test_what_is_recorded_is_what_was_chosen(one_rank):
     assert len(np.unique(batch.routed_experts)) == EXPERTS
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-@pytest.mark.parametrize("recompute", ["", MOE, FULL], ids=["kept", "recomputed MoE", "recomputed"])
+RECOMPUTE = {"kept": "", "recomputed MoE": MOE, "recomputed": FULL}
+REPLAYS = [(recompute, mode) for recompute in RECOMPUTE for mode in ("R2", "R3")]
+
+
+@pytest.mark.parametrize(("recompute", "mode"), slow_except([("kept", "R2"), ("recomputed", "R3")], REPLAYS))
 def test_an_update_is_that_of_forced_routers(one_rank, mode, recompute):
-    args, trainer = start(mode, *recompute.split())
+    args, trainer = start(mode, *RECOMPUTE[recompute].split())
     batch = prepare(args, trainer)
     assert (batch.routed_experts < 0).any() == (mode == "R3")
     moved = [router.weight.detach().clone() for _, router in routers(trainer)]

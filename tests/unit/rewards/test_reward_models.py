@@ -1,5 +1,7 @@
 """Reward models against doubles of their servers: what they are asked, what their faults do, what is refused."""
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 from classifiers import by_transformers, make_classifier
 from server_double import HANDLERS, Double, Handler, called
+from slow import slow_except
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
-from megatron_grpo.rewards.reward_models.models import check_models
+from megatron_grpo.rewards.reward_models.models import build_model, check_models
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
@@ -98,17 +101,21 @@ def double():
         one.stop()
 
 
+def make_pool(flags: str, **options) -> RewardPool:
+    args = parse_args(f"--reward-model-timeout 60 {flags}".split())
+    check_reward_models(args)
+    plugins = args.external_plugins or []
+    options = {"flags": args_to_json(args), "models": reward_models(args), "retries": 0} | options
+    return RewardPool(args.reward_funcs, plugins, **options)
+
+
 @pytest.fixture
 def pool():
     """The pool that flags describe, as setup.py makes it."""
     pools = []
 
     def make(flags: str, **options) -> RewardPool:
-        args = parse_args(f"--reward-model-timeout 60 {flags}".split())
-        check_reward_models(args)
-        plugins = args.external_plugins or []
-        options = {"flags": args_to_json(args), "models": reward_models(args), "retries": 0} | options
-        pools.append(RewardPool(args.reward_funcs, plugins, **options))
+        pools.append(make_pool(flags, **options))
         return pools[-1]
 
     yield make
@@ -195,7 +202,7 @@ def test_an_answer_without_a_score_costs_that_sample(double, pool, template):
     assert failures[0].reason == r"nothing matches '([1-9]\\d*)/10' in the judge's answer, which ends in '0/10'"
 
 
-@pytest.mark.parametrize("fault", ["die", "500", "429"])
+@pytest.mark.parametrize("fault", slow_except(["die", "500"], ["die", "500", "429"]))
 def test_what_passes_costs_no_sample_and_is_counted_once(double, pool, fault, capfd):
     one = double("classifier", ready=True, seconds=0.01)
     rewards = pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 4")
@@ -289,10 +296,16 @@ def classifier(tiny_models, tmp_path_factory) -> Path:
     return make_classifier(tiny_models["qwen3"], directory)
 
 
-def test_a_classifier_in_process_scores_as_transformers_does(classifier, pool):
-    rewards = pool(f"--reward-funcs cls --reward-model cls={classifier} --reward-model-concurrency 4")
+@pytest.fixture(scope="module")
+def scoring(classifier):
+    """A pool with this classifier, whose process takes seconds to start."""
+    with contextlib.closing(make_pool(f"--reward-funcs cls --reward-model cls={classifier}")) as rewards:
+        yield rewards
+
+
+def test_a_classifier_in_process_scores_as_transformers_does(classifier, scoring):
     chats = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(6)]
-    values, failures = rewards.score([*samples(6), *(Sample("", "y" * n, row) for n, row in enumerate(chats))])
+    values, failures = scoring.score([*samples(6), *(Sample("", "y" * n, row) for n, row in enumerate(chats))])
     # The template of make_tiny_model.py.
     written = [f"user: {n}?\nassistant: {'y' * n}\nassistant: " for n in range(6)]
     expected = by_transformers(classifier, [*(f"{n}?{'x' * n}" for n in range(6)), *written])
@@ -300,29 +313,33 @@ def test_a_classifier_in_process_scores_as_transformers_does(classifier, pool):
     assert np.ptp(values) > 0.5
 
 
-def test_a_text_that_is_too_long_costs_that_sample(classifier, pool):
-    rewards = pool(f"--reward-funcs cls --reward-model cls={classifier}")
-    values, (failure,) = rewards.score([*samples(2), Sample("", "x" * 600, {"prompt": "a"})])
+def test_a_text_that_is_too_long_costs_that_sample(scoring):
+    values, (failure,) = scoring.score([*samples(2), Sample("", "x" * 600, {"prompt": "a"})])
     assert np.isfinite(values[:2]).all() and np.isnan(values[2])
     assert failure.reason == "601 tokens are more than the 512 that it reads"
 
 
+def start_classifier(directory: Path | str) -> None:
+    """What the pool's process does at its start, in this one: it would take seconds to import."""
+    args = parse_args(f"--reward-funcs cls --reward-model cls={directory}".split())
+    check_reward_models(args)
+    asyncio.run(build_model(reward_models(args)["cls"], args_to_json(args)).check())
+
+
 def test_a_directory_that_cannot_score_is_refused(classifier, tiny_models, tmp_path, pool):
-    for directory, message in {
-        tiny_models["qwen3"]: "is Qwen3ForCausalLM, no ...ForSequenceClassification",
-        tmp_path / "absent": "no Hugging Face model directory",
-    }.items():
-        with pytest.raises(GrpoError, match=message):
-            pool(f"--reward-funcs cls --reward-model cls={directory}")
+    with pytest.raises(GrpoError, match=r"is Qwen3ForCausalLM, no \.\.\.ForSequenceClassification"):
+        pool(f"--reward-funcs cls --reward-model cls={tiny_models['qwen3']}")
+    with pytest.raises(GrpoError, match="no Hugging Face model directory"):
+        start_classifier(tmp_path / "absent")
     config = json.loads((classifier / "config.json").read_text())
     for labels in ({}, {"id2label": {"0": "bad", "1": "good"}}):
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "2" not in k} | labels))
         with pytest.raises(GrpoError, match="tells 2 classes apart"):
-            pool(f"--reward-funcs cls --reward-model cls={tmp_path}")
+            start_classifier(tmp_path)
     for text in ("[]", '{"architectures": "Qwen3ForSequenceClassification"}', '{"architectures": [3]}'):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(GrpoError, match="is of no architecture, no "):
-            pool(f"--reward-funcs cls --reward-model cls={tmp_path}")
+            start_classifier(tmp_path)
     # A generative model's files under a classifier's name: the score would be random.
     own = AutoConfig.from_pretrained(classifier)
     AutoTokenizer.from_pretrained(classifier).save_pretrained(tmp_path)
@@ -331,11 +348,11 @@ def test_a_directory_that_cannot_score_is_refused(classifier, tiny_models, tmp_p
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
     with pytest.raises(GrpoError, match=r"its files lack score\.weight, which would be random"):
-        pool(f"--reward-funcs cls --reward-model cls={tmp_path}")
+        start_classifier(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").write_bytes((classifier / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(GrpoError, match=rf"--reward-model cls={tmp_path}: cannot be loaded: .*header"):
-        pool(f"--reward-funcs cls --reward-model cls={tmp_path}")
+        start_classifier(tmp_path)
 
 
 # --- flags that do not go together

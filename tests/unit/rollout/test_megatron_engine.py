@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron_engine_reference import MODELS, by_transformers, check, toys  # noqa: F401 (a fixture)
 from megatron_engine_worker import EOS, GREEDY, MAX_TOKENS, complete, decode, make_engine, prompts
+from slow import FEW, slow_except
 from toy_checkpoints import FAMILIES, logits
 
 from megatron_grpo.data.sampling_params import Sampling
@@ -26,7 +27,7 @@ def state(model) -> list:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_families(toys, family):
     root, models = toys
     model, engine = make_engine(root / f"{family}-{dict(MODELS)[family]}")

@@ -383,7 +383,7 @@ NUMBERS = (
 
 
 @given(st.dictionaries(st.sampled_from(NUMBERS), number, max_size=6), st.integers(1, 32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 def test_any_numbers_are_accepted_or_refused_with_a_grpo_error(values, world_size):
     words = [f"--{name}={value}" for name, value in values.items()]
     args = parse_args((MODEL + RUN).split() + words)

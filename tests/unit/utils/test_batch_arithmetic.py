@@ -46,7 +46,7 @@ anything = st.fixed_dictionaries(
 
 
 @given(anything, size.filter(lambda n: n > 0))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples, deadline=None)
 def test_identities_hold_or_it_is_refused(given, world_size):
     args = arguments(**given)
     try:
