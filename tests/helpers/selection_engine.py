@@ -53,7 +53,7 @@ class TableScorer:
     def __init__(self, rewards):
         self.rewards, self.values = rewards, {}
 
-    def submit(self, key, sample):
+    def submit(self, key, sample, member=None):
         self.values[key] = self.rewards(sample.row["number"], key % GENERATIONS)
 
     def wait(self, keys):

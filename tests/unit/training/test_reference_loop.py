@@ -66,7 +66,7 @@ class Script:
     def __init__(self):
         self.queue, self.version = [], None
 
-    def submit(self, requests, sample=None):
+    def submit(self, requests, sample=None, member=None):
         if sample is None:  # as an engine; a scorer is given a key and a sample
             self.queue += requests
 
