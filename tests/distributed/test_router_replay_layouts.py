@@ -1,11 +1,13 @@
 """Routing replay in every layout; router_replay_worker.py has the runs."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 from ranks import run_torchrun
 from router_replay_worker import FULL, MOE
+from slow import slow_except
 
 LAYOUTS = {
     1: {"TP1": "", "recomputed MoE": MOE, "recomputed": FULL},
@@ -20,20 +22,30 @@ LAYOUTS = {
 }
 
 
+CASES = [(name, mode) for flags in LAYOUTS.values() for name in flags if name != "TP1" for mode in ("R2", "R3")]
+FEW = [("TP2 SP", "R2"), ("PP2 VPP2", "R2"), ("CP2", "R3"), ("EP2", "R3")]
+
+
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
-    """Where the layouts' results lie."""
-    out = tmp_path_factory.mktemp("layouts")
-    for world_size, flags in LAYOUTS.items():
-        cases = [f"{name} {m}:--router-replay-mode {m} {f}" for name, f in flags.items() for m in ("R2", "R3")]
-        run_torchrun(world_size, "tests/distributed/router_replay_worker.py", out, *cases)
-    return out
+    """Gives the directory with the results of a case and of TP1; the few cases, or all others, are run at once."""
+
+    @functools.cache
+    def run(few: bool):
+        out = tmp_path_factory.mktemp("layouts")
+        for world_size, flags in LAYOUTS.items():
+            names = [(name, m) for name in flags for m in ("R2", "R3") if name == "TP1" or ((name, m) in FEW) == few]
+            cases = [f"{name} {m}:--router-replay-mode {m} {flags[name]}" for name, m in names]
+            run_torchrun(world_size, "tests/distributed/router_replay_worker.py", out, *cases)
+        return out
+
+    return lambda case: run(case in FEW)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-@pytest.mark.parametrize("layout", [name for names in LAYOUTS.values() for name in list(names)[names is LAYOUTS[1] :]])
+@pytest.mark.parametrize(("layout", "mode"), slow_except(FEW, CASES))
 def test_layouts(layouts, layout, mode):
+    layouts = layouts((layout, mode))
     experts, expected = (np.load(layouts / f"{name} {mode}.npy") for name in (layout, "TP1"))
     np.testing.assert_array_equal(experts, expected)
     rows, want_rows = (json.loads((layouts / f"{name} {mode}.json").read_text()) for name in (layout, "TP1"))
