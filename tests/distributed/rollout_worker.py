@@ -57,8 +57,9 @@ GREEDY = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, log_probs=True)
 TRUNCATED = {"top_k": 8, "top_p": 0.9, "min_p": 0.05}
 PATTERN = "[0-9]{2,4}x"
 PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
-# Bytes: the first two prompts are equal and go to different replicas; one is longer than a block of the engine's cache.
-LENGTHS = (5, 5, 1, 33, 300)
+# Bytes: the first two prompts are equal and go to different replicas. The long ones go to one replica, and are longer
+# than a block of the engine's cache.
+LENGTHS = (5, 5, 1, 33, 300, 7, 290)
 # What the rewards of a completion must be, if they belong to it: its length, the number in its row, and how many
 # completions of its group are shorter.
 PLUGIN = """
@@ -183,11 +184,11 @@ class Cases:
     def row_fields() -> list[dict]:
         """What rows set, as they are read."""
         args = parse_args([])
-        rows = [{"max_tokens": 3}, {"structured_outputs": {"choice": ["yes", "no"]}}, {}, {"stop": ["5"]}, {}]
+        rows = [{"max_tokens": 3}, {"structured_outputs": {"choice": ["yes", "no"]}}, {}, {"stop": ["5"]}, {}, {}, {}]
         return [row_sampling({"sampling_params": fields}, args) for fields in rows]
 
     def selected(self) -> None:
-        """The first three groups of five that are complete; and groups of which none has a signal."""
+        """The first three groups that are complete; and groups of which none has a signal."""
         engine, weights = self.trainer.engine, [0.0, 1.0, 0.0]  # the row's number is the same for a whole group
         for name in ("over-sampled", "over-sampled again"):
             selection = Selection(engine, 3, GENERATIONS, len(LENGTHS) / 3)

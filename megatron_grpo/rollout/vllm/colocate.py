@@ -267,14 +267,16 @@ def _options_for_a_cpu(args) -> dict:
             f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: take a "
             "model with such a size, or a GPU"
         )
+    # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
+    options: dict = {"enable_chunked_prefill": False}
     if not args.multi_latent_attention:
-        return {}
+        return options
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
     # caching: expand keys and values before attention, as transformers does.
     os.environ["VLLM_MLA_DISABLE"] = "1"
     # Its rotary kernel expects [tokens, heads * channels] and rotates the wrong rows of latent attention's [tokens,
     # heads, channels]. Without it, torch's operators are used.
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return options | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _logprobs_mode(temperature: float) -> str:
