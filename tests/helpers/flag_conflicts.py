@@ -10,7 +10,7 @@ CONFLICTS = {
     "--dynamic-sample --max-resample-times 0": "--max-resample-times (0) must be greater than 0",
     "--dynamic-sample --rollout-balancing dynamic": "--rollout-balancing dynamic cannot both be given",
     "--over-sampling-ratio 2 --rollout-balancing dynamic": "--rollout-balancing dynamic cannot both be given",
-    "--dynamic-sample --advantage-estimator reinforce_plus_plus --beta 0": "learns from them, too",
+    "--dynamic-sample --advantage-estimator reinforce_plus_plus --beta 0": "learns from them too",
     "--over-sampling-ratio 0.5": "--over-sampling-ratio (0.5) must lie between 1",
     "--over-sampling-ratio nan": "finite",
     "--min-pass-rate -0.1": "--min-pass-rate (-0.1) must lie between 0 and 1",

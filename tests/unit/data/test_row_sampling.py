@@ -1,7 +1,6 @@
 """What rows may say about their own sampling, what is refused with file and line, and the order by pass rate."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.plan import evaluation_plans, training_sampling
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -83,12 +82,11 @@ def test_what_a_row_cannot_set_is_refused_with_its_place(tmp_path, sampling, fla
 
 def test_the_regex_of_all_rows_is_in_every_sampling_and_switches_log_probabilities_off():
     args = parse_args(["--structured-outputs-regex", "[0-9]+", "--eval-num-generations", "2"])
-    trainer = SimpleNamespace(args=args, rollouts=1)
     constraint = structured_json({"regex": "[0-9]+"})
-    assert Trainer.sampling.fget(trainer) == Sampling(512, structured_outputs=constraint)
-    for _, sampling, _ in Trainer.eval_samplings.fget(trainer):
-        assert sampling.structured_outputs == constraint
-    assert Trainer.sampling.fget(SimpleNamespace(args=parse_args([]), rollouts=1)) == Sampling(512, log_probs=True)
+    assert training_sampling(args, 1) == Sampling(512, structured_outputs=constraint)
+    plans = evaluation_plans(args, [])
+    assert len(plans) == 2 and all(plan.sampling.structured_outputs == constraint for plan in plans.values())
+    assert training_sampling(parse_args([]), 1) == Sampling(512, log_probs=True)
 
 
 def rated(*rates):

@@ -222,15 +222,15 @@ def test_console_line_has_a_fixed_width():
 
 
 def test_timers_add_up_and_start_anew(monkeypatch):
-    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 20.5, 30.0, 31.0])  # every reading, in order
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 30.0, 31.0])  # every reading, in order
     monkeypatch.setattr(metrics, "_now", lambda: next(clock))
     timers = Timers()
     for _ in range(2):
         with timers("rollout"):
             pass
-    with pytest.raises(ValueError), timers("update"):
+    with pytest.raises(ValueError), timers("update"):  # not read again: the device may not answer
         raise ValueError
-    assert timers.collect() == {"time/rollout": 6.0, "time/update": 0.5, "time/step": 30.0}
+    assert timers.collect() == {"time/rollout": 6.0, "time/step": 30.0}
     assert timers.collect() == {"time/step": 1.0}
 
 
