@@ -17,7 +17,10 @@ class Bench:
     """A directory with all inputs of a valid run; the methods make an invalid input and return its flags."""
 
     def __init__(self, root: Path, model: Path, finished: Path | None = None):
-        """``model``: a Hugging Face directory; ``finished``: the --save directory of its run with 2 updates."""
+        """Write the inputs of a valid run to ``root``.
+
+        ``model`` is a Hugging Face directory, ``finished`` the --save directory of a run of this model with 2 updates.
+        """
         self.root, self.model, self.finished, self.world_size = root, model, finished, 1
         self.train = self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
         self.save = root / "save"

@@ -264,7 +264,7 @@ REWARDS: list[Case] = [
 
 
 def index(value: object) -> Make:
-    """Make a copy of the model with an index but without weights; a string as ``value`` is the file of all tensors."""
+    """Return a function that copies the model with an index, without weights; a string is the file of all tensors."""
 
     def make(bench: Bench) -> list[str]:
         names = load_file(bench.model / "model.safetensors")
@@ -405,7 +405,7 @@ CHECKPOINTS: list[Case] = [
 
 
 def failing(body: str, *words: str) -> Make:
-    """Make a resumed run with a reward function that has the same ``body`` for every sample."""
+    """Return a function that resumes the finished run with a reward function of this ``body``."""
     return lambda b: b.resume(*words, *b.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n"))
 
 
