@@ -1,4 +1,7 @@
-"""Runs reward functions in worker processes: one that hangs, crashes or returns nonsense costs one sample or group."""
+"""Pool of worker processes for reward functions.
+
+A function that hangs, crashes or returns an invalid value affects only one sample or group.
+"""
 
 import contextlib
 import json
@@ -23,10 +26,10 @@ from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.utils.errors import GrpoError
 
-_CHUNK = 64  # calls sent at once: enough to make the cost of sending small
+_CHUNK = 64  # calls per message: makes the cost of a message small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_PATIENCES = 3  # times --reward-model-timeout: limit of a call that began late and was retried
-_GIVE_UP = 4  # calls of a function that time out before its first value; then the run ends
+_PATIENCES = 3  # time limit of a call with retries, in units of --reward-model-timeout
+_GIVE_UP = 4  # time-outs of a function before its first value that end the run
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class _Kind:
     limit: float  # s without a report, after which a process counts as stuck
     start_limit: float = _START_LIMIT
     at_once: bool = False
-    # (sample number, function numbers); for group-wise functions the number of the group's last sample.
+    # (sample number, function numbers); the sample number of group-wise functions is that of the group's last sample.
     queue: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)
 
 
@@ -70,7 +73,7 @@ class _Worker:
     ready: bool = False
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
-    # Calls that it has received and not reported, in order: (sample number, function number).
+    # Calls that the process has received and not reported, in order: (sample number, function number).
     calls: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,18 +84,18 @@ class _Worker:
 class RewardPool:
     """Scores samples with the functions of ``names`` in ``workers`` processes, each call within ``timeout`` seconds.
 
-    The processes are started anew (not forked: the trainer has threads) and import only the rewards and the plug-ins. A
+    The processes are spawned (not forked: the trainer has threads) and import only the rewards and the plug-ins. A
     call that raises, times out, returns anything but a finite number or None, or kills its process is retried
     ``retries`` times; then the reward is NaN, as for None, and a ``Failure`` gives the reason. GrpoError ends the run:
     when a function raises one (wrong data), and when a function failed on every sample that it had to score.
 
     A group-wise function is called once for a group, as soon as all its samples are submitted. A failure of the call is
-    a failure of each sample of the group. It scores nothing of groups that stay incomplete.
+    a failure of each sample of the group. Incomplete groups are not scored.
 
     ``flags`` fill keyword-only parameters of the functions. ``routes`` maps a "data_source" to the functions that score
     its rows (default: all functions score all rows); rewards of other functions are NaN. Values are clipped to
-    +-``clip``. Names in ``models`` are reward models: one further process queries them, many samples at once; it reads
-    ``flags`` too.
+    +-``clip``. Names in ``models`` are reward models: one further process queries them, with concurrent calls; it
+    receives ``flags`` too.
     """
 
     def __init__(
@@ -222,7 +225,7 @@ class RewardPool:
     def poll(self, wait: float = 0.0) -> int:
         """Read reports (wait up to ``wait`` seconds for one), stop calls that exceed their time, send further calls.
 
-        Returns the number of rewards that wait for a call. Raises GrpoError as the class says.
+        Returns the number of rewards that wait for a call. The class docstring lists the reasons for GrpoError.
         """
         self._dispatch()
         readable = wait_readable([worker.reports for worker in self._workers], wait)
@@ -245,10 +248,10 @@ class RewardPool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # so that its children end with it, and Ctrl-C reaches only the trainer
+            start_new_session=True,  # one signal ends the process and its children; Ctrl-C reaches only the trainer
         )
         worker = _Worker(process, kind)
-        with contextlib.suppress(BrokenPipeError):  # _read notices that it died
+        with contextlib.suppress(BrokenPipeError):  # _read detects a dead process
             worker.tasks.write(pickle.dumps((kind.functions, *self._setup)))
             worker.tasks.flush()
         return worker
@@ -268,7 +271,7 @@ class RewardPool:
                     pickle.dumps([(number, self._payload(number, todo), todo) for number, todo in chunk])
                 )
                 worker.tasks.flush()
-            except BrokenPipeError:  # _read notices that it died, and counts only the call that it was running
+            except BrokenPipeError:  # _read detects a dead process; only its running call fails
                 queue.extendleft(reversed(chunk))
             else:
                 worker.calls |= {(number, function): None for number, functions in chunk for function in functions}
@@ -341,8 +344,9 @@ class RewardPool:
         )
 
     def _replace(self, worker: _Worker, kind: str, reason: str) -> None:
-        """Replace a dead or stuck process. The call that it was running fails (all of them, if it runs many at once);
-        its other calls are queued again.
+        """Replace a dead or stuck process.
+
+        Its running call fails (all calls, for a process with concurrent calls); its other calls are queued again.
         """
         slot = self._workers.index(worker)
         _kill(worker.process)

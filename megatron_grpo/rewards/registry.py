@@ -14,10 +14,10 @@ group-wise one takes all completions of one prompt, and returns a list with one 
         least = min(len(sample.token_ids) for sample in samples)
         return [float(len(sample.token_ids) == least) for sample in samples]
 
-Save them in a file and name both: ``--external-plugins my_rewards.py --reward-funcs short shortest``. ``async def``
-works too. A function that depends on flags has keyword-only parameters of their names, such as
-``*, max_completion_length: int``.
-The modules under ``rewards/`` import neither torch nor anything that does: a worker process must start fast.
+Save these functions in a file and give both flags: ``--external-plugins my_rewards.py --reward-funcs short shortest``.
+``async def`` works too. A function that depends on flags has keyword-only parameters with the names of the flags, such
+as ``*, max_completion_length: int``.
+The modules under ``rewards/`` do not import torch at load time, not even indirectly: a worker process must start fast.
 """
 
 import difflib
@@ -37,7 +37,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to be scored: texts without special tokens, the row of the prompt, and its place in the data."""
+    """One completion to score: texts without special tokens, and the data row of the prompt with its source."""
 
     prompt: str
     completion: str
@@ -47,7 +47,7 @@ class Sample:
     source: str = ""  # file and line of the row
 
 
-RewardFunction = Callable[..., Any]  # of a Sample; group-wise: of a list of them. May be ``async def``.
+RewardFunction = Callable[..., Any]  # argument: a Sample; group-wise: a list of Samples. May be ``async def``.
 
 
 class _Entry(NamedTuple):
@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
     group_wise: bool
 
 
-# Modules are imported on use, so that only users of math rewards wait for sympy.
+# Modules are imported on first use: only users of math rewards wait for the import of sympy.
 _BUILTIN = {
     "exact_match": "megatron_grpo.rewards.builtin.short_answer",
     "gsm8k": "megatron_grpo.rewards.builtin.short_answer",
@@ -74,7 +74,7 @@ _loaded: set[Path] = set()
 
 
 def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator: make a function of one completion available as ``--reward-funcs name``; a name can be taken once."""
+    """Decorator: make a function of one completion available as ``--reward-funcs name``; each name is unique."""
     return partial(_register, name, False)
 
 
@@ -112,7 +112,7 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
         if spec is None or spec.loader is None:
             raise GrpoError(f"--external-plugins {path}: not a Python file (.py)")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+        sys.modules[spec.name] = module  # dataclasses and pickle look up their module
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:

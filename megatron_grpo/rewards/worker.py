@@ -1,4 +1,4 @@
-"""A scoring process of ``pool.RewardPool``: tasks arrive on stdin as pickles, reports leave on stdout as JSON lines.
+"""Scoring process of ``pool.RewardPool``: tasks arrive on stdin as pickles, reports leave on stdout as JSON lines.
 
 The first task is ({function number: name}, plugins, flags, sys.path); the report is ["ready", numbers of the group-wise
 functions]. All later tasks are lists of (sample number, sample, function numbers), with a list of samples in place of
@@ -77,7 +77,7 @@ def _call(function: RewardFunction, sample: Sample | list[Sample]) -> list[Any]:
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         return group_report(value, len(sample)) if isinstance(sample, list) else value_report(value)
-    # Not only Exception: also SystemExit, and time-outs that some libraries raise.
+    # BaseException includes SystemExit and the time-outs of some libraries.
     except BaseException as error:
         return failure(error)
 
@@ -113,7 +113,7 @@ def failure(error: BaseException) -> list[Any]:
 
 
 def _printable(text: str) -> str:
-    r"""Return the text with lone surrogates, such as json.loads("\ud800") gives, as escapes: no stream takes them."""
+    r"""Return the text with lone surrogates (from json.loads("\ud800"), say) as escapes: streams cannot encode them."""
     return text.encode(errors="backslashreplace").decode()
 
 

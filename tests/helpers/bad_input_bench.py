@@ -1,4 +1,4 @@
-"""What test_bad_input.py spoils: a directory with all that a good run needs."""
+"""Directory with all inputs of a valid run, for test_bad_input.py to damage."""
 
 import json
 import os
@@ -14,15 +14,18 @@ ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(1, 9)]
 
 
 class Bench:
-    """A directory with all that a good run needs; the methods make something bad and return the flags that name it."""
+    """A directory with all inputs of a valid run; the methods make an invalid input and return its flags."""
 
     def __init__(self, root: Path, model: Path, finished: Path | None = None):
-        """``model``: a Hugging Face directory; ``finished``: the --save directory of a run of it, two updates long."""
+        """Write the inputs of a valid run to ``root``.
+
+        ``model`` is a Hugging Face directory, ``finished`` the --save directory of a run of this model with 2 updates.
+        """
         self.root, self.model, self.finished, self.world_size = root, model, finished, 1
         self.train = self.write("train.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
         self.save = root / "save"
         self.save.mkdir()
-        (self.save / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')  # an earlier run's
+        (self.save / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')  # of an earlier run
         self.good = f"{GOOD} --load-hf {model} --train-data-path {self.train} --save {self.save}".split()
 
     def write(self, name: str, text: str | bytes) -> Path:
@@ -31,7 +34,7 @@ class Bench:
         return path
 
     def without(self, flag: str, *instead: object) -> list[str]:
-        """Take a flag out of the good ones."""
+        """Remove a flag with its value from the valid flags; return the flags ``instead``."""
         at = self.good.index(flag)
         del self.good[at : at + 2]
         return [str(word) for word in instead]
@@ -44,24 +47,24 @@ class Bench:
         return ["--external-plugins", str(path), "--reward-funcs", "mine"]
 
     def hf(self, *leave_out: str) -> Path:
-        """A copy of the model, some files left out."""
+        """Return a copy of the model without the files ``leave_out``."""
         return Path(shutil.copytree(self.model, self.root / "hf", ignore=shutil.ignore_patterns(*leave_out)))
 
     def hf_file(self, name: str, text: str, *leave_out: str) -> list[str]:
-        """A copy of the model with a file of this content."""
+        """Return the flags of a copy of the model with the file ``name`` replaced."""
         directory = self.hf(*leave_out)
         (directory / name).write_text(text)
         return ["--load-hf", str(directory)]
 
     def config(self, changes: dict) -> list[str]:
-        """A copy of the model whose config.json says something else; None takes a key out."""
+        """Return the flags of a copy of the model with changes of config.json; None removes a key."""
         config = json.loads((self.model / "config.json").read_text()) | changes
         return self.hf_file(
             "config.json", json.dumps({key: value for key, value in config.items() if value is not None})
         )
 
     def tensors(self, change: Callable[[dict], object]) -> list[str]:
-        """A copy of the model in whose tensors something is changed."""
+        """Return the flags of a copy of the model with changed tensors."""
         file = self.hf() / "model.safetensors"
         tensors = load_file(file)
         change(tensors)
@@ -69,16 +72,16 @@ class Bench:
         return ["--load-hf", str(file.parent)]
 
     def run(self) -> Path:
-        """A copy of the finished run."""
+        """Return a copy of the finished run."""
         return Path(shutil.copytree(self.finished, self.root / "run"))
 
     def resume(self, *words: str) -> list[str]:
-        """A copy of the finished run, to be gone on with."""
+        """Return the flags that resume a copy of the finished run."""
         run = str(self.run())
         return ["--load", run, "--save", run, "--train-iters", "4", *words]
 
     def thesis(self) -> Path:
-        """A directory that no export may replace."""
+        """Return a directory that no export may replace."""
         (self.root / "thesis").mkdir()
         self.write("thesis/chapter1.tex", "years of work")
         return self.root / "thesis"

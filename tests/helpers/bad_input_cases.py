@@ -1,7 +1,7 @@
-"""What a user can get wrong, in tables for test_bad_input.py: name, what is done to a ``Bench``, what must be said.
+"""User errors, in tables for test_bad_input.py: name, function of a ``Bench``, error message.
 
-The second is a function that spoils something and returns flags, which follow the good ones and so replace them. The
-third is a regular expression for the message: its cause, and then its cure where that does not go without saying.
+The function makes an invalid input and returns flags; they follow the valid flags and override them. The message is a
+regular expression: the cause, then the remedy unless it is obvious.
 """
 
 import json
@@ -264,7 +264,7 @@ REWARDS: list[Case] = [
 
 
 def index(value: object) -> Make:
-    """A copy of the model without weights, but with an index; a name in it stands for all tensors being there."""
+    """Return a function that copies the model with an index, without weights; a string is the file of all tensors."""
 
     def make(bench: Bench) -> list[str]:
         names = load_file(bench.model / "model.safetensors")
@@ -405,7 +405,7 @@ CHECKPOINTS: list[Case] = [
 
 
 def failing(body: str, *words: str) -> Make:
-    """A reward function that does the same for every sample, in a run that goes on with the finished one."""
+    """Return a function that resumes the finished run with a reward function of this ``body``."""
     return lambda b: b.resume(*words, *b.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n"))
 
 

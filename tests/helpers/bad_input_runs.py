@@ -1,4 +1,4 @@
-"""The real entries run in this process as ``__main__``, with a stub for vLLM: test_bad_input.py says why."""
+"""Runs of the real entry points in this process as ``__main__``, with a stub for vLLM; see test_bad_input.py."""
 
 import contextlib
 import hashlib
@@ -23,12 +23,12 @@ from megatron_grpo.training.arguments import parse_args
 
 REPO = Path(__file__).resolve().parents[2]
 TRAIN = "pretrain_grpo.py"
-# A frame of this program in what was printed; a reward function's own traceback is for its author to see.
+# A traceback frame of this program in the output. Tracebacks of a user's reward function are allowed.
 OUR_FRAME = re.compile(r'File ".*(/megatron_grpo/|pretrain_grpo\.py|/tools/)')
 
 
 class StubEngine:
-    """Completes every prompt with the token 1 and the end of the sequence."""
+    """An inference engine that completes every prompt with the token 1 and the end of the sequence."""
 
     replica, num_replicas, is_lead = 0, 1, True
 
@@ -61,8 +61,8 @@ class StubEngine:
 
 
 def launch(script, words, world_size=1):
-    """Run a script of the repository as rank 0 of ``world_size``; returns its exit code."""
-    registry.get_rewards(list(registry._BUILTIN), vars(parse_args([])))  # what a plugin adds to these is taken back
+    """Run a script of the repository as rank 0 of ``world_size``; return its exit code."""
+    registry.get_rewards(list(registry._BUILTIN), vars(parse_args([])))  # before the patches, which undo only plug-ins
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *words])
         patch.setattr(sys, "path", list(sys.path))
@@ -86,8 +86,9 @@ def launch(script, words, world_size=1):
 
 
 def files(root):
-    """Every file under a directory with a digest of its content; Python's own cache of a plugin aside, and what a start
-    records of itself.
+    """Return {path: digest} of all files under a directory.
+
+    Python's cache of plug-ins and the records of the start (args.json, environment.json) are left out.
     """
     files = (path for path in Path(root).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     records = ("args.json", "environment.json")
@@ -96,7 +97,7 @@ def files(root):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A Hugging Face directory of a tiny random model, of a shape that vLLM runs on a CPU."""
+    """Return the Hugging Face directory of a tiny random model with a shape that vLLM supports on a CPU."""
     directory = tmp_path_factory.mktemp("bad_input") / "model"
     sizes = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
     words = f"--save {directory} --tokenizer bytes --steps 0 --threads 1 --quiet {sizes}".split()
@@ -106,7 +107,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(model):
-    """The --save directory of a run of two updates."""
+    """Return the --save directory of a run with 2 updates."""
     (model.parent / "finished").mkdir()
     bench = Bench(model.parent / "finished", model)
     assert launch(TRAIN, bench.good) == 0

@@ -1,4 +1,4 @@
-"""Sequence classifiers as reward models: a random one, and what transformers says of texts."""
+"""Sequence classifiers as reward models: a random classifier, and the scores of transformers."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def make_classifier(source: str, directory: Path) -> Path:
 
 
 def by_transformers(directory: Path, texts: list[str]) -> list[float]:
-    """The logit of each text by itself."""
+    """Return the logit of each text, computed one text at a time by transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""tools/checkpoint/convert.py as a module, and the comparison of what it has converted."""
+"""tools/checkpoint/convert.py as a module, and the comparison of its output with the input."""
 
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Flags that do not go together, and words of the message that refuses them; test_flag_combinations.py mixes them.
+"""Conflicting flags and words of their error message; test_flag_combinations.py combines them.
 
-A row a rule: add yours here, or to REFUSED of test_validation.py, which is taken too. Each comes on top of a good run's
-flags (good_args.MODEL and RUN, 8 ranks).
+One row per rule: add new rules here, or to REFUSED of test_validation.py, which the test also uses. The flags of a row
+are added to those of a valid run (good_args.MODEL and RUN, 8 ranks).
 """
 
 CONFLICTS = {
@@ -55,7 +55,7 @@ CONFLICTS = {
     "--clip-grad -1": "--clip-grad (-1.0) must not be negative",
     "--lr-decay-iters 0": "--lr-decay-iters (0) must be greater than 0",
     "--lr-decay-iters 5 --lr-warmup-iters 5": "--lr-warmup-iters (5) must be at least 0 and less than",
-    # what argparse refuses
+    # errors of argparse
     "--lr fast": "invalid float value",
     "--num-iterations 1.5": "invalid int value",
     "--loss-type ppo": "invalid choice",
@@ -63,7 +63,7 @@ CONFLICTS = {
     "--dynamic-sampling": "did you mean",
 }
 
-# What makes no difference to any rule: thrown in between.
+# Flags without effect on any rule, inserted between the others.
 HARMLESS = (
     "--seed 7",
     "--log-interval 2",
@@ -78,7 +78,7 @@ HARMLESS = (
     "--lr-decay-style cosine",
 )
 
-# Of advantages and KL: test_advantage_rules.py.
+# Rules of advantages and KL, for test_advantage_rules.py.
 PLUS_PLUS = "--advantage-estimator reinforce_plus_plus"
 ADVANTAGES = {
     f"{PLUS_PLUS} --scale-rewards group": "divides by the standard deviation over the batch, so --scale-rewards group",

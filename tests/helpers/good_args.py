@@ -1,4 +1,4 @@
-"""Flags of a good run, and the same validated with others added."""
+"""Flags of a valid run, and their validation with further flags."""
 
 from megatron_grpo.utils import cpu_backend
 
@@ -19,14 +19,14 @@ RUN = """
 
 
 def validated(flags: str, world_size: int = 8, base: str = MODEL + RUN):
-    """Parsed and validated arguments; a flag that comes again overrides the base's."""
+    """Return parsed and validated arguments; ``flags`` override those of ``base``."""
     args = parse_args(f"{base} {flags}".split())
     validate_args(args, world_size)
     return args
 
 
 def without(flag: str) -> str:
-    """The base without one flag and its values."""
+    """Return the flags MODEL and RUN without one flag and its values."""
     words = (MODEL + RUN).split()
     start = words.index(flag)
     end = next((i for i in range(start + 1, len(words)) if words[i].startswith("--")), len(words))

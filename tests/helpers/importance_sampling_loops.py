@@ -1,4 +1,4 @@
-"""Rollout importance weights by plain loops."""
+"""Reference implementation of rollout importance weights with plain loops."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from megatron_grpo.algorithm.importance_sampling import importance_weights
 
 
 def weights_by_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low=None) -> tuple[list[float], float]:
-    """The formulas once more, a token at a time."""
+    """Return (weights, clipped share) by the formulas, one token at a time."""
     weights, outside, tokens = [1.0] * len(response_mask), 0, 0
     for begin, end in itertools.pairwise(cu_seqlens):
         spoken = [k for k in range(begin, end) if response_mask[k]]
@@ -32,7 +32,7 @@ def weights_by_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low
 
 
 def check_against_loops(mode, *recording) -> float:
-    """Compare one mode with the loops; returns the share that is clipped."""
+    """Compare one mode with the loops; return the clipped share of the tokens."""
     result, (weights, clipped) = importance_weights(mode, *recording), weights_by_loops(mode, *recording)
     np.testing.assert_allclose(result.weights, weights, rtol=1e-6)
     assert result.clipped == pytest.approx(clipped)

@@ -1,4 +1,4 @@
-"""Toy checkpoints, and what transformers' model generates from them; for the tests of --rollout-engine megatron."""
+"""Toy checkpoints and their completions by transformers, for the tests of --rollout-engine megatron."""
 
 import pytest
 import torch
@@ -10,16 +10,16 @@ MODELS = [(family, family not in ("gpt_oss",) and "gemma" in family) for family 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """(directory of all checkpoints, {family: transformers' model})."""
+    """Return (directory of all checkpoints, {family: model of transformers})."""
     root = tmp_path_factory.mktemp("toys")
     yield root, {family: make(root / f"{family}-{tied}", family, tied).eval() for family, tied in MODELS}
-    if torch.distributed.is_initialized():  # not when only the test with its own torchrun has used the toys
+    if torch.distributed.is_initialized():  # not initialized if only the test with torchrun has used this fixture
         torch.distributed.destroy_process_group()
 
 
 @torch.no_grad()
 def by_transformers(model) -> list[tuple[list[int], list[float]]]:
-    """(ids, log-probabilities) of greedy completions of all prompts, each by itself, without a cache."""
+    """Return (ids, log-probabilities) of the greedy completion of each prompt, without batching and without a cache."""
     made = []
     for prompt in prompts():
         ids, values = list(prompt), []

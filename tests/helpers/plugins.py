@@ -1,4 +1,4 @@
-"""Registries that forget what a test has added to them."""
+"""Fixture that restores the registries after a test."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from megatron_grpo.rewards import registry
 
 @pytest.fixture
 def plugins():
-    """After the test, remove what it has registered: losses, estimators, their flags, rewards, loaded files."""
+    """Remove the test's registrations after the test: losses, estimators, their flags, rewards, loaded files."""
     tables = [getattr(table, name) for table in (LOSSES, ADVANTAGES) for name in ("entries", "flags", "owners")]
     tables.append(registry._registry)
     before, loaded = [dict(table) for table in tables], set(registry._loaded)
     yield
-    for table, old in zip(tables, before, strict=True):  # in place: the parser's rows hold the tables themselves
+    for table, old in zip(tables, before, strict=True):  # in place: the parser's rows refer to these dictionaries
         table.clear()
         table.update(old)
     registry._loaded.clear()

@@ -1,4 +1,4 @@
-"""config.json of models on the Hub, for test_weights_families.py."""
+"""Contents of config.json of models on the Hugging Face Hub, for test_weights_families.py."""
 
 GEMMA2_2B = {
     "architectures": ["Gemma2ForCausalLM"],

@@ -1,4 +1,4 @@
-"""A torchrun that cannot hang or outlive its test, and is quick: tests/conftest.py has it as a fixture."""
+"""Fast replacement of torchrun that cannot hang or outlive its test; tests/conftest.py has the fixture."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-thorough = False  # --thorough: pretrain_grpo.py is started as users start it
+thorough = False  # --thorough: start pretrain_grpo.py with the real torchrun
 
 
 def run_torchrun(nproc, script, *args, timeout=600.0, check=True, env=None) -> subprocess.CompletedProcess:
-    """See the fixture `torchrun`."""
+    """Run a script on ``nproc`` ranks; the fixture `torchrun` describes the arguments."""
     command = [str(REPO / script), *map(str, args)]
     environment = _environment() | (env or {})
     own = Path(script).name != "pretrain_grpo.py"
@@ -38,7 +38,10 @@ def _environment() -> dict[str, str]:
 
 
 def real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str]:
-    """(exit status, output of all ranks) of torchrun; after ``timeout`` seconds it is killed and the status is None."""
+    """Run torchrun; return (exit status, output of all ranks).
+
+    After ``timeout`` seconds torchrun and its ranks are killed and the status is None.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command],
         cwd=REPO,
@@ -56,12 +59,12 @@ def real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str
     return process.returncode, output
 
 
-# Ranks of even and of odd number come from two processes, so that neighbours differ in their hash seeds, as ranks do.
+# Two processes fork the even and the odd ranks, so that neighbouring ranks have different hash seeds, as in a real run.
 _warm: list[subprocess.Popen] = []
 
 
 def start_warm_ranks() -> None:
-    """Start what forks ranks, if it has not been started yet."""
+    """Start the processes that fork ranks, unless they are running."""
     while len(_warm) < 2:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO}
         script = str(REPO / "tests" / "helpers" / "warm_rank.py")
@@ -69,9 +72,10 @@ def start_warm_ranks() -> None:
 
 
 class WarmRun:
-    """What torchrun does, with forked ranks: it keeps their store, and ends all as soon as one fails.
+    """A run with forked ranks, equivalent to torchrun: holds the store, and ends all ranks as soon as one fails.
 
-    ``poll`` and ``wait`` are those of ``subprocess.Popen``; ``pids`` are the ranks', each the leader of its group.
+    ``poll`` and ``wait`` have the interface of ``subprocess.Popen``; ``pids`` are the process ids of the ranks, each
+    the leader of its process group.
     """
 
     def __init__(self, nproc: int, command: list[str], environment: dict[str, str], output: str):
@@ -104,14 +108,14 @@ class WarmRun:
                 self.kill()
 
     def poll(self) -> int | None:
-        """The exit status, that of the rank which failed first; None while ranks run."""
+        """Return the exit status (of the first failed rank, else 0), or None while ranks run."""
         if self.returncode is None and not any(thread.is_alive() for thread in self._watching):
-            self.kill()  # what they have started
+            self.kill()  # also ends the processes that ranks have started
             self.returncode = next(iter(self._failed), 0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status; ``subprocess.TimeoutExpired`` when ranks still run after ``timeout`` seconds."""
+        """Return the exit status; raise ``subprocess.TimeoutExpired`` if ranks still run after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in self._watching:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -120,15 +124,16 @@ class WarmRun:
         return status
 
     def kill(self) -> None:
-        """SIGKILL to all ranks and to what they have started."""
+        """Send SIGKILL to all ranks and their child processes."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
 
 def warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
-    """(exit status, output of all ranks) of forked ranks; after ``timeout`` seconds they are killed, the status is
-    None.
+    """Run forked ranks; return (exit status, output of all ranks).
+
+    After ``timeout`` seconds the ranks are killed and the status is None.
     """
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         run = WarmRun(nproc, command, environment, output.name)
@@ -143,22 +148,22 @@ def warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
 
 
 def end_warm_ranks() -> None:
-    """End what forks ranks."""
+    """End the processes that fork ranks."""
     for process in _warm:
         process.stdin.close()
         process.wait()
 
 
 def alive(pid: int | str) -> bool:
-    """Whether a process runs: one that has ended and that nobody has asked for its status does not."""
+    """Return whether a process runs; False for a zombie."""
     try:
         return re.search(r"State:\s+[^ZX]", Path(f"/proc/{pid}/status").read_text()) is not None
-    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or while it is read
+    except (FileNotFoundError, ProcessLookupError):  # the process ended before the open, or during the read
         return False
 
 
 def gone(pids: Collection[int | str]) -> bool:
-    """Whether these processes end within a minute."""
+    """Wait up to a minute; return whether all of these processes have ended."""
     deadline = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

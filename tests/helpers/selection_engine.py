@@ -1,4 +1,4 @@
-"""An engine and a scorer that need no model: what test_selection.py and its worker choose groups of."""
+"""An engine and a scorer without a model, for group selection in test_selection.py and its worker."""
 
 import contextlib
 
@@ -11,12 +11,12 @@ GENERATIONS = 2
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
-    """Prompts whose numbers in the data are ``first``, ``first`` + 1, ..."""
+    """Return ``count`` prompts with the data numbers ``first``, ``first`` + 1, ..."""
     return [Prompt(id=first + p, ids=[first + p], row={"number": first + p}, source="made up") for p in range(count)]
 
 
 class CountingEngine:
-    """A completion takes as many polls as ``polls`` says of its prompt's id; all run at once."""
+    """An engine without a limit of concurrency; a completion takes ``polls(id of its prompt)`` polls."""
 
     def __init__(self, polls, replica: int | None = 0, num_replicas: int = 1, is_lead: bool = True):
         self.replica, self.num_replicas, self.is_lead = replica, num_replicas, is_lead
@@ -46,7 +46,7 @@ class CountingEngine:
 
 
 class TableScorer:
-    """Rewards of a completion: ``rewards`` of the row's number and the completion's place in its group."""
+    """A scorer with the rewards ``rewards(number of the row, place of the completion in its group)``."""
 
     failures = ()
 
@@ -63,7 +63,7 @@ class TableScorer:
 
 
 class Letters:
-    """A tokenizer as far as scoring needs one."""
+    """A tokenizer with only the method that scoring needs."""
 
     @staticmethod
     def decode(ids):

@@ -1,7 +1,8 @@
-"""Doubles of vLLM's and SGLang's servers: they check requests as those do, generate with a tiny transformers model,
-load weights from files, and fail in the ways that a test asks for.
+"""Test doubles of the servers of vLLM and SGLang.
 
-Python's own HTTP server, a thread a connection: unlike with a web framework, a connection can be broken off anywhere.
+A double checks requests as the real server does, generates with a tiny transformers model, loads weights from files,
+and injects faults. It uses Python's HTTP server with one thread per connection: unlike a web framework, this server can
+drop a connection at any point.
 """
 
 import base64
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, LAYERS, HIDDEN, EOS = 16, 2, 32, 1
-LOCK = threading.Lock()  # models are small, and torch is not asked to be clever about threads
+LOCK = threading.Lock()  # one forward pass at a time
 
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
@@ -41,7 +42,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 
 
 class Double(ThreadingHTTPServer):
-    """A server on a port of its own; ``fault`` names what goes wrong from now on, ``calls`` what was asked."""
+    """A server on a free port; ``fault`` is the current kind of fault, ``calls`` lists (path, body) of all requests."""
 
     daemon_threads = True
 
@@ -55,20 +56,20 @@ class Double(ThreadingHTTPServer):
         self.make_model = make_model
         self.model, self.weight_version = make_model(), "default"
         self.reloads: list[str] = []
-        self.generated, self.fail_after = 0, None  # requests; after so many it dies
+        self.generated, self.fail_after = 0, None  # number of requests; the server dies after ``fail_after``
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.asleep: set[str] = set()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
-        """Another process in its place, with the weights that it was started with."""
+        """Simulate a restart of the server process, with its initial weights."""
         self.started += 1.0
         self.groups.clear()
         self.asleep.clear()
         self.model, self.weight_version = self.make_model(), "default"
 
     def stop(self) -> None:
-        """Refuse connections from now on, and break off those that are there."""
+        """Refuse new connections and drop the existing ones."""
         self.fault = "die"
         self.shutdown()
         self.server_close()
@@ -82,7 +83,7 @@ class Double(ThreadingHTTPServer):
         self.model.tie_weights()
         self.reloads.append(directory)
 
-    def handle_error(self, request, client_address) -> None:  # a client that went away is no error of a test
+    def handle_error(self, request, client_address) -> None:  # a client that disconnects is not an error
         pass
 
 
@@ -90,7 +91,7 @@ class Double(ThreadingHTTPServer):
 def sample(
     model, prompt: list[int], sampling: dict, seed: int, stop_ids: list[int]
 ) -> tuple[list[int], list[float], str]:
-    """Ids, their log-probabilities after the temperature, and why it ended."""
+    """Return (token ids, their log-probabilities after the temperature, finish reason)."""
     generator = torch.Generator().manual_seed(seed)
     ids, log_probs = [], []
     while len(ids) < sampling["max_tokens"]:
@@ -109,11 +110,11 @@ def sample(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What both have in common: JSON in and out, keys, and faults."""
+    """Common base of the request handlers: JSON, API keys, and faults."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    wbufsize = -1  # head and body leave together
+    wbufsize = -1  # sends headers and body together
     server: Double
 
     def log_message(self, *_) -> None:
@@ -177,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class VllmHandler(Handler):
-    """vLLM 0.32's; with ``old`` in the configuration 0.26's, which knows no versions of weights."""
+    """Request handler of vLLM 0.32; with ``old`` in the configuration of vLLM 0.26, without weight versions."""
 
     @staticmethod
     def guarded(path: str) -> bool:
@@ -271,7 +272,7 @@ class VllmHandler(Handler):
 
     @torch.no_grad()
     def prompt_log_probs(self, prompt: list[int]) -> list[dict | None]:
-        """Of each token after the first its own, and of the likeliest where that is another, as vLLM numbers them."""
+        """Return {token id: log-probability and rank} of each token of the prompt, None for the first, as vLLM does."""
         log_p = torch.log_softmax(self.server.model(torch.tensor([prompt])).logits[0], -1)
         rows: list[dict | None] = [None]
         for token, row in zip(prompt[1:], log_p, strict=False):
@@ -304,7 +305,7 @@ PRINTED = """ToyForCausalLM()(
 
 
 class SglangHandler(Handler):
-    """SGLang's."""
+    """Request handler of SGLang."""
 
     def answer(self, path: str, query: str, body: dict):
         double, config = self.server, self.server.config
@@ -334,11 +335,11 @@ class SglangHandler(Handler):
                 return 200, None
             case "/update_weights_from_tensor":
                 self.or_die("weights" not in double.asleep)
-                (handles,) = body["serialized_named_tensors"]  # of tensors of this very process
+                (handles,) = body["serialized_named_tensors"]  # of tensors of this process
                 double.model.load_state_dict(dict(pickle.loads(base64.b64decode(handles))), strict=False)
                 return 200, {"success": True, "message": "Success"}
             case "/update_weights_from_disk":
-                # One started with --load-format dummy would answer 400 without it.
+                # Without load_format, a server started with --load-format dummy would answer 400.
                 assert body["load_format"] == "auto"
                 try:
                     double.load(body["model_path"])
@@ -364,14 +365,17 @@ class SglangHandler(Handler):
         return 404, {"detail": "Not Found"}
 
     def or_die(self, fine: bool) -> None:
-        """What its scheduler asserts, and ends by."""
+        """Simulate an assertion of the scheduler: the server dies unless ``fine``."""
         if not fine:
             self.server.fault = "die"
             raise RuntimeError("the scheduler has died")
 
     @staticmethod
     def join(body: dict) -> dist.ProcessGroup:
-        """A group like torch's, with its prefixes, but unknown to it: the other members are in this very process."""
+        """Return a process group with torch's store prefixes.
+
+        It is not registered in torch, because the other members of the group are in the same process.
+        """
         store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False)
         for prefix in (body["group_name"], f"{body['group_name']}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)

@@ -1,8 +1,8 @@
 """A tiny model whose next-token distributions are peaked, so that wrong weights show in its log-probabilities.
 
-A freshly made model gives every token nearly the same probability, whatever its layers do. In this one all matrices are
-larger, norms are not all ones, and the end of the sequence and three digits come often: completions differ in length,
-and now and then one holds a number.
+A newly initialized model gives every token nearly the same probability, independent of its layers. In this model all
+matrices are larger, the weights of norms differ from 1, and the end of the sequence and three digits are frequent:
+completions differ in length, and some of them contain a number.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def make_sharp_model(source: str | Path, target: str | Path) -> str:
-    """Write the sharp model made of the Hugging Face directory ``source`` to ``target``; returns ``target``."""
+    """Write a sharp version of the model in the Hugging Face directory ``source`` to ``target``; return ``target``."""
     shutil.copytree(source, target)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

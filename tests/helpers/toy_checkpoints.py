@@ -1,4 +1,4 @@
-"""Toy Hugging Face checkpoints made by transformers, and the Megatron model that belongs to one."""
+"""Toy Hugging Face checkpoints made by transformers, and their Megatron models."""
 
 import json
 from pathlib import Path
@@ -22,12 +22,12 @@ DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 FAMILIES = DENSE + MOE + SANDWICHED
-# (family, whether its embeddings are tied)
-_OTHERS = ("gpt_oss", True), ("gemma2", False)  # what these families do not have
+# (family, tied embeddings)
+_OTHERS = ("gpt_oss", True), ("gemma2", False)  # variants that these families do not have
 MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
-# Small enough that windows and caps matter to 40 tokens.
+# Small values, so that windows and caps affect sequences of 40 tokens.
 _GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
 SHAPES = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -134,7 +134,7 @@ SHAPES = {
 def make(
     directory: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 17, **config
 ) -> torch.nn.Module:
-    """Save a model of a few layers with every tensor random, in several shards; returns it."""
+    """Save a model with a few layers and random tensors in several shards; return the model."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -151,12 +151,12 @@ def make(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config}),
-        attn_implementation="eager",  # the others leave out Gemma 2's soft cap
+        attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name else 0.0
-            # gpt-oss cuts off what is beyond 7.
+            # gpt-oss clamps values beyond 7.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))
             parameter.data = parameter.data.to(dtype)
@@ -169,7 +169,7 @@ def make(
 
 
 def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel:
-    """Add a random multi-token-prediction layer to a DeepSeek-V3 checkpoint, under DeepSeek's names; returns it."""
+    """Add a random multi-token-prediction layer to a DeepSeek-V3 checkpoint, with DeepSeek's names; return it."""
     torch.manual_seed(18)
     mtp = MtpModel(model, 1)
     for name, tensor in mtp.layers.state_dict().items():
@@ -203,18 +203,18 @@ def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel:
 
 
 def toy_args(directory: Path, **more):
-    """Arguments of the Megatron model for a checkpoint; `more` are arguments to set."""
+    """Return the arguments of the Megatron model for a checkpoint; ``more`` are arguments to set."""
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
     vars(args).update(families.for_hf_config(config).args_from_hf(config))
     vars(args).update({"padded_vocab_size": PADDED_VOCAB, **more})
-    # megatron-core wants experts and tensor parallelism to go with it
+    # megatron-core requires it for experts with tensor parallelism
     args.sequence_parallel = args.tensor_model_parallel_size > 1 and bool(args.num_experts)
     return args
 
 
 def build(args) -> list[torch.nn.Module]:
-    """The Megatron model with every weight not a number, so that one left out is seen."""
+    """Return the Megatron model with all weights NaN, so that a weight that is not loaded is detected."""
     chunks = build_model(args, model_provider)
     for chunk in chunks:
         biases = [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
@@ -224,18 +224,18 @@ def build(args) -> list[torch.nn.Module]:
 
 
 def packed(ids: torch.Tensor) -> PackedSeqParams:
-    """A pack of one sequence."""
+    """Return the packing parameters of one sequence."""
     return packed_seq_params(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids), "local")
 
 
 @torch.no_grad()
 def forward(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """What this stage gives for one sequence: logits [1, tokens, vocabulary of this rank] on the last, else hidden."""
+    """Return the stage output for one sequence: logits [1, tokens, vocabulary of this rank] or hidden states."""
     return model(ids[None], torch.arange(len(ids))[None], attention_mask=None, packed_seq_params=packed(ids))
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary of this rank] of one sequence, on the last stage."""
+    """Return the logits [tokens, vocabulary of this rank] of one sequence, on the last stage."""
     return forward(model, ids)[0]
 
 
@@ -244,5 +244,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the directory's safetensors files."""
+    """Return all tensors of the directory's safetensors files by name."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

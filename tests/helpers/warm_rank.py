@@ -1,9 +1,10 @@
-"""A process that has imported what every rank needs, and forks ranks on request: ranks.py has two of them, since
-importing takes a rank some 15 s of CPU time, and most tests' own work less.
+"""Process that imports all modules of a rank once and forks ranks on request.
 
-Each line of standard input is a request, {"argv": [script, ...], "environments": [{...}, ...], "output": file}, for a
-rank in each of the environments. The answer is a line of the ranks' process ids, which are their groups', and a line
-with the exit status of each rank when it ends.
+ranks.py starts two of these processes: the imports take about 15 s of CPU time per rank, more than most tests.
+
+Each line of standard input is a request, {"argv": [script, ...], "environments": [{...}, ...], "output": file}, for one
+rank per environment. The answer is one line with the process ids of the ranks (also their process group ids), and, when
+a rank ends, a line with its exit status.
 """
 
 import atexit
@@ -20,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-import pretrain_grpo  # noqa: F401  with the CPU layer, megatron-core and transformers
-from megatron_grpo.rollout.vllm import colocate  # noqa: F401  which sets what vLLM reads when it is imported
+import pretrain_grpo  # noqa: F401  imports the CPU layer, megatron-core and transformers
+from megatron_grpo.rollout.vllm import colocate  # noqa: F401  sets environment variables that vLLM reads at import
 
 # isort: split
 import vllm
@@ -31,14 +32,14 @@ import vllm.v1.executor.uniproc_executor  # not vllm.v1.worker.cpu_worker: it re
 
 from megatron_grpo.training.arguments import parse_args
 
-getattr(vllm, "LLM")  # noqa: B009  imported at its first use
-parse_args([])  # which keeps what it reads of megatron-core
+getattr(vllm, "LLM")  # noqa: B009  vllm imports LLM at first use
+parse_args([])  # caches the data that it reads from megatron-core
 gc.collect()
-gc.freeze()  # a rank's collections then need not go through all that was imported
+gc.freeze()  # excludes the imported objects from the ranks' garbage collections
 
 
 def next_rank() -> dict[str, Any]:
-    """Return in each new rank, with its request and its environment as "env"; in this process never."""
+    """Return the request, with the rank's environment as "env", in each new rank; never return in this process."""
     for line in sys.stdin:
         request = json.loads(line)
         ranks = []
@@ -46,7 +47,7 @@ def next_rank() -> dict[str, Any]:
             rank = os.fork()
             if rank == 0:
                 return request | {"env": environment}
-            os.setpgid(rank, rank)  # to be ended with all that it starts
+            os.setpgid(rank, rank)  # own process group, so that its children end with it
             ranks.append(rank)
         print(*ranks, flush=True)
         for _ in ranks:
@@ -55,9 +56,9 @@ def next_rank() -> dict[str, Any]:
 
 
 request = next_rank()
-random.seed()  # forked ranks have this process's states
+random.seed()  # forked ranks inherit this process's random states
 np.random.seed()
-tempfile.tempdir = None  # the request's environment has its own
+tempfile.tempdir = None  # the request's environment sets another one
 output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
 for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
     os.dup2(descriptor, target)
@@ -75,7 +76,7 @@ except SystemExit as end:
 except BaseException:
     traceback.print_exc()
     status = 1
-# What Python does at its end, but for taking all modules apart, which takes longer than many a script.
+# Python's exit sequence without the destruction of modules, which takes longer than many scripts.
 threading._shutdown()
 atexit._run_exitfuncs()
 sys.stdout.flush()

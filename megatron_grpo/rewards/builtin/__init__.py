@@ -1,1 +1,1 @@
-"""The reward functions that ship."""
+"""Built-in reward functions."""

@@ -1,4 +1,4 @@
-r"""Where a completion says its answer: in <answer> tags, in \boxed{}, or in a fenced block of code."""
+r"""Extraction of the answer from a completion: <answer> tags, \boxed{}, or a fenced block of code."""
 
 import re
 
@@ -9,7 +9,7 @@ _FENCE = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...} with its nested braces, or None."""
+    r"""Return the content of the last complete \boxed{...} with its nested braces, or None."""
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for end in range(start, len(text)):
@@ -20,13 +20,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(completion: str) -> str | None:
-    r"""What a completion gives as its answer: the last <answer> text (or a \boxed{} in it), else the last \boxed{}."""
+    r"""Return the answer: the last <answer> text (or the last \boxed{} in it), else the last \boxed{}, or None."""
     tagged = _ANSWER.findall(completion)
     text = tagged[-1] if tagged else completion
     return last_boxed(text) or (text if tagged else None)
 
 
 def last_code_block(completion: str) -> str | None:
-    """The last complete fenced block that is marked as Python or not marked at all, or None."""
+    """Return the last complete fenced block of code with the language Python or without a language, or None."""
     blocks = _FENCE.findall(completion)
     return blocks[-1] if blocks else None

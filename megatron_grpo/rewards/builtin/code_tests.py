@@ -1,4 +1,4 @@
-"""The reward for code that passes its tests, which are run in a sandbox."""
+"""Reward for code that passes its tests in a sandbox."""
 
 from typing import Any
 
@@ -8,17 +8,20 @@ from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.rewards.sandbox.sandbox import Limits, sandbox
 from megatron_grpo.utils.errors import GrpoError
 
-_SHARE = 0.8  # of --reward-timeout, for the tests: the rest is for the sandbox itself
+_SHARE = 0.8  # share of --reward-timeout for the tests; the sandbox itself needs the rest
 _FORMS = '"assert ..", {"stdin": .., "stdout": ..} or {"call": NAME, "args": [..], "returns": ..}'
 
 
 @register_reward("code")
 def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory: int, reward_timeout: float) -> float:
-    """The share of row["tests"] that the completion's last block of Python (```python .. ```) passes; 0 without one.
+    """Return the share of row["tests"] that the completion's last block of Python (```python .. ```) passes, else 0.
 
-    row["tests"] is a list, or JSON text of one, of Python to be run behind the program ("assert f(1) == 2"), of
-    {"stdin": .., "stdout": ..}, where white space at the ends of lines and of the output does not count, and of
-    {"call": NAME, "args": [..], "returns": ..}, compared as JSON. What takes too long has not passed.
+    row["tests"] is a list, or JSON text of a list. A test has one of three forms:
+    - "assert f(1) == 2": Python code to run after the program
+    - {"stdin": .., "stdout": ..}: the comparison ignores white space at the ends of lines and of the output
+    - {"call": NAME, "args": [..], "returns": ..}: the comparison is of JSON values
+
+    A test that exceeds its time limit fails.
     """
     tests = _tests(sample.row.get("tests"))
     program = last_code_block(sample.completion)
@@ -30,7 +33,7 @@ def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory:
 
 
 def passes(test: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Whether a result of ``Sandbox.run`` is what the test expects."""
+    """Return whether a result of ``Sandbox.run`` is the expected one of the test."""
     if "stdout" in test:
         return "stdout" in result and _lines(result["stdout"]) == _lines(test["stdout"])
     if "returns" in test:
@@ -55,7 +58,7 @@ def _is_test(test: Any) -> bool:
 
 
 def _question(test: dict[str, Any]) -> dict[str, Any]:
-    """The test without what it expects, which is not for the program to see."""
+    """Return the test without its expected result, which must be hidden from the program."""
     return {key: value for key, value in test.items() if key not in ("stdout", "returns")}
 
 

@@ -1,4 +1,4 @@
-"""The reward for the numbers game: reach a target from given numbers."""
+"""Reward for the Countdown numbers game: reach a target from given numbers."""
 
 import ast
 import operator
@@ -15,9 +15,10 @@ _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 
 @register_reward("countdown")
 def countdown(sample: Sample) -> float:
-    r"""1 when the answer (<answer> text or the last \boxed{}) makes row["target"] of row["nums"], else 0.
+    r"""Return 1 if the answer is an arithmetic expression of row["nums"] with the value row["target"], else 0.
 
-    Each number exactly once, with + - * / and brackets, computed exactly; what follows "=" is not looked at.
+    The answer is the <answer> text or the last \boxed{}, up to "=". The expression uses each number exactly once, with
+    + - * / and brackets, and is evaluated exactly.
 
     Source of the game's form: TinyZero (Pan et al. 2025, github.com/Jiayi-Pan/TinyZero).
     """
@@ -31,7 +32,7 @@ def countdown(sample: Sample) -> float:
     try:
         tree = ast.parse(answer.partition("=")[0].translate(_SIGNS).strip(), mode="eval")
         value = _value(tree.body, used)
-    # Text that is no expression, or one that is nested too deeply for Python's parser.
+    # The text is no expression, or is nested too deeply for Python's parser.
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     return float(value == target and Counter(used) == Counter(numbers))
@@ -42,7 +43,7 @@ def _whole(values: list) -> bool:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of an expression, whose numbers are appended to ``used``; ValueError for anything else in it."""
+    """Return the value of an expression and append its numbers to ``used``; ValueError for other syntax."""
     match node:
         case ast.BinOp(left, operation, right) if type(operation) in _OPERATORS:
             return _OPERATORS[type(operation)](_value(left, used), _value(right, used))

@@ -1,4 +1,4 @@
-"""Rewards for thinking first and then answering in tags, or calling a tool."""
+"""Rewards for the format of a completion: a thought, then an answer in tags or a tool call."""
 
 import re
 
@@ -12,10 +12,10 @@ _REACT = re.compile(r"\s*<think>.*</think>\s*Action:[ \t]*\S[^\n]*\n\s*Action In
 
 @register_reward("format")
 def format_reward(sample: Sample) -> float:
-    """1 when the completion is <think>..</think> and then <answer>..</answer>, else 0.
+    """Return 1 if the completion is <think>..</think> and then <answer>..</answer>, else 0.
 
-    Every tag once, and nothing but white space before, between and after. A prompt that ends with "<think>", as some
-    chat templates make it, counts as the completion's beginning.
+    Each tag occurs once, with only white space before, between and after the two parts. If the prompt ends with
+    "<think>", as with some chat templates, this tag counts as the beginning of the completion.
     """
     text = _with_opened_thought(sample)
     return float(all(text.count(tag) == 1 for tag in _TAGS) and _FORMAT.fullmatch(text) is not None)
@@ -23,11 +23,12 @@ def format_reward(sample: Sample) -> float:
 
 @register_reward("react_format")
 def react_format(sample: Sample) -> float:
-    """1 when the completion is <think>..</think>, then "Action: name", then "Action Input: ..." to its end, else 0.
+    """Return 1 if the completion is <think>..</think>, "Action: name" and "Action Input: ..." to the end, else 0.
 
-    Each of the four once. A prompt that ends with "<think>" counts as the completion's beginning.
+    Each of these four markers occurs once. If the prompt ends with "<think>", this tag counts as the beginning of the
+    completion.
 
-    Source: Yao et al. 2022, ReAct (arXiv:2210.03629), with the thought in tags.
+    Source: Yao et al. 2022, ReAct (arXiv:2210.03629); here the thought is in tags.
     """
     text = _with_opened_thought(sample)
     once = all(text.count(part) == 1 for part in (*_THINK, "Action:", "Action Input:"))

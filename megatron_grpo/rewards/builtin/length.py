@@ -1,15 +1,16 @@
-"""Rewards (penalties, in fact) for completions that repeat themselves or come near the length limit."""
+"""Penalties for repetition in a completion and for lengths near the limit."""
 
 from megatron_grpo.rewards.registry import Sample, register_reward
 
 
 @register_reward("repetition")
 def repetition(sample: Sample, *, repetition_n_grams: int) -> float:
-    """-(1 - unique / all) n-grams of the completion's words, n = --repetition-n-grams: 0 when none comes twice.
+    """Return -(1 - unique / all) for the n-grams of the completion's words, n = --repetition-n-grams.
 
-    Words are what white space separates, in lower case. A completion of fewer than n words has 0.
+    The reward is 0 if no n-gram repeats, or if the completion has fewer than n words. Words are separated by white
+    space and compared in lower case.
 
-    Source: Yeo et al. 2025 (arXiv:2502.03373), where it is a penalty of the same form.
+    Source: Yeo et al. 2025 (arXiv:2502.03373), a penalty of the same form.
     """
     words = sample.completion.lower().split()
     grams = list(zip(*(words[start:] for start in range(repetition_n_grams)), strict=False))
@@ -18,7 +19,9 @@ def repetition(sample: Sample, *, repetition_n_grams: int) -> float:
 
 @register_reward("soft_overlong")
 def soft_overlong(sample: Sample, *, max_completion_length: int, soft_cache_length: int) -> float:
-    """0 up to T - C tokens, then falling linearly to -1 at T: T = --max-completion-length, C = --soft-cache-length.
+    """Return 0 up to T - C tokens, and a linear decrease from 0 to -1 between T - C and T tokens.
+
+    T = --max-completion-length, C = --soft-cache-length.
 
     Source: DAPO (Yu et al. 2025, arXiv:2503.14476), equation 13, soft overlong punishment.
     """

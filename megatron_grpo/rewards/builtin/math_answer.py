@@ -1,4 +1,4 @@
-"""Rewards for a mathematically equal answer, decided by math-verify (sympy)."""
+"""Rewards for answers that math-verify (sympy) finds mathematically equal to the gold answer."""
 
 import math
 import re
@@ -14,21 +14,22 @@ from megatron_grpo.rewards.builtin.short_answer import gold_text
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
-# math-verify's own limits (SIGALRM, hence a process's main thread): an expression that sympy cannot finish is a wrong
-# answer. The pool's limit on the whole call stays above their sum.
+# Time limit of each step of math-verify (SIGALRM: main thread only). An expression that sympy cannot evaluate in time
+# is a wrong answer. The pool's limit of the whole call is above the sum of these limits.
 _SECONDS = 3
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
-# Thousands set apart by a space, which math-verify would take for a mixed number: 1\,234 for 1 + 234.
+# Thousands separated by a space: math-verify would parse 1\,234 as the mixed number 1 + 234.
 _SPACED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;!: ]|~| )\d{3})+(?!\d)")
-# A word that stands by itself once LaTeX commands and their text are gone: prose, which math-verify is to search.
+# A separate word after removal of LaTeX commands and their text: the text is prose, and math-verify searches it.
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{3,}(?=[\s.,:;!?]|$)")
 _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 
 
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
 def read(text: str) -> tuple[Any, ...]:
-    """The sympy expression in a text as math-verify reads it, or () when there is none; TimeoutError when it takes too
-    long, which may be the machine's fault, and so is not remembered.
+    """Return the sympy expression that math-verify parses from a text, or () if there is none.
+
+    TimeoutError if parsing takes too long. The cache does not keep time-outs, because a slow machine can cause them.
     """
     text = _SPACED.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
     if not _DELIMITED.search(text) and not _WORD.search(_COMMAND.sub(" ", text)):
@@ -36,7 +37,7 @@ def read(text: str) -> tuple[Any, ...]:
     begun = time.monotonic()
     try:
         found = tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=_SECONDS))
-    except TimeoutException:  # a BaseException, which parse lets through at times; at others it finds nothing
+    except TimeoutException:  # a BaseException; parse raises it in some cases and returns [] in others
         found = ()
     if not found and time.monotonic() - begun >= _SECONDS:
         raise TimeoutError(f"math-verify did not read {text[:200]!r} within {_SECONDS} s")
@@ -45,11 +46,11 @@ def read(text: str) -> tuple[Any, ...]:
 
 @register_reward("accuracy")
 def accuracy(sample: Sample) -> float:
-    r"""1 when the completion's answer (<answer> text or the last \boxed{}) equals the gold one mathematically, else 0.
+    r"""Return 1 if the answer (<answer> text or last \boxed{}) equals the gold answer mathematically, else 0.
 
-    Gold is row["answer"] or else row["solution"]: the last \boxed{} in it, or what follows "####", or all of it. A gold
-    answer that math-verify cannot read is an error in the data and ends the run; one that it does not read in time is a
-    failure of this sample.
+    The gold answer is in row["answer"], else in row["solution"]: the last \boxed{}, else the text after "####", else
+    the whole text. If math-verify cannot parse the gold answer, a GrpoError ends the run, because the data is wrong. If
+    the gold answer is not parsed in time, the sample fails.
     """
     text = gold_text(sample, "answer", "solution")
     gold = read(last_boxed(text) or text.rpartition("####")[2])
@@ -74,10 +75,11 @@ def cosine(
     cosine_min_len_value_wrong: float,
     cosine_max_len_value_wrong: float,
 ) -> float:
-    """`accuracy` along half a cosine of the length: short is best where the answer is right, worst where it is wrong.
+    """Return a reward for `accuracy` that depends on the length by half a cosine period.
 
-    v(max) + (v(min) - v(max)) (1 + cos(pi t / T)) / 2 with t the completion's tokens, T --max-completion-length, and
-    v(min), v(max) the values at lengths 0 and T of a right or of a wrong answer (four flags).
+    v(max) + (v(min) - v(max)) (1 + cos(pi t / T)) / 2, where t is the completion's number of tokens, at most T,
+    T = --max-completion-length, and v(min), v(max) are the rewards at lengths 0 and T. Right and wrong answers have
+    separate values (four flags). By default, short right answers and long wrong answers have higher rewards.
 
     Source: Yeo et al. 2025, Demystifying Long Chain-of-Thought Reasoning in LLMs (arXiv:2502.03373).
     """

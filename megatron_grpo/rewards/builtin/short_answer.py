@@ -1,4 +1,4 @@
-"""Rewards for answers that can be compared as text or as one number."""
+"""Rewards for answers that are compared as text or as one number."""
 
 import re
 from decimal import Decimal
@@ -14,7 +14,10 @@ _NUMBER = re.compile(
 
 
 def gold_text(sample: Sample, *columns: str) -> str:
-    """The first of these columns that the row has, as text; GrpoError for a row with none, or with something else."""
+    """Return the first of these columns that the row has, as text.
+
+    GrpoError if the row has none of them, or if the value is neither a non-empty string nor a number.
+    """
     for column in columns:
         gold = sample.row.get(column)
         if gold is None:
@@ -28,7 +31,7 @@ def gold_text(sample: Sample, *columns: str) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, or None; thousands separators and $ are understood, a full stop is no part of it."""
+    """Return the last number in a text, or None; thousands separators, $ and a final full stop are removed."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
@@ -38,13 +41,13 @@ def last_number(text: str) -> Decimal | None:
 
 @register_reward("exact_match")
 def exact_match(sample: Sample) -> float:
-    """1 when the completion is row["answer"], else 0: the same characters, white space at both ends aside."""
+    """Return 1 if the completion equals row["answer"] after removal of white space at both ends, else 0."""
     return float(sample.completion.strip() == gold_text(sample, "answer"))
 
 
 @register_reward("gsm8k")
 def gsm8k(sample: Sample) -> float:
-    """1 when the completion's last number equals row["answer"] (what follows "####" in it, or all of it), else 0."""
+    """Return 1 if the completion's last number equals that of row["answer"] (after "####", if present), else 0."""
     answer = gold_text(sample, "answer").rpartition("####")[2]
     gold = last_number(answer)
     if gold is None:

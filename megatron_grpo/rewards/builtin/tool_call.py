@@ -1,4 +1,4 @@
-"""The reward for calling the right tools with the right arguments."""
+"""Reward for correct tool calls: names and arguments."""
 
 import json
 import re
@@ -14,14 +14,16 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @register_reward("tool_call")
 def tool_call(sample: Sample) -> float:
-    """How far the completion's <tool_call>{"name": .., "arguments": {..}}</tool_call> are row["tool_calls"], 0 to 1.
+    """Return the agreement of the completion's tool calls with row["tool_calls"], from 0 to 1.
 
-    (names in common + calls in common) / (2 max(calls, expected calls)), both as multisets, in any order; a call is in
-    common when name and all arguments are equal. Text in the tags that is no such JSON is a call that matches nothing.
-    Where no call is expected, 1 without any, else 0. row["tool_calls"] is a list, or JSON text of one, as Parquet
-    needs it where arguments differ from row to row.
+    (names in common + calls in common) / (2 max(calls, expected calls)), as multisets, in any order. Two calls are
+    equal if their names and all arguments are equal. If no call is expected, the reward is 1 without a call, else 0.
 
-    Source of names and arguments as parts: ToolRL (Qian et al. 2025, arXiv:2504.13958), simplified.
+    A call of the completion is <tool_call>{"name": .., "arguments": {..}}</tool_call>; other text in the tags counts as
+    a call without a match. row["tool_calls"] is a list, or JSON text of a list: Parquet needs JSON text if the
+    arguments differ between rows.
+
+    Source of the two parts, names and arguments: ToolRL (Qian et al. 2025, arXiv:2504.13958), simplified.
     """
     expected = _expected(sample.row.get("tool_calls"))
     made = [_read(text) for text in _CALL.findall(sample.completion)]
@@ -44,7 +46,7 @@ def _expected(column: Any) -> list[tuple[str, str]]:
 
 
 def _read(text: str) -> tuple[str, str] | None:
-    """Name and arguments (as JSON with sorted keys, in which 2 and 2.0 are the same) of a call, or None."""
+    """Return name and arguments of a call, or None; arguments are JSON with sorted keys, with 2 for 2.0."""
     try:
         call = json.loads(text, parse_float=_number)
     except (ValueError, RecursionError):

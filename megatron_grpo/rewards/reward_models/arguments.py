@@ -1,4 +1,4 @@
-"""Flags of reward models, the rules about them, and the specification of a reward model."""
+"""Flags of reward models, their rules, and the specification of a reward model."""
 
 import json
 import re
@@ -43,17 +43,17 @@ class RewardModelSpec:
 
     @property
     def is_served(self) -> bool:
-        """Whether a server evaluates the model, over HTTP."""
+        """Return whether a server evaluates the model, over HTTP."""
         return "://" in self.place
 
     @property
     def is_judge(self) -> bool:
-        """Whether the model is a generative judge, not a classifier."""
+        """Return whether the model is a generative judge, not a classifier."""
         return self.template is not None or self.plugin is not None
 
     @property
     def key_variable(self) -> str:
-        """The environment variable with the API key of its server."""
+        """Return the name of the environment variable with the API key of the server."""
         return f"{re.sub(r'[^A-Za-z0-9]', '_', self.name).upper()}_API_KEY"
 
 
@@ -73,7 +73,7 @@ def check_reward_models(args: Namespace) -> None:
 
 
 def reward_models(args: Namespace) -> dict[str, RewardModelSpec]:
-    """The models of --reward-model by name, with their templates read; GrpoError for what cannot be one."""
+    """Return the models of --reward-model by name, with the text of their templates; GrpoError for an invalid model."""
     places = _by_name("reward_model", args.reward_model)
     given = {dest: _by_name(dest, getattr(args, dest)) for dest in _BY_NAME}
     for dest, values in given.items():
@@ -139,7 +139,7 @@ def _check_directory(spec: RewardModelSpec) -> None:
             "make it a judge by --reward-model-template"
         )
     names = config.get("id2label")
-    labels = config.get("num_labels", len(names) if isinstance(names, dict) else 2)  # two when it does not say
+    labels = config.get("num_labels", len(names) if isinstance(names, dict) else 2)  # transformers' default: 2
     if labels != 1:
         raise GrpoError(f"{where} tells {labels} classes apart: take a classifier with one score (num_labels 1)")
 

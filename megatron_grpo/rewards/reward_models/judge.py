@@ -1,13 +1,13 @@
-"""What a generative judge is asked about a completion, and how its answer becomes a score.
+"""Generative judges: the request about a completion, and the score in the answer.
 
-Without a plugin --reward-model-template says what it is asked, and --reward-model-pattern where its score stands. A
-judge of one's own is a class in a file of --external-plugins, named by --reward-model-plugin:
+Without a plug-in, --reward-model-template is the template of the request and --reward-model-pattern finds the score in
+the answer. A custom judge is a class in a file of --external-plugins; --reward-model-plugin gives its name:
 
     from megatron_grpo.rewards.reward_models.judge import register_judge
 
     @register_judge("helpful")
     class Helpful:
-        def request(self, sample):  # the body of /v1/chat/completions, but for the model's name
+        def request(self, sample):  # body of /v1/chat/completions without "model"
             return {"messages": [{"role": "user", "content": f"Is this helpful? {sample.completion}"}], "max_tokens": 1}
 
         def score(self, sample, answer):
@@ -32,23 +32,23 @@ _judges: dict[str, Callable[[], "Judge"]] = {}
 
 
 class Judge(Protocol):
-    """Turns a sample into a chat request, and the answer's text into a score."""
+    """Interface of judges: a sample becomes a chat request, and the text of the answer becomes a score."""
 
     def request(self, sample: Sample) -> dict[str, Any]:
-        """The body of a request to /v1/chat/completions, but for the model's name."""
+        """Return the body of a request to /v1/chat/completions, without "model"."""
         ...
 
     def score(self, sample: Sample, answer: str) -> float | None:
-        """The score that the answer gives, None for "not mine"; an exception is a failure of this sample."""
+        """Return the score of the answer, or None for "not scored"; an exception is a failure of this sample."""
         ...
 
 
 class NoScore(Exception):
-    """A judge's answer in which there is no score."""
+    """An answer of a judge without a score."""
 
 
 class TemplateJudge:
-    """Asks by a Jinja template (prompt, completion, row) and takes the last match of a pattern with one group."""
+    """A judge with a Jinja template of the request (prompt, completion, row); the score is the pattern's last match."""
 
     def __init__(self, template: str, pattern: str, max_tokens: int):
         self._template, self._pattern, self._max_tokens = _JINJA.from_string(template), re.compile(pattern), max_tokens
@@ -74,7 +74,7 @@ class TemplateJudge:
 
 
 def register_judge(name: str) -> Callable[[Callable[[], Judge]], Callable[[], Judge]]:
-    """Decorator that makes a class available as ``--reward-model-plugin MODEL=name``; a name is taken only once."""
+    """Decorator: make a class available as ``--reward-model-plugin MODEL=name``; each name can be registered once."""
 
     def register(judge: Callable[[], Judge]) -> Callable[[], Judge]:
         if name in _judges:
@@ -86,7 +86,7 @@ def register_judge(name: str) -> Callable[[Callable[[], Judge]], Callable[[], Ju
 
 
 def get_judge(name: str) -> Judge:
-    """The judge of this name; GrpoError with those there are."""
+    """Return an instance of the judge with this name; GrpoError with all known names if there is none."""
     if name not in _judges:
         known = ", ".join(sorted(_judges)) or "none"
         raise GrpoError(
@@ -97,7 +97,7 @@ def get_judge(name: str) -> Judge:
 
 
 def check_template(text: str) -> None:
-    """GrpoError for a template that cannot be read, asks for what there is not, or leaves the completion out."""
+    """Check a template; GrpoError for a syntax error, an unknown variable, or a missing {{ completion }}."""
     try:
         names = jinja2.meta.find_undeclared_variables(_JINJA.parse(text))
     except jinja2.TemplateSyntaxError as error:
@@ -110,7 +110,7 @@ def check_template(text: str) -> None:
 
 
 def check_pattern(pattern: str) -> None:
-    """GrpoError for a pattern that cannot be read, or has not one group."""
+    """Check a pattern; GrpoError if it is no regular expression, or does not have exactly one group."""
     try:
         groups = re.compile(pattern).groups
     except (re.error, OverflowError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Reward models: a sequence classifier in this process or behind vLLM's /classify, and a judge that is asked by chat.
+"""Reward models: sequence classifiers in this process or behind vLLM's /classify, and judges behind a chat API.
 
-A chat is shown to a classifier as that model's own chat template writes it, with the completion as the assistant's
-message; a prompt that is a string, and a chat where the model has no template, as the plain text of prompt and
-completion. A classifier's score is its logit: no sigmoid.
+The input of a classifier is the chat with the completion as the assistant's message, formatted by the classifier's chat
+template. If the prompt is a string, or the classifier has no chat template, the input is the plain text of prompt and
+completion. The score of a classifier is its logit, without a sigmoid.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from megatron_grpo.rewards.reward_models.judge import Judge, TemplateJudge, get_
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import Client, Fault
 
-_LONGEST_PAUSE = 5.0  # seconds between two requests to a server that is away
-_TOLD_AFTER = 1.0  # seconds without an answer: one that is busy for a moment is not worth a line
+_LONGEST_PAUSE = 5.0  # maximum seconds between two retries
+_TOLD_AFTER = 1.0  # seconds without an answer before a message: shorter interruptions are not reported
 
 
 class RewardModel(ABC):
-    """One model that scores; ``flags`` are the attributes of the parsed arguments."""
+    """A reward model; ``flags`` are the attributes of the parsed arguments."""
 
     def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
         self.spec, self.flags = spec, flags
@@ -33,14 +33,14 @@ class RewardModel(ABC):
 
     @abstractmethod
     async def check(self) -> None:
-        """Make it ready; GrpoError with cause and cure when it cannot score."""
+        """Prepare the model; GrpoError with cause and remedy if the model cannot score."""
 
     @abstractmethod
     async def score(self, sample: Sample) -> float | None:
-        """The score of a sample; Fault when it cannot be had."""
+        """Return the score of a sample, or None for "not scored"; Fault if the model gives no score."""
 
     def shown(self, sample: Sample) -> str | list[dict[str, Any]]:
-        """What a classifier is shown: a text, or a chat that its own template turns into one."""
+        """Return the input of a classifier: a text, or a chat for the classifier's chat template."""
         prompt = parse_prompt(sample.row, self.flags["prompt_key"], self.flags["system_prompt"])
         if isinstance(prompt, str):
             return prompt + sample.completion
@@ -49,17 +49,17 @@ class RewardModel(ABC):
         return [*prompt, {"role": "assistant", "content": sample.completion}]
 
     def without_template(self, reason: str) -> None:
-        """From now on chats are shown as plain text."""
+        """Use plain text instead of chats as input from now on, and print the reason."""
         self._has_template = False
         print(f"reward model {self.spec.name} is shown chats as plain text: {reason}", flush=True)
 
 
 class ServedModel(RewardModel, Client):
-    """A model behind HTTP, asked at most --reward-model-concurrency times at once.
+    """A model behind HTTP, with at most --reward-model-concurrency concurrent requests.
 
-    A request that is refused, breaks off, or is answered by 5xx or 429 is made again, until the model has not answered
-    for --reward-model-timeout seconds. After that each further request is made once, so that a server that is gone for
-    good costs no more time, and one that comes back is used again.
+    A request is retried after a refused connection, a lost connection, or the status 5xx or 429, until the model has
+    not answered for --reward-model-timeout seconds. After that, each further request is sent once without retries: a
+    server that does not return costs no more time, and a server that returns is used again.
     """
 
     def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
@@ -69,7 +69,7 @@ class ServedModel(RewardModel, Client):
         self.key_flag = f"--api-key: {spec.key_variable} in the environment"
         self._patience = flags["reward_model_timeout"]
         self._room = asyncio.Semaphore(flags["reward_model_concurrency"])
-        self._away_since: float | None = None  # its first fault that passes since its last answer
+        self._away_since: float | None = None  # time of the first retryable fault after the last answer
         self._told = False
 
     async def check(self) -> None:
@@ -86,7 +86,7 @@ class ServedModel(RewardModel, Client):
 
     @abstractmethod
     async def check_kind(self) -> None:
-        """Fault when the server's model is of another kind."""
+        """Check the kind of the server's model; Fault if it is another kind."""
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         first = None
@@ -124,7 +124,7 @@ def _pauses() -> Iterator[float]:
 
 
 class ServedClassifier(ServedModel):
-    """A sequence classifier behind ``vllm serve DIR --runner pooling``, whose activation is left out."""
+    """A sequence classifier behind ``vllm serve DIR --runner pooling``, without its activation function."""
 
     async def check_kind(self) -> None:
         try:
@@ -172,7 +172,7 @@ class ServedJudge(ServedModel):
             _text(await self.call("POST", "/v1/chat/completions", body, self._patience))
         except Fault as fault:
             if self.spec.plugin and fault.status != 404:
-                return  # what a plugin asks may be another matter
+                return  # the plug-in's requests may differ from this one
             raise Fault(
                 f"{fault}. Is it a generative model with a chat template? A classifier has no --reward-model-template "
                 "and no --reward-model-plugin"
@@ -186,12 +186,12 @@ class ServedJudge(ServedModel):
 def _text(answer: Any) -> str:
     match answer:
         case {"choices": [{"message": {"content": str() | None as text}}, *_]}:
-            return text or ""  # None: it has done nothing but think
+            return text or ""  # None: the answer is only reasoning
     raise Fault(f"its answer is no chat completion: {answer!r:.200}")
 
 
 class LocalClassifier(RewardModel):
-    """A Hugging Face sequence classifier in this process, on its CPU in float32: the samples that wait are a batch."""
+    """A Hugging Face sequence classifier in this process, on the CPU in float32; waiting samples form a batch."""
 
     def __init__(self, spec: RewardModelSpec, flags: Mapping[str, Any]):
         super().__init__(spec, flags)
@@ -211,7 +211,7 @@ class LocalClassifier(RewardModel):
             self._model, info = AutoModelForSequenceClassification.from_pretrained(
                 directory, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
             )
-        except Exception as error:  # damaged files make tokenizers, safetensors and torch raise kinds of their own
+        except Exception as error:  # tokenizers, safetensors and torch raise their own exceptions for damaged files
             raise GrpoError(f"--reward-model {self.spec.name}={directory}: cannot be loaded: {error}") from error
         if info["missing_keys"]:
             raise GrpoError(
@@ -229,7 +229,7 @@ class LocalClassifier(RewardModel):
             ids = self._tokenizer(shown)["input_ids"]
         else:
             text = self._tokenizer.apply_chat_template(shown, tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds special tokens
         if self._longest and len(ids) > self._longest:
             raise Fault(f"{len(ids)} tokens are more than the {self._longest} that it reads")
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -239,9 +239,9 @@ class LocalClassifier(RewardModel):
         return await future
 
     async def _run(self) -> None:
-        # Without padding of its own transformers cannot tell where a sequence of several ends.
+        # Without a padding token, transformers cannot find the last token of each sequence in a batch.
         size = self.flags["reward_model_concurrency"] if self._model.config.pad_token_id is not None else 1
-        await asyncio.sleep(0)  # what was handed over together is scored together
+        await asyncio.sleep(0)  # samples that were submitted together form one batch
         while self._waiting:
             batch, self._waiting = self._waiting[:size], self._waiting[size:]
             try:
@@ -265,7 +265,7 @@ class LocalClassifier(RewardModel):
 
 
 def build_judge(spec: RewardModelSpec, max_tokens: int) -> Judge:
-    """How this judge is asked; GrpoError when its plugin is not there."""
+    """Return the judge of a model; GrpoError if its plug-in is unknown."""
     if spec.plugin is not None:
         return get_judge(spec.plugin)
     assert spec.template is not None
@@ -273,7 +273,7 @@ def build_judge(spec: RewardModelSpec, max_tokens: int) -> Judge:
 
 
 def check_models(models: Mapping[str, RewardModelSpec], max_tokens: int) -> None:
-    """GrpoError for a model whose name a function has, or whose plugin there is not."""
+    """Check reward models; GrpoError if a reward function has the same name, or if a plug-in is unknown."""
     for name, spec in models.items():
         if name in known_rewards():
             raise GrpoError(f"--reward-model {name}: a reward function has this name; choose another")
@@ -282,7 +282,7 @@ def check_models(models: Mapping[str, RewardModelSpec], max_tokens: int) -> None
 
 
 def build_model(spec: RewardModelSpec, flags: Mapping[str, Any]) -> RewardModel:
-    """The reward model that the flags describe."""
+    """Return the reward model of a specification."""
     if not spec.is_served:
         return LocalClassifier(spec, flags)
     return ServedJudge(spec, flags) if spec.is_judge else ServedClassifier(spec, flags)

@@ -1,8 +1,8 @@
-"""The process of ``pool.RewardPool`` that queries reward models: like worker.py, but many samples at once.
+"""Process of ``pool.RewardPool`` that queries reward models: as rewards/worker.py, but with concurrent calls.
 
-The first task is ({function number: spec}, plugins, flags, sys.path); the report is ["ready"] once every model answers.
-All later tasks are lists of (sample number, sample, function numbers). The report of a call is that of worker.py;
-reports arrive in the order in which the calls end.
+The first task is ({function number: spec}, plugins, flags, sys.path); the report is ["ready"] after every model has
+answered. All later tasks are lists of (sample number, sample, function numbers). The report of a call has the format of
+rewards/worker.py; reports arrive in the order in which the calls end.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""Runs generated code where it can do no harm."""
+"""Isolated execution of generated code."""

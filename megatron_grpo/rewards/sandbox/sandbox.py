@@ -1,4 +1,4 @@
-"""Runs generated Python where it can do no harm: the side that asks. ``sandbox_driver`` is the side that runs it."""
+"""Isolated execution of generated Python: the caller's side. The script ``sandbox_driver`` runs the programs."""
 
 import functools
 import json
@@ -16,10 +16,10 @@ from typing import Any
 from megatron_grpo.utils.errors import GrpoError
 
 _DRIVER = Path(__file__).with_name("sandbox_driver.py")
-_PATIENCE = 20.0  # s for starting and answering, beyond the time that the tests may take
+_PATIENCE = 20.0  # s for the start and the response, in addition to the time limit of the tests
 _PROBE = "import collections, heapq, itertools, math, random, re\nassert input() == '1'\nprint(math.pi)\n"
 
-# What there is to isolate by, best first, and what it means.
+# Kinds of isolation, strongest first, and a description of each.
 KINDS = {
     "namespaces": "Linux namespaces (no network, no files but Python's, no other processes) and limits",
     "limits": "limits on time, memory, processes and files ONLY: it reaches the network, and what this user may read; "
@@ -29,33 +29,34 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What each test may have; ``seconds_in_all`` bounds the tests of one program together."""
+    """Resource limits of each test; ``seconds_in_all`` limits the sum over all tests of one program."""
 
     seconds: float = 4.0
     seconds_in_all: float = 8.0
-    memory_mb: int = 512  # of address space, for each process
+    memory_mb: int = 512  # address space of each process
     processes: int = 32
-    file_mb: int = 16  # for each file, and with namespaces for all together
+    file_mb: int = 16  # size of each file; with namespaces also the total of all files
     output_kb: int = 1024
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: nothing is known about the program."""
+    """A failure of the sandbox itself: the result of the program is unknown."""
 
 
 class Sandbox:
-    """A process, of a kind of ``KINDS``, that runs one program after the other, each time in fresh processes."""
+    """A driver process with one of the isolation ``KINDS``; runs one program at a time, each test in a new process."""
 
     def __init__(self, kind: str):
         self.kind = kind
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, program: str, tests: Sequence[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
-        """Runs a Python program once for each test, and says in their order what came of it.
+        """Run a Python program once for each test; return one result for each test, in the order of the tests.
 
-        A test is {"stdin": text}, {"call": name of a function, "args": list} or {"assert": code to be run behind it}.
-        A result has "stdout", "value" (what the call returned, as JSON has it) or "passed" (true); or else "fault", a
-        line about what went wrong. SandboxError, and a new process for the next program, when the sandbox failed.
+        A test is {"stdin": text}, {"call": name of a function, "args": list} or {"assert": code to run after the
+        program}. A result has "stdout", "value" (the return value of the call, as JSON) or "passed" (true); or else
+        "fault", one line with the reason. If the sandbox fails, this raises SandboxError and ends the process; the next
+        program gets a new process.
         """
         if self._process is None:
             self._process = self._start()
@@ -69,7 +70,7 @@ class Sandbox:
             raise SandboxError(f"the sandbox failed: {error} {self.close()}".strip()) from error
 
     def close(self) -> str:
-        """Ends the process; returns the last line that it had to say about it."""
+        """End the process; return the last line of its standard error."""
         if self._process is None:
             return ""
         self._process.kill()
@@ -80,7 +81,7 @@ class Sandbox:
     def _start(self) -> subprocess.Popen[bytes]:
         folder = tempfile.gettempdir()
         return subprocess.Popen(
-            # It stays in the process group of the worker, and so ends with it.
+            # The driver stays in the process group of the reward worker, so that both end together.
             [sys.executable, "-I", "-S", str(_DRIVER), self.kind, sys.base_prefix, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,7 +106,10 @@ class Sandbox:
 
 @functools.cache
 def sandbox(strict: bool) -> Sandbox:
-    """The best sandbox that works here, found by trying; GrpoError when none does, or with ``strict`` a lesser one."""
+    """Return the sandbox with the strongest isolation that passes a probe on this machine.
+
+    GrpoError if none passes. ``strict`` allows namespaces only.
+    """
     said = []
     for kind in list(KINDS)[: 1 if strict else None]:
         candidate = Sandbox(kind)
@@ -122,7 +126,7 @@ def sandbox(strict: bool) -> Sandbox:
 
 
 def isolation_here(strict: bool) -> str:
-    """What `sandbox` isolates by on this machine, in words; GrpoError as there."""
+    """Return the description of the isolation that `sandbox` selects on this machine; GrpoError if there is none."""
     found = sandbox(strict)
     found.close()
     return KINDS[found.kind]

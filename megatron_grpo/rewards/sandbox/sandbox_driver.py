@@ -1,9 +1,10 @@
-"""The inside of the sandbox: a script of its own, started by ``sandbox`` with an empty environment.
+"""Script inside the sandbox; ``sandbox`` starts it with an empty environment.
 
-It shuts itself in, reads jobs from stdin, a line of JSON each, runs the program once for each test in a process of its
-own, and writes the results to stdout, a line again. With namespaces it becomes process 1 of a new process tree, which
-is the only one that generated code can see, with no network and a root directory that holds Python, an empty folder in
-memory, and nothing else. Process 1 cannot be killed from inside; when it ends, the kernel ends everything in there.
+The driver isolates itself, then reads jobs from stdin (one line of JSON each), runs the program of a job once for each
+test in a separate process, and writes the results to stdout (one line of JSON each). With namespaces the driver is
+process 1 of a new process tree, without a network, with a root directory that holds only Python and an empty folder in
+memory. Generated code sees only the processes of this tree. It cannot kill process 1; when process 1 ends, the kernel
+ends all other processes of the tree.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import tempfile
 import time
 import types
 
-sys.path.insert(0, os.path.dirname(__file__))  # which -I leaves out; and generated code is to have it left out
+sys.path.insert(0, os.path.dirname(__file__))  # -I omits it; removed again below, for generated code
 from sandbox_calls import refuse_calls
 from sandbox_namespaces import (
     BOX,
@@ -40,14 +41,14 @@ from sandbox_namespaces import (
 del sys.path[0]
 
 MIB = 1 << 20
-ANSWER = 60  # descriptor for what a call returned, below RLIMIT_NOFILE and out of the way of files
+ANSWER = 60  # descriptor for return values: below RLIMIT_NOFILE, above the descriptors of opened files
 
 
 # ---- one test
 
 
 class Test:
-    """A running program: its process, and what it has written so far."""
+    """A running program: its process and its output so far."""
 
     def __init__(self, job: dict, test: dict, folder: str):
         out, out_child = os.pipe()
@@ -83,7 +84,7 @@ class Test:
             self._close_input()
 
     def run(self, seconds: float) -> str | None:
-        """Waits until the process has ended; what was wrong with that, or None."""
+        """Wait until the process has ended; return its fault, or None."""
         deadline = time.monotonic() + seconds
         exit_code = None
         poll = select.poll()
@@ -106,7 +107,7 @@ class Test:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 exit_code = os.waitstatus_to_exitcode(status)
-        for descriptor in self.written:  # what is still in the pipes, but not what a process left behind adds
+        for descriptor in self.written:  # read the rest of the pipes, without waiting for leftover children
             os.set_blocking(descriptor, False)
             with contextlib.suppress(BlockingIOError):
                 while self._take(descriptor) and len(self.written[descriptor]) <= self.limit:
@@ -136,19 +137,19 @@ class Test:
     def _take(self, descriptor: int) -> bool:
         data = os.read(descriptor, 1 << 16)
         self.written[descriptor] += data
-        if descriptor == self.err:  # the end is what matters
+        if descriptor == self.err:  # only the end is used
             self.written[descriptor] = self.written[descriptor][-4096:]
         return bool(data)
 
     def close(self) -> None:
-        """Ends the process and whatever it started, and lets go of the pipes."""
+        """End the process and its descendants; close the pipes."""
         end_all(self.pid)
         for descriptor in [*self.written, *([self.into] if self.into is not None else [])]:
             os.close(descriptor)
 
 
 def confine(job: dict, folder: str) -> None:
-    """In the child: a session and a folder of its own, no rights, and limits."""
+    """Isolate the child process: start a new session, change to its folder, drop privileges, set limits."""
     os.setsid()
     os.chdir(folder)
     drop_rights()
@@ -170,7 +171,7 @@ def confine(job: dict, folder: str) -> None:
 
 
 def play(program: str, test: dict) -> None:
-    """In the child: runs the program, and then calls its function or runs the test behind it."""
+    """Run the program in the child process, then the call or the assert of the test."""
     sys.stdin, sys.stdout, sys.stderr = (open(n, "rw"[n > 0], encoding="utf-8", errors="replace") for n in range(3))  # noqa: SIM115
     module = types.ModuleType("__main__" if "stdin" in test else "program")
     names = vars(module)
@@ -190,7 +191,7 @@ def play(program: str, test: dict) -> None:
 
 
 def finish(status: int) -> None:
-    """In the child: ends it without running anything of the driver's."""
+    """End the child process without the driver's exit handlers."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             stream.flush()
@@ -198,7 +199,7 @@ def finish(status: int) -> None:
 
 
 def end_all(pid: int) -> None:
-    """Kills what is left of a test; as process 1 everything, else what descends from this process, until none is."""
+    """Kill all processes that a test left: as process 1 all others, else the descendants of this process."""
     while True:
         if os.getpid() == 1:
             with contextlib.suppress(ProcessLookupError):
@@ -214,7 +215,7 @@ def end_all(pid: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that this one started, those that they started, and so on, as far as /proc tells."""
+    """Return the ids of all descendants of a process that /proc lists."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             children = [int(word) for word in file.read().split()]
@@ -224,7 +225,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def counted_apart() -> bool:
-    """Whether the processes in here are not counted with the user's others, as in a user namespace since Linux 5.14."""
+    """Return whether RLIMIT_NPROC ignores the user's processes outside, as in a user namespace since Linux 5.14."""
     child = os.fork()
     if child == 0:
         try:
@@ -239,7 +240,7 @@ def counted_apart() -> bool:
 
 
 def processes_of(uid: int) -> int:
-    """How many processes a user has already, which count against his limit."""
+    """Return the number of running processes of a user, which count towards RLIMIT_NPROC."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -249,7 +250,7 @@ def processes_of(uid: int) -> int:
 
 @contextlib.contextmanager
 def throwaway_folder(size_mb: int, base: str):
-    """An empty folder for one test: ``BOX``, in memory, if that is the base, else one on the disk."""
+    """Provide an empty folder for one test and remove it: in memory at ``BOX`` if ``base`` is ``BOX``, else on disk."""
     if base == BOX:
         mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_mb}m,nr_inodes=4k,mode=777")
         yield BOX
@@ -263,7 +264,7 @@ def throwaway_folder(size_mb: int, base: str):
 
 
 def remove(folder: str) -> None:
-    """Removes a folder, however deep a program has nested others in it, and whatever modes it has given them."""
+    """Remove a folder and its content, for any depth of nesting and any file modes."""
     names = (f"{folder}/{number}." for number in itertools.count())
     while entries := list(os.scandir(folder)):
         for entry in entries:
@@ -273,14 +274,14 @@ def remove(folder: str) -> None:
             os.chmod(entry.path, 0o700)
             for inside in list(os.scandir(entry.path)):
                 if inside.is_dir(follow_symlinks=False):
-                    os.chmod(inside.path, 0o700)  # or it cannot be moved
+                    os.chmod(inside.path, 0o700)  # rename needs write permission
                 os.rename(inside.path, next(names))
             os.rmdir(entry.path)
     os.rmdir(folder)
 
 
 def results_of(job: dict, base: str) -> list[dict]:
-    """What came of each test, in order; ``sandbox.run_tests`` describes it."""
+    """Return the result of each test, in order; ``sandbox.Sandbox.run`` describes the results."""
     deadline = time.monotonic() + job["seconds_in_all"]
     results = []
     for description in job["tests"]:
@@ -299,7 +300,7 @@ def results_of(job: dict, base: str) -> list[dict]:
 
 
 def result(description: dict, test: Test, fault: str | None) -> dict:
-    """One test's result."""
+    """Return the result of one test."""
     if fault:
         return {"fault": fault}
     if "stdin" in description:
@@ -316,7 +317,7 @@ def result(description: dict, test: Test, fault: str | None) -> dict:
 
 
 def main() -> None:
-    """Shuts itself in, and works until there are no more jobs: ``sandbox_driver.py KIND PYTHON FOLDER``."""
+    """Isolate this process and run jobs until stdin ends: ``sandbox_driver.py KIND PYTHON FOLDER``."""
     kind, python, base = sys.argv[1:]
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     there = processes_of(os.geteuid() or NOBODY)
@@ -328,7 +329,7 @@ def main() -> None:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     if counted_apart():
         there = 0
-    prctl(PR_SET_DUMPABLE, 0)  # a program may have this process's user: it must neither read nor trace it
+    prctl(PR_SET_DUMPABLE, 0)  # a program may run as the same user: it must neither read nor trace this process
     for line in jobs:
         job = json.loads(line) | {"processes_there": there}
         reports.write(json.dumps(results_of(job, base)).encode() + b"\n")

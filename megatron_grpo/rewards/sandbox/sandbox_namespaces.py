@@ -1,7 +1,7 @@
-"""Shuts the calling process in: new namespaces, and a root directory that holds Python and nothing else.
+"""Isolation of the calling process: new namespaces, and a root directory that holds only Python.
 
-With the standard library alone: a part of ``sandbox_driver``. Steps and numbers are those of namespaces(7),
-user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and pivot_root(2).
+Part of ``sandbox_driver``; standard library only. Source of the steps and numbers: namespaces(7), user_namespaces(7),
+pid_namespaces(7), mount_namespaces(7) and pivot_root(2).
 """
 
 import contextlib
@@ -26,47 +26,50 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """OSError with the kernel's reason when a call into libc failed."""
+    """Raise OSError with the kernel's reason if a call of libc failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2)."""
+    """Call prctl(2)."""
     check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     arguments = [text.encode() or None for text in (source, target, kind)]
     check(libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
 
 
 def umount(target: str) -> None:
-    """Detaches a mount, umount2(2)."""
+    """Detach a mount by umount2(2)."""
     check(libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
 def enter_namespaces(python: str) -> None:
-    """Leaves this process as process 1 of namespaces of its own; the one it was waits, and ends with it."""
+    """Continue in a child that is process 1 of new namespaces.
+
+    The calling process waits for the child and exits with its status.
+    """
     spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    proc = os.open("/proc", os.O_DIRECTORY)  # which the new root has not
+    proc = os.open("/proc", os.O_DIRECTORY)  # not in the new root directory
     if os.geteuid() != 0:
         enter_user_namespace(proc, spaces)
         new_root(python)
     elif nobody_may_mount():
-        # Generated code, too, could make a user namespace and fill memory through mounts, if it were not in one.
+        # Outside a user namespace, generated code could create one and fill memory through mounts.
         check(libc.unshare(CLONE_NEWNS), "unshare")
-        new_root(python)  # as root, who reaches Python wherever it lies
+        new_root(python)  # as root, because Python's folder may be readable by root only
         become_nobody()
-        prctl(PR_SET_DUMPABLE, 1)  # or what /proc has of this process stays root's
+        prctl(PR_SET_DUMPABLE, 1)  # else the files of this process in /proc still belong to root
         enter_user_namespace(proc, spaces)
     else:
         check(libc.unshare(spaces), "unshare")
         new_root(python)
     os.close(proc)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # again: another user's process does not have it
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # again: a change of the user id clears it
     inside = os.fork()
     if inside:
         _, status = os.waitpid(inside, 0)
@@ -75,18 +78,18 @@ def enter_namespaces(python: str) -> None:
 
 
 def enter_user_namespace(proc: int, spaces: int) -> None:
-    """Goes into a user namespace with all rights there, and new spaces that belong to it; the user stays the same."""
+    """Enter a new user namespace with all capabilities, and the new namespaces ``spaces`` in it; keep the user id."""
     uid, gid = os.geteuid(), os.getegid()
     check(libc.unshare(CLONE_NEWUSER | spaces), "unshare")
     write("self/setgroups", "deny", proc)
     write("self/uid_map", f"{uid} {uid} 1", proc)
     write("self/gid_map", f"{gid} {gid} 1", proc)
-    with contextlib.suppress(OSError):  # no more of them for generated code
+    with contextlib.suppress(OSError):  # no further user namespaces for generated code
         write("sys/user/max_user_namespaces", "0", proc)
 
 
 def nobody_may_mount() -> bool:
-    """Whether a user without rights gets them in a user namespace, found by trying; for root."""
+    """Return whether an unprivileged user can mount in a user namespace, found by trial. Needs root."""
     child = os.fork()
     if child == 0:
         try:
@@ -100,14 +103,14 @@ def nobody_may_mount() -> bool:
 
 
 def become_nobody() -> None:
-    """From root to a user without rights."""
+    """Change from root to an unprivileged user."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def new_root(python: str) -> None:
-    """Changes to a root directory in memory with Python's files, read-only, and the writable folder ``BOX``."""
+    """Change to a root directory in memory that holds Python's files, read-only, and the folder ``BOX``."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
@@ -126,7 +129,7 @@ def new_root(python: str) -> None:
 
 
 def show(path: str) -> None:
-    """Makes a directory of the old root visible at its own place, read-only; a symbolic link stays one."""
+    """Mount a directory of the old root at the same path, read-only; copy a symbolic link as a link."""
     old = "/old" + path
     if os.path.lexists(path) or not os.path.lexists(old):
         return
@@ -136,7 +139,7 @@ def show(path: str) -> None:
         return
     os.mkdir(path)
     mount(old, path, flags=MS_BIND)
-    # In a user namespace the flags that a mount has must stay.
+    # In a user namespace a remount must keep the existing flags of a mount.
     given = os.statvfs(path).f_flag
     flags = given & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
     flags |= MS_RELATIME if given & ST_RELATIME else 0
@@ -144,7 +147,7 @@ def show(path: str) -> None:
 
 
 def write(path: str, text: str, folder: int | None = None) -> None:
-    """Replaces the content of a file, below an open folder."""
+    """Write text to a file; ``folder`` is the descriptor of the folder of a relative path."""
     file = os.open(path, os.O_WRONLY | (os.O_CREAT if folder is None else 0), 0o666, dir_fd=folder)
     try:
         os.write(file, text.encode())
@@ -153,7 +156,7 @@ def write(path: str, text: str, folder: int | None = None) -> None:
 
 
 def drop_rights() -> None:
-    """Gives up what root has, or what a user namespace gave, for good."""
+    """Drop the privileges of root or of the user namespace, irrevocably."""
     if os.geteuid() == 0:
         become_nobody()
         return
