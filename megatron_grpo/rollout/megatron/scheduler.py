@@ -106,7 +106,7 @@ class Scheduler:
         return works
 
     def take(self, works: Sequence[Work], tokens: Sequence[int], log_probs: Sequence[float]) -> list[Running]:
-        """Append the step's tokens, in the order of all members' rows, to their completions; return the finished ones."""
+        """Append the step's tokens, in the order of all members' rows, to the completions; return finished ones."""
         finished = []
         rows = [running for work in works for running in work.sampled]
         for running, token, log_prob in zip(rows, tokens, log_probs, strict=True):

@@ -35,7 +35,7 @@ def compare_weights(worker, weights: Weights) -> list[str]:
 
 
 class _Compare(TorchDispatchMode):
-    """Context in which a copy into one of the parameters (``{storage: name}``) counts the differing elements instead."""
+    """Context in which a copy into a parameter (of ``{storage: name}``) counts the differing elements instead."""
 
     def __init__(self, parameters: dict[int, str]):
         super().__init__()

@@ -82,7 +82,7 @@ def _is_gpt_oss(model: torch.nn.Module) -> bool:
 
 
 def _loads_in_place(model: torch.nn.Module) -> bool:
-    """Return whether a model on a GPU uses its weights as loaded: only linear layers without quantization do."""
+    """Return whether a model on a GPU uses its weights as loaded: no quantization, no experts, no latent attention."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     plain = methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
     return plain and not any(type(module).__name__ == "MLAAttention" for module in model.modules())

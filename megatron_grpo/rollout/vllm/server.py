@@ -142,7 +142,7 @@ class VllmServer(Server):
             "seed": seed,  # of the first sample; the server adds 1 for each further one
             "max_tokens": sampling.max_tokens,
             **sampling_parameters(sampling, self._eos_id),
-            "ignore_eos": True,  # no end tokens of generation_config.json: only the tokenizer's counts
+            "ignore_eos": True,  # ignore generation_config.json's end tokens; the tokenizer's is a stop token
             "logprobs": 0 if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,
