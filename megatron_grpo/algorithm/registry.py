@@ -26,7 +26,8 @@ Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 Level = Literal["token", "sequence", "sequence_token"]
 
-# Statistics of the tokens of a whole update, under the weights before it. A loss that reads one costs a forward pass.
+# Statistics of the tokens of a whole update, under the weights before the update. A loss that reads a statistic costs a
+# forward pass.
 # covariances: (A - mean A)(lp - mean lp), of `masks.covariances`; entropies: of the policy, nats.
 TOKEN_STATISTICS = ("covariances", "entropies")
 # Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level.

@@ -185,7 +185,7 @@ class VllmColocate:
         except AssertionError as error:
             if "Memory usage increased" not in str(error):
                 raise
-            # vLLM has freed its memory by then, but compares the GPU's free memory before and after.
+            # vLLM raises after freeing its memory, because it compares the GPU's free memory before and after.
             raise EngineLost(
                 f"vLLM's sleep failed on rank {dist.get_rank()}: while it freed its memory, another program allocated "
                 "more on the same GPU; give this GPU to the run alone, or add --sleep-level 0"
@@ -274,8 +274,8 @@ def _options_for_a_cpu(args) -> dict:
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
     # caching: expand keys and values before attention, as transformers does.
     os.environ["VLLM_MLA_DISABLE"] = "1"
-    # Its rotary kernel expects [tokens, heads * channels] and rotates the wrong rows of latent attention's [tokens,
-    # heads, channels]. Without it, torch's operators are used.
+    # vLLM's rotary kernel for CPUs expects [tokens, heads * channels] and rotates the wrong rows of latent attention's
+    # [tokens, heads, channels]. Without the kernel, vLLM uses torch's operators.
     return options | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
