@@ -3,9 +3,9 @@
 As in Megatron-LM's pretrain_gpt.py, `get_batch`, `loss_func` and `forward_step` define one micro-batch, and `main`
 passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algorithm. Per rollout:
 
-    plan         the next prompts of the data and how they are sampled, equal on all ranks
-    completions  the engine gets the newest weights and samples ``--num-generations`` completions of each prompt;
-                 reward functions score them as they finish
+    plan         the next prompts of the data and their sampling parameters, equal on all ranks
+    completions  the engine receives the newest weights and samples ``--num-generations`` completions of each prompt;
+                 reward functions score completions as they finish
     log-probs    forward passes of the old policy, the reference model and the teacher, where the flags need them
     advantages   each completion is compared with the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
@@ -23,7 +23,7 @@ import torch
 
 from megatron_grpo.utils import cpu_backend
 
-cpu_backend.install()  # before megatron.core is imported; on a GPU it does nothing
+cpu_backend.install()  # call before the import of megatron.core; no-op on a GPU
 
 from megatron.core import parallel_state
 
@@ -63,7 +63,7 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
 
     The loss is the sum over the tokens of w (L + beta KL - c H): w averages over the global batch, L is the policy term
     of --loss-type, H the entropy. The schedule divides by the number of micro-batches and DDP by the data-parallel
-    size. Both are multiplied back in, so that the gradient is that of the sum over the whole global batch.
+    size. This function multiplies by both, so that the gradient is that of the sum over the whole global batch.
     """
     output = whole_pack(output, batch["own_labels"], len(batch["completion"]))
     if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
@@ -87,7 +87,7 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, outpu
 
 
 def forward_step(data_iterator, model, args, num_microbatches: int):
-    """Run one micro-batch through this pipeline stage; megatron-core's schedule calls the loss on the last stage."""
+    """Return this pipeline stage's output for one micro-batch, and the loss function for megatron-core's schedule."""
     pack, batch = get_batch(data_iterator)
     router_replay.next_micro_batch(model, pack, batch.get("routed_experts"))
     output = model(
@@ -95,14 +95,17 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         batch["position_ids"][None],
         attention_mask=None,
         labels=batch["labels"][None],
-        padding_mask=batch["padding"][None] if args.num_experts else None,  # routers leave padding out of their counts
+        padding_mask=batch["padding"][None] if args.num_experts else None,  # excluded from the routers' counts
         packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl),
     )
     return output, partial(loss_func, args, batch, num_microbatches)
 
 
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
-    """One optimizer step on a global batch: some of the rollout's completions, in packs over data-parallel ranks."""
+    """Run one optimizer step on a global batch and return its metrics.
+
+    The global batch is ``completions`` of the rollout, in packs over data-parallel ranks.
+    """
     weights = np.zeros(batch.num_completions, np.float32)
     lengths, aggregation = batch.response_lengths[completions], LOSSES.get(args.loss_type).aggregation
     weights[completions] = token_weights(aggregation, lengths, args.micro_batch_size, args.max_completion_length)
@@ -130,8 +133,10 @@ def correct(args, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
-    """Return mean reward and accuracy (the first reward function gives 1) on the held-out prompts, for greedy
-    completions and with --eval-num-generations for sampled ones.
+    """Return mean reward and accuracy on the held-out prompts, for greedy completions.
+
+    A completion is accurate if the first reward function returns 1. --eval-num-generations adds the metrics of sampled
+    completions.
     """
     metrics = {}
     with trainer.timers("eval"), trainer.engine_awake():
@@ -139,9 +144,9 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             batch = trainer.collect(plan)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
-            first = batch.rewards[:, 0]  # NaN where it did not score
+            first = batch.rewards[:, 0]  # NaN: not scored
             metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
-            whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts whose answers all are scored
+            whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts with all completions scored
             for k in powers_of_two(plan.num_generations) if kind == "sampled" and whole.any() else ():
                 metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
     return metrics
@@ -188,7 +193,7 @@ def train(args, trainer: Trainer) -> None:
                 try:
                     row |= evaluate(args, trainer)
                 except EngineLost as lost:
-                    if lost.saved:  # with this update: log it now, because a resumed run continues after it
+                    if lost.saved:  # the checkpoint holds this update: log it now, a resumed run continues after it
                         trainer.log(row)
                     raise
             trainer.log(row)

@@ -1,6 +1,6 @@
-"""The mathematics of GRPO: pure functions on tensors and arrays, with no process group, flag or model in sight.
+"""The mathematics of GRPO: losses, advantages, KL penalties, masks and weights, with their flags.
 
-In the order of one step: advantages (rewards -> A), distillation (a teacher's part in A), weighting (how tokens are
-averaged), losses (A -> loss of each token), kl (the cost of leaving the reference), masks (which tokens are learnt
-from), corrections (how far the engine that sampled is from the trainer that learns).
+In the order of one step: advantages (rewards -> A), distillation (the teacher's term in A), importance_sampling
+(rollout importance weights), masks (tokens in the policy term), losses (A -> loss of each token), kl (KL penalty to the
+reference model), weighting (token weights over the global batch).
 """

@@ -1,4 +1,4 @@
-"""Advantage estimators: each completion compared with the others of its prompt, or of the batch.
+"""Advantage estimators: comparison of each completion with the others of its prompt, or of the batch.
 
 GRPO has no value network. The completions sampled from one prompt form a group, and the mean reward of the group is the
 baseline. A group has an explicit id and does not depend on positions in the batch. Sums are exact (`math.fsum`), so
@@ -80,7 +80,7 @@ def group_statistics(rewards: Float32, group_ids: Int64) -> GroupStatistics:
 
 @register_advantage("grpo", scale="group", example=None)
 def group_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) -> Float32:
-    """GRPO: A_i = (R_i - mean of its group) / (std + 1e-4).
+    """Return GRPO's advantages, A_i = (R_i - mean of its group) / (std + 1e-4).
 
     The std is that of the rewards of the group (`scale_rewards` "group": every prompt has the same weight), of the
     whole batch ("batch"), or there is no division ("none", as in Dr. GRPO: the division by the group's std gives the
@@ -108,7 +108,7 @@ def group_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) -
 
 @register_advantage("rloo", example=None)
 def rloo_advantages(rewards: Float32, group_ids: Int64, scale_rewards: Scale) -> Float32:
-    """RLOO: the baseline of a completion is the mean reward of the *others* of its group.
+    """Return RLOO's advantages: the baseline of a completion is the mean reward of the *others* of its group.
 
         A_i = R_i - mean of R_j over j != i  =  G / (G - 1) (R_i - mean of the group),   G = scored completions in it
 
@@ -140,9 +140,9 @@ def _tokens_differ(kl_in_reward: bool, gamma: float) -> str | None:
 def reinforce_plus_plus_advantages(
     rewards: Float32, penalties: Float64 | None, response_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
 ) -> Float32:
-    """REINFORCE++: discounted returns of each token, normalised over all tokens of the batch.
+    """Return REINFORCE++'s advantages: discounted returns of each token, normalised over all tokens of the batch.
 
-        r_t = -penalty_t, and R more at the completion's last token in the loss
+        r_t = -penalty_t, plus R at the completion's last token in the loss
         G_t = r_t + gamma G_{t+1}, over the tokens in the loss of the completion (others are skipped)
         A_t = (G_t - mean of G) / (std of G + 1e-4), over all tokens in the loss of the batch
 
@@ -169,7 +169,7 @@ def reinforce_plus_plus_advantages(
     returns = np.zeros(len(tokens)) if penalties is None else -penalties[tokens]
     spoke = lengths > 0
     returns[last[spoke]] += rewards[spoke]
-    for step in range(1, int(lengths.max(initial=0))):  # from the last token back, all completions at a time
+    for step in range(1, int(lengths.max(initial=0))):  # from the last token backwards, over all completions at once
         longer = last[lengths > step] - step
         returns[longer] += gamma * returns[longer + 1]
     advantages = np.zeros(len(response_mask), np.float32)
@@ -183,7 +183,7 @@ def reinforce_plus_plus_advantages(
 
 @register_advantage("reinforce_plus_plus_baseline", scale="batch", example=None)
 def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) -> Float32:
-    """REINFORCE++ with baseline: centred in the group, divided by the std of the centred rewards of the batch.
+    """Return REINFORCE++'s advantages with baseline: rewards centred in the group and scaled over the batch.
 
         c_i = R_i - mean of its group,   A_i = c_i / (std of c over the batch + 1e-4)
 
@@ -220,7 +220,9 @@ def _check_pass_at_k(pass_at_k: int | None, num_generations: int, kl_in_reward: 
 
 @register_advantage("pass_at_k", check=_check_pass_at_k, example=None)
 def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, scale_rewards: Scale) -> Float32:
-    """Pass@k: the unbiased gradient of E[max reward of k completions] from G >= k; pass@k for rewards 0 and 1.
+    """Return advantages with the unbiased gradient of E[max reward of k completions], from G >= k completions.
+
+    For rewards 0 and 1 this expectation is pass@k.
 
         s_i = sum over subsets I of the group with k members, i among them, of (max of I - max of I without i) / C(G, k)
         A_i = G s_i
@@ -230,8 +232,8 @@ def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, sca
 
         A_i = G / C(G, k) * sum over j < i of C(j - 1, k - 2) (R_i - R_j)
 
-    A is never negative; it is large for a completion that solved a prompt as one of few. k is at least 2 (k = 1 is
-    `rloo`). A group with fewer than k scored completions, and one whose rewards are all equal, has A = 0.
+    A is never negative, and large if few completions of the group solved the prompt. k is at least 2 (k = 1 is `rloo`).
+    A group with fewer than k scored completions, or with equal rewards, has A = 0.
 
     Args:
         rewards: [n], finite or NaN; any numbers.
@@ -259,7 +261,7 @@ def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, sca
             continue
         ascending = members[np.argsort(values[members], kind="stable")]
         ordered = values[ascending]
-        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: the counts would overflow float64.
+        # C(j, k - 2) / C(G, k) for j = 0 ... G - 2, as a product from the end: binomials would overflow float64.
         j = np.arange(size - 2, 0, -1)
         factors = np.concatenate([[k * (k - 1) / (size * (size - 1))], np.maximum(j - k + 2, 0) / j])
         shares = np.cumprod(factors)[::-1]
@@ -269,7 +271,7 @@ def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, sca
 
 
 def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64) -> Float32:
-    """GDPO: each reward function is normalised on its own before the sum, so that none dominates.
+    """Return GDPO's advantages: each reward function is normalised separately before the sum, so that none dominates.
 
         z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of weights[f] z_if
         A_i  = (a_i - mean of a over the batch) / (std of a over the batch + 1e-4)
@@ -300,7 +302,7 @@ def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64
 
 
 def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:
-    """Yield the indices of the scored members of each group with a signal, that is with rewards that differ."""
+    """Yield the indices of the scored members of each group with a signal (rewards that differ)."""
     scored = ~np.isnan(rewards)
     for group in np.unique(group_ids):
         members = np.flatnonzero((group_ids == group) & scored)
@@ -309,7 +311,7 @@ def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:
 
 
 def _centred(values: Float64, group_ids: Int64) -> Float64:
-    """Return R minus the mean of its group; exactly 0 if all are equal, whatever the rounding of the mean."""
+    """Return R minus the mean of its group; exactly 0 for a group of equal rewards, without rounding errors."""
     centred = np.zeros(len(values))
     for members in _groups(values, group_ids):
         centred[members] = values[members] - _mean(values[members])
@@ -317,7 +319,7 @@ def _centred(values: Float64, group_ids: Int64) -> Float64:
 
 
 def _scaled(advantages: Float64, values: Float64, group_ids: Int64, scale: Scale) -> Float32:
-    """Divide by the std of the rewards ``values`` of the group or the batch, or return the advantages as they are."""
+    """Return the advantages, divided by the std of ``values`` over the group or the batch, or unscaled."""
     if scale == "group":
         for members in _groups(values, group_ids):
             advantages[members] /= _std(values[members]) + STD_EPSILON
@@ -329,7 +331,7 @@ def _scaled(advantages: Float64, values: Float64, group_ids: Int64, scale: Scale
 
 
 def _whitened(values: Float64) -> Float64:
-    """Scale to mean 0 and std 1 over values that are not NaN; NaN gives 0, and equal values give 0 everywhere."""
+    """Return values scaled to mean 0 and std 1 over values that are not NaN; 0 for NaN, and if all are equal."""
     known = values[~np.isnan(values)]
     if not len(known) or known.min() == known.max():
         return np.zeros(len(values))
@@ -341,7 +343,7 @@ def _mean(values: Float64) -> float:
 
 
 def _std(values: Float64) -> float:
-    """Unbiased standard deviation; 0 for fewer than two values."""
+    """Return the unbiased standard deviation; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     return math.sqrt(math.fsum((values - _mean(values)) ** 2) / (len(values) - 1))

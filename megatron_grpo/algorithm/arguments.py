@@ -90,8 +90,8 @@ ADVANTAGE: tuple[FlagRow, ...] = (
 def needs_old_log_probs(args: Namespace) -> bool:
     """Return whether a rollout needs a forward pass for log-probabilities under the old policy.
 
-    With one update per rollout they are the update's own; then only computations before the update, on the host, read
-    them.
+    With one update per rollout, the update computes these log-probabilities itself; then only computations on the host
+    before the update need the forward pass.
     """
     reads = (args.rollout_importance_sampling_mode, args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
     return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2"
@@ -122,7 +122,7 @@ def _check_ranges(args: Namespace, registry: Registry[Any]) -> None:
 
 
 def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
-    """Refuse flags that this loss or estimator does not read, and parameters that are no flag."""
+    """Refuse flags that this loss or estimator does not read, and parameters without a flag."""
     for dest in registry.flags:
         if dest in args.explicit and dest not in entry.parameters:
             raise GrpoError(f"{flag(dest)} has no effect with {registry.option} {entry.name}: leave it out")
@@ -135,7 +135,7 @@ def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
 
 
 def _check_blocks(args: Namespace, loss: Loss) -> None:
-    """With a token budget, only losses that average over blocks of completions read --micro-batch-size."""
+    """Require --micro-batch-size with a token budget if the loss averages over blocks; refuse it for other losses."""
     given = "micro_batch_size" in args.explicit
     if not args.max_tokens_per_microbatch:
         return

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores the policy's own completions."""
+"""On-policy distillation: log-probabilities of the policy's completions under a teacher, as advantages."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,10 @@ def on_policy_distillation(
     response_mask: npt.NDArray[np.uint8],
     coefficient: float,
 ) -> Float32:
-    """Return the advantage of each token plus the teacher's: A_t + C (log p(teacher) - log p(old policy)).
+    """Return the advantage of each token plus the teacher's term: A_t + C (log p(teacher) - log p(old policy)).
 
-    The mean of the second term over tokens that the policy sampled is -C KL(policy || teacher), token by token: it
-    lowers tokens that are less likely under the teacher than under the policy, whatever the reward of the completion.
+    The mean of the second term over tokens sampled by the policy is -C KL(policy || teacher) per token. The term lowers
+    tokens that are less likely under the teacher than under the policy, independently of the completion's reward.
 
     Args:
         advantages: [total], of the rewards; zeros for distillation alone.

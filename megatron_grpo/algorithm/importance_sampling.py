@@ -1,9 +1,9 @@
-"""Mismatch between engine and trainer: its measure, and rollout importance weights that correct for it.
+"""Mismatch between engine and trainer: metrics, and rollout importance weights.
 
-Engine and trainer hold the same weights but use other kernels, and often another precision, so that their
+Engine and trainer hold the same weights but use different kernels, and often different precisions, so their
 log-probabilities of a token differ. GRPO treats the samples as the trainer's own: the difference is an error that the
-loss does not show. `mismatch` measures it; a sudden rise means that the engine missed a weight update.
-`importance_weights` corrects for it: the policy term of a token is multiplied by r = p(trainer) / p(engine), so that
+loss does not show. `mismatch` measures the difference; a sudden rise means that the engine missed a weight update.
+`importance_weights` corrects the error: the policy term of a token is multiplied by r = p(trainer) / p(engine), so that
 the mean over the engine's samples is an expectation under the trainer. The weights are bounded, because a few large
 ratios would dominate the gradient.
 """
@@ -101,7 +101,7 @@ def importance_weights(
 
 
 def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
-    """Compare the trainer's log-probabilities of the sampled tokens with the engine's.
+    """Return statistics of the difference between the trainer's and the engine's log-probabilities of sampled tokens.
 
     With d = lp - lp_rollout of a token and r = exp(d), d clamped to [-20, 20] in the exponent:
 
@@ -118,7 +118,7 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
         rollout_log_probs: [t], under the engine; NaN where the engine returned none.
 
     Returns:
-        Float64 scalars without gradient; micro-batches and ranks combine them as `loss_metrics` says.
+        Float64 scalars without gradient; `loss_metrics` defines how micro-batches and ranks are combined.
     """
     known = ~torch.isnan(rollout_log_probs)
     trainer, engine = log_probs.detach()[known].double(), rollout_log_probs[known].double()
@@ -138,7 +138,7 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
 def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of an update from its totals of `mismatch`; none if the engine returned no log-probabilities.
 
-    The effective sample size is Kish's, as a share of the tokens: (sum r)^2 / (n sum r^2).
+    The effective sample size is Kish's, as a fraction of the tokens: (sum r)^2 / (n sum r^2).
     """
     tokens = totals["mismatch/tokens"]
     if not tokens:

@@ -1,13 +1,13 @@
 """KL penalty of each token against the reference model, in the loss or in the reward.
 
-KL(policy || reference) is the mean of x = log_probs - ref_log_probs over samples of the policy. Training needs its
-gradient, in which the estimators differ more than in their value. On average:
+KL(policy || reference) is the mean of x = log_probs - ref_log_probs over samples of the policy. Training needs the
+gradient of the KL; the estimators differ more in their gradients than in their values. On average:
 
-              of each token   value                          gradient
-    k1        x               KL(policy || reference)        mean zero in the loss, the right one in the reward
-    k2        x^2 / 2         another number                 that of KL(policy || reference)
-    k3        exp(-x) - 1 + x KL(policy || reference)        that of the other one, KL(reference || policy)
-    unbiased  rho k3          KL(policy || reference)        its own, also where an old policy sampled
+              of each token   value                          gradient of
+    k1        x               KL(policy || reference)        nothing (mean zero) in the loss, KL(p || r) in the reward
+    k2        x^2 / 2         not a KL divergence            KL(policy || reference)
+    k3        exp(-x) - 1 + x KL(policy || reference)        KL(reference || policy)
+    unbiased  rho k3          KL(policy || reference)        KL(policy || reference), also for samples of an old policy
 
 Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html, names k1, k2 and k3.
 """
@@ -66,10 +66,10 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         x  = log_probs - ref_log_probs, clamped to [-20, 20]
         k3 = exp(-x) - 1 + x
 
-    k3 is never negative and zero where both agree. Its mean over samples of the policy is KL(policy || reference). The
-    plain estimate x has the same mean, a larger variance, and a gradient of mean zero: it has no effect in a loss. The
-    mean of k3's gradient, (1 - exp(-x)) * d log_probs, is the gradient of the *other* divergence,
-    KL(reference || policy), which also pulls towards the reference model: this is GRPO's term.
+    k3 is never negative, and zero for equal log-probabilities. Its mean over samples of the policy is
+    KL(policy || reference). The plain estimate x has the same mean, a larger variance, and a gradient of mean zero: it
+    has no effect in a loss. The mean of k3's gradient, (1 - exp(-x)) * d log_probs, is the gradient of the *other*
+    divergence, KL(reference || policy), which also has its minimum at the reference model. GRPO uses k3.
 
     Args:
         log_probs: [t], log-probability of each sampled token under the policy that sampled it.
@@ -81,7 +81,7 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Source: Schulman 2020 (see the module); GRPO, eq. 4.
     """
     x = (log_probs - ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-x) + x  # expm1: near x = 0, exp(-x) - 1 would lose every digit of a k3 of about x^2 / 2
+    return torch.expm1(-x) + x  # expm1, because exp(-x) - 1 loses all digits of k3 ~ x^2 / 2 near x = 0
 
 
 def kl_penalties(

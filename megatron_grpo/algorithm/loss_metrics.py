@@ -1,8 +1,8 @@
-"""Metrics of an update: what the loss reports of a micro-batch, and what the update logs.
+"""Metrics of an update: scalars that the loss reports for each micro-batch, and the logged metrics.
 
 `report` makes one scalar of each quantity of a micro-batch. The trainer combines the scalars of all micro-batches and
 data-parallel ranks by their names: a name that ends in ``/min`` or ``/max`` takes the extreme, every other name the
-sum. `update_metrics` turns the totals into metrics: sums over tokens become means.
+sum. `update_metrics` converts the totals to metrics: sums over tokens become means.
 """
 
 from collections.abc import Mapping
@@ -51,9 +51,9 @@ def is_extreme(name: str) -> bool:
 
 
 def update_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of an update, as metrics.jsonl names them, from the reports of all its micro-batches.
+    """Return the metrics of an update, under their names in metrics.jsonl, from the reports of all its micro-batches.
 
-    The loss stays a sum, because the token weights average it already.
+    The loss stays a sum, because the token weights already contain the average.
     """
     tokens = max(totals["tokens"], 1)  # --overlong-filter can leave an update without any
     row = {

@@ -1,4 +1,4 @@
-"""Policy losses: L of each token, by loss type.
+"""Policy losses: L of each token, for each loss type.
 
 The whole loss of one optimizer update is
 
@@ -24,7 +24,7 @@ from megatron_grpo.utils.errors import GrpoError
 # zero gradient of the clipped branch is nan. Values inside the bound do not change.
 MAX_LOG_RATIO = 20.0
 
-# fipo's sum leaves out future tokens whose discount is below this: far below float32's resolution of the sum.
+# fipo's sum omits future tokens with a discount below this value, which is far below float32's resolution of the sum.
 NEGLIGIBLE = 1e-12
 
 # A loss reads the flags that are parameters of its function.
@@ -106,13 +106,13 @@ def clipped_loss(
     delta: float | None = None,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped loss: of grpo, bnpo, dapo, dr_grpo, gspo and, before its weights, fipo.
+    """Return PPO's clipped loss, which grpo, bnpo, dapo, dr_grpo, gspo and (before its weights) fipo use.
 
         L = -min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
 
     A > 0 raises the probability until rho > 1 + epsilon_high; A < 0 lowers it until rho < 1 - epsilon. A clipped token
-    has no gradient. The minimum makes the bound one-sided: a token that moved in the *wrong* direction is not clipped,
-    so that later updates can move it back. For such a token with A < 0 ``delta``, above 1 + epsilon_high, bounds the
+    has no gradient. The minimum makes the bound one-sided: a token whose ratio moved in the *wrong* direction is not
+    clipped, so later updates can correct it. For such a token with A < 0, ``delta`` (above 1 + epsilon_high) bounds the
     loss, L <= -delta A: PPO's dual clip.
 
     Args:
@@ -123,7 +123,7 @@ def clipped_loss(
         delta, dual_clip: bound of the unclipped branch, under either name, or None.
 
     Returns:
-        PolicyLoss; clipped is where the clipped branch is the one chosen (not where delta bounds the other).
+        PolicyLoss; a token is clipped if the minimum is the clipped branch (not if delta bounds the other branch).
 
     Source: PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7); GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3); two
     bounds: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1); delta: INTELLECT-2 (2025, arXiv:2505.07291); dual
@@ -141,7 +141,7 @@ def clipped_loss(
 
 @register_loss("sapo", aggregation="grpo")
 def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> PolicyLoss:
-    """SAPO: a soft gate instead of the clip.
+    """Return SAPO's loss, which has a soft gate instead of the clip.
 
         L = -(4 / tau) sigmoid(tau (rho - 1)) A,    tau = tau_pos where A > 0, else tau_neg
 
@@ -161,7 +161,9 @@ def sapo_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: fl
 def gmpo_loss(
     log_ratio: Tensor, advantages: Tensor, completion: Tensor, epsilon: float, epsilon_high: float
 ) -> PolicyLoss:
-    """GMPO: the geometric mean of the completion's ratios, each clipped in log space in the direction of A.
+    """Return GMPO's loss: the geometric mean of the completion's ratios, each clipped in log space.
+
+    The clip is one-sided, in the direction of A:
 
         c_t = s min(s d_t, s clip(d_t, -epsilon, epsilon_high)),  s = sign(A)
         L   = -A exp(mean of c over the completion), at each of its tokens
@@ -190,7 +192,7 @@ def real_advantages(
     group_ids: npt.NDArray[np.int64],
     real_tau: float,
 ) -> npt.NDArray[np.float32]:
-    """REAL: the gradient of a classification loss of each group, right against wrong, as advantages.
+    """Return REAL's advantages: the gradient of a classification loss (right against wrong) of each group.
 
         loss = mean over groups of  log(1 + sum over positives e^(-s / tau)) + log(1 + sum over negatives e^(s / tau))
 
@@ -241,7 +243,7 @@ def _check_real(num_generations: int) -> None:
     one_advantage=True,
 )
 def real_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """REAL: `reinforce_loss` with the advantages of `real_advantages`, [t] each; the source is there."""
+    """Return REAL's loss: `reinforce_loss` with the advantages of `real_advantages` (which names the source), [t]."""
     return reinforce_loss(log_probs, advantages)
 
 
@@ -255,7 +257,7 @@ def _check_cispo(epsilon_high: float | None) -> None:
 
 @register_loss("cispo", aggregation="dapo", check=_check_cispo, example="--epsilon-high 1.1")
 def cispo_loss(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> PolicyLoss:
-    """CISPO: the ratio is a bounded weight without gradient, so that every token has a gradient.
+    """Return CISPO's loss: the ratio is a bounded weight without gradient, so that every token has a gradient.
 
         L = -sg(min(rho, epsilon_high)) A log_probs
 
@@ -278,7 +280,7 @@ def fipo_weights(
     safety_threshold: float,
     delta: float | None = None,
 ) -> Tensor:
-    """Return FIPO's weight of each token, from the log-ratios of the later tokens: it multiplies the clipped loss.
+    """Return FIPO's weight of the clipped loss of each token, from the log-ratios of the later tokens.
 
         f_t = exp(sum over k >= t of gamma^(k - t) d_k),  gamma = 2^(-1 / half_life), over the completion's tokens
               clamped to [1, 1 + clip_range]; where A < 0 and rho_t > safety_threshold, to [1 - clip_range, 1]
@@ -288,7 +290,7 @@ def fipo_weights(
     Args:
         log_ratio: [t], d of each token.
         advantages: [t].
-        completion: [t], each completion's tokens side by side and in order.
+        completion: [t], each completion's tokens contiguous and in order.
         half_life: distance in tokens that halves the influence of a later token.
         clip_range: width of the clamp.
         safety_threshold: ratio above which the weight of a token with A < 0 is at most 1.
@@ -327,7 +329,7 @@ def fipo_loss(
     fipo_clip_range: float,
     fipo_safety_threshold: float,
 ) -> PolicyLoss:
-    """FIPO: `clipped_loss` times `fipo_weights`; arguments and source are theirs."""
+    """Return FIPO's loss: `clipped_loss` times `fipo_weights`, which document arguments and source."""
     clipped = clipped_loss(log_ratio, advantages, epsilon, epsilon_high, delta, dual_clip)
     limits = fipo_decay_rate, fipo_clip_range, fipo_safety_threshold
     weights = fipo_weights(log_ratio, advantages, completion, *limits, delta or dual_clip)
@@ -336,7 +338,7 @@ def fipo_loss(
 
 @register_loss("reinforce", aggregation="dapo", level="token", example="--entropy-coef 0.2")
 def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """REINFORCE: L = -A log_probs, [t] each; no ratio, nothing clipped.
+    """Return REINFORCE's loss, L = -A log_probs, [t] each, without ratio and clip.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """

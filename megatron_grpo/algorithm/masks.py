@@ -1,8 +1,8 @@
 """Masks of the policy term, and the tokens of the KL-Cov penalty.
 
-A mask multiplies the policy term of a token and does not change any weight w: masked tokens lower the loss and leave
-the share of the others as it is. All masks but `off_policy_sequences` are statistics of a whole update, on the host,
-over its tokens in the loss in global order, [t]: they do not depend on micro-batches.
+A mask multiplies the policy term of a token and does not change any weight w: masking a token does not increase the
+weights of the others. All masks but `off_policy_sequences` are computed on the host from all tokens in the loss of an
+update, in global order, [t]: they do not depend on micro-batches.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ Bool = npt.NDArray[np.bool_]
 
 
 def top_entropy(entropies: Float, share: float) -> Bool:
-    """Keep the tokens whose entropy is among the highest ``share``: at least the (1 - share) quantile, interpolated.
+    """Return a mask of the ``share`` of tokens with the highest entropy: at least the interpolated 1 - share quantile.
 
     Source: Wang et al. 2025, "Beyond the 80/20 rule: high-entropy minority tokens drive effective reinforcement
     learning for LLM reasoning", arXiv:2506.01939.
@@ -36,10 +36,10 @@ def covariances(advantages: Float, log_probs: Float) -> npt.NDArray[np.float64]:
 
 
 def clip_cov(covariances: Float, share: float, low: float, high: float, draws: Float) -> Bool:
-    """Keep all but a ``share`` of the tokens (at least one), drawn from those with a covariance in (low, high).
+    """Return a mask that drops a ``share`` of the tokens (at least one), drawn from covariances in (low, high).
 
-    ``draws`` [t] are random numbers. The tokens with the smallest are dropped, so that the choice depends only on the
-    numbers of the tokens themselves. If fewer tokens lie between the bounds, all of these are dropped.
+    ``draws`` [t] are random numbers. Tokens with the smallest numbers are dropped, so the choice depends only on the
+    tokens' own numbers. If fewer tokens lie between the bounds, all of these are dropped.
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
     """
@@ -51,7 +51,7 @@ def clip_cov(covariances: Float, share: float, low: float, high: float, draws: F
 
 
 def kl_cov(covariances: Float, share: float) -> Bool:
-    """Select the ``share`` of tokens (at least one) with the largest covariances, which get the penalty |d|.
+    """Return a mask of the ``share`` of tokens (at least one) with the largest covariances, for the penalty |d|.
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13 and 14.
     """
@@ -61,16 +61,16 @@ def kl_cov(covariances: Float, share: float) -> Bool:
 
 
 def second_moment(differences: Float, threshold: float) -> Bool:
-    """Drop tokens, largest |difference| first, until the mean square of those kept is below ``threshold``.
+    """Return a mask that drops tokens, largest |difference| first, until the kept mean square is below ``threshold``.
 
-    ``differences`` are lp_old - lp_rollout. Equal ones are dropped from the end.
+    ``differences`` are lp_old - lp_rollout. Among equal differences, later tokens are dropped first.
 
     Source: M2PO: Zheng et al. 2025, "Prosperity before collapse: how far can off-policy RL reach with stale data on
     LLMs?", arXiv:2510.01161.
     """
     squares = differences.astype(np.float64) ** 2
     order = np.argsort(squares, kind="stable")
-    means = np.cumsum(squares[order]) / np.arange(1, len(squares) + 1)  # rises with every token that is kept
+    means = np.cumsum(squares[order]) / np.arange(1, len(squares) + 1)  # rises with the number of kept tokens
     kept = np.zeros(len(squares), bool)
     kept[order[: np.searchsorted(means, threshold)]] = True
     return kept
@@ -79,7 +79,7 @@ def second_moment(differences: Float, threshold: float) -> Bool:
 def off_policy_sequences(
     log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, completion: Tensor, delta: float
 ) -> Tensor:
-    """Mask completions with A < 0 whose mean of lp_rollout - lp exceeds ``delta``: 0.0 on their tokens, else 1.0.
+    """Return a mask: 0.0 on completions with A < 0 and a mean of lp_rollout - lp above ``delta``, else 1.0.
 
     Args:
         log_probs: [t], under the policy being trained.

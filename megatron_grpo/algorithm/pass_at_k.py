@@ -1,4 +1,4 @@
-"""pass@k: the probability that one of k sampled completions is right, from more samples than k."""
+"""pass@k: the probability that one of k sampled completions is right, estimated from at least k samples."""
 
 from math import comb
 
@@ -23,5 +23,5 @@ def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k:
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """Return 1, 2, 4 ... up to ``limit``: the k that evaluations report."""
+    """Return 1, 2, 4 ... up to ``limit``, the values of k in evaluations."""
     return [2**i for i in range(limit.bit_length())]

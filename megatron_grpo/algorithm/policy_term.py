@@ -1,4 +1,4 @@
-"""The policy term of the loss, and the statistics of an update that it reads, as the flags request them."""
+"""The policy term of the loss, and the update statistics for it, as configured by the flags."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,17 +16,17 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 class PolicyTerm(NamedTuple):
-    """The policy term of the loss of one micro-batch; all tensors are [t]."""
+    """Policy term of the loss of one micro-batch; all tensors are [t]."""
 
     loss: Tensor  # of each token, with rollout importance weights and masks
     clip_low: Tensor  # 1.0 on tokens that the loss type clips below, else 0.0
     clip_high: Tensor  # the same, above
     masked: Tensor  # 1.0 on tokens that a mask leaves out, else 0.0
-    metrics: Mapping[str, Tensor]  # that the loss type itself returned: `PolicyLoss`
+    metrics: Mapping[str, Tensor]  # of the loss type: `PolicyLoss.metrics`
 
 
 def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) -> PolicyTerm:
-    """Return the loss of --loss-type, times rollout importance weights and masks."""
+    """Return the loss of --loss-type, multiplied by rollout importance weights and masks."""
     policy = _policy_loss(args, log_probs, old, batch)
     loss = policy.loss
     if "kl_cov" in batch:
@@ -50,7 +50,7 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tenso
         **{name: batch[name] for name in ("advantages", "completion", *TOKEN_STATISTICS) if name in batch},
     }
     value = call(LOSSES.get(args.loss_type).function, inputs, args)
-    if not isinstance(value, PolicyLoss):  # L alone: nothing is clipped
+    if not isinstance(value, PolicyLoss):  # only L: the loss clips no token
         value = PolicyLoss(value)
     for name, tensor in {"a loss": value.loss, **value.metrics}.items():
         if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape:
@@ -69,9 +69,9 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tenso
 
 
 def drop_overlong(batch: RolloutBatch) -> RolloutBatch:
-    """--overlong-filter: return the batch without loss on completions cut at the length limit.
+    """Return the batch without loss on completions cut at the length limit (--overlong-filter).
 
-    The advantages stay: the rewards of these completions are part of the baseline.
+    The advantages do not change: the rewards of these completions are part of the baseline.
     """
     cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
     return replace(batch, response_mask=np.where(cut, 0, batch.response_mask).astype(np.uint8))
@@ -84,17 +84,18 @@ def update_statistics(
     iteration: int,
     scores: Callable[[RolloutBatch, np.ndarray], np.ndarray],
 ) -> RolloutBatch:
-    """Return the batch with everything that depends on all ``completions`` of an update: masks, the tokens of kl-cov,
-    statistics that the loss reads, advantages that the loss replaces.
+    """Return the batch with all arrays that depend on all ``completions`` of an update.
 
-    ``scores(batch, completions)`` is a forward-only pass at the present weights, [2, total]: log-probabilities and
-    entropies. It runs only if one of these needs it.
+    These are masks, the tokens of kl-cov, statistics that the loss reads, and advantages that the loss replaces.
+
+    ``scores(batch, completions)`` runs a forward-only pass at the present weights and returns [2, total]:
+    log-probabilities and entropies. It is called only if one of these arrays needs it.
     """
     loss = LOSSES.get(args.loss_type)
     requested = [name for name in TOKEN_STATISTICS if name in loss.parameters]
     tokens = batch.response_positions(completions)
     _check_engine_log_probs(args, batch.rollout_log_probs[tokens])
-    if not len(tokens):  # --overlong-filter has left nothing
+    if not len(tokens):  # --overlong-filter has masked all tokens
         empty = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
         return replace(batch, **empty) if requested else batch
 
@@ -133,7 +134,7 @@ def update_statistics(
 
 
 def _check_engine_log_probs(args, rollout_log_probs: np.ndarray) -> None:
-    """Raise GrpoError if a flag reads log-probabilities of the engine, and some tokens have none."""
+    """Raise GrpoError if a flag reads the engine's log-probabilities and some tokens lack them."""
     flag = uses_engine_log_probs(args)
     missing = int((~np.isfinite(rollout_log_probs)).sum())
     if flag is not None and missing:
@@ -144,7 +145,7 @@ def _check_engine_log_probs(args, rollout_log_probs: np.ndarray) -> None:
 
 
 def _at_tokens(batch: RolloutBatch, tokens: np.ndarray, values: np.ndarray, elsewhere: float) -> np.ndarray:
-    """Return ``values`` at their places in the flat arrays, [total], and ``elsewhere`` on all other tokens."""
+    """Return an array [total] with ``values`` at the positions ``tokens``, and ``elsewhere`` at all others."""
     flat = np.full(len(batch.tokens), elsewhere, np.float32)
     flat[tokens] = values
     return flat
@@ -158,7 +159,7 @@ def _with_update_advantages(
     tokens: np.ndarray,
     moved_by: np.ndarray,
 ) -> RolloutBatch:
-    """Return the batch with the advantages that the loss computes for an update, from d of each of its ``tokens``."""
+    """Return the batch with the advantages that the loss computes for an update, from d of its ``tokens``."""
     sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
     scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)

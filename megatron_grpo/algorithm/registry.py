@@ -1,4 +1,4 @@
-"""Registry of losses and advantage estimators: each is one object, found by its name.
+"""Registry of losses and advantage estimators by name.
 
 The parameters of a registered function are its inputs: each is one of the tensors or arrays below, or the value of the
 flag of that name (``foo_alpha``: ``--foo-alpha``). A flag that the chosen function does not read is refused.
@@ -7,8 +7,8 @@ flag of that name (``foo_alpha``: ``--foo-alpha``). A flag that the chosen funct
     def foo_loss(log_ratio, advantages, foo_alpha):
         return -foo_alpha * log_ratio.exp() * advantages
 
-Save that in a file: ``--external-plugins foo.py --loss-type foo --foo-alpha 2``. This module imports no torch, because
-worker processes of reward functions load the same files.
+To use this loss, save it as ``foo.py``: ``--external-plugins foo.py --loss-type foo --foo-alpha 2``. This module does
+not import torch, because worker processes of reward functions load the same files.
 """
 
 import inspect
@@ -26,7 +26,8 @@ Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 Level = Literal["token", "sequence", "sequence_token"]
 
-# Statistics of the tokens of a whole update, under the weights before it. A loss that reads one costs a forward pass.
+# Statistics of the tokens of a whole update, under the weights before the update. A loss that reads a statistic costs a
+# forward pass.
 # covariances: (A - mean A)(lp - mean lp), of `masks.covariances`; entropies: of the policy, nats.
 TOKEN_STATISTICS = ("covariances", "entropies")
 # Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level.
@@ -39,7 +40,7 @@ ADVANTAGE_INPUTS = ("rewards", "group_ids", "response_mask", "cu_seqlens", "pena
 
 
 class PolicyLoss(NamedTuple):
-    """The result of a loss for one micro-batch: tensors of its tokens, [t] each."""
+    """Result of a loss for one micro-batch: tensors of its tokens, [t] each."""
 
     loss: Any  # L of each token
     clip_low: Any = None  # 1.0 on tokens without gradient because the ratio fell too far, else 0.0
@@ -56,7 +57,7 @@ def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function under its name."""
+    """A registered function with its name."""
 
     name: str
     function: Function
@@ -95,14 +96,14 @@ class Estimator(Entry):
     per_token: bool = False  # returns [total]
     # Returns the flag that gives tokens of one completion different advantages, or None. Without it per_token decides.
     tokens_differ: Function | None = None
-    compares_group: bool = True  # learns nothing from one completion of a prompt, or from a group of equal rewards
+    compares_group: bool = True  # A = 0 for a single completion of a prompt, or a group of equal rewards
 
 
 E = TypeVar("E", bound=Entry)
 
 
 class Registry(Generic[E]):
-    """The choices of one flag, and the flags that they read."""
+    """The choices of one flag, and the flags that the choices read."""
 
     def __init__(self, what: str, option: str, inputs: Sequence[str]) -> None:
         self.what, self.option, self.inputs = what, option, tuple(inputs)
@@ -115,13 +116,13 @@ class Registry(Generic[E]):
         self.flags.update((flag.dest, flag) for flag in flags)
 
     def get(self, name: str) -> E:
-        """Return the entry of this name; GrpoError for an unknown name, with all known ones."""
+        """Return the entry of this name; GrpoError with all known names for an unknown name."""
         if name not in self.entries:
             raise GrpoError(f"{self.option}: no {self.what} {name!r}; there are {', '.join(self.entries)}")
         return self.entries[name]
 
     def add(self, entry: E, flags: Sequence[Flag]) -> None:
-        """Register an entry with its own flags; GrpoError for a name that is taken or a flag that it does not read."""
+        """Register an entry with its own flags; GrpoError for a name in use or a flag that the entry does not read."""
         owner = _owner(self, entry)
         if entry.name in self.entries:
             raise GrpoError(f"{owner}: the name is taken by {_owner(self, self.entries[entry.name])}; choose another")
@@ -152,7 +153,7 @@ ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "--advantage-e
 def register_loss(
     name: str, *, aggregation: Aggregation, flags: Sequence[Flag] = (), **properties: Any
 ) -> Callable[[Function], Function]:
-    """Decorator: make a function available as ``--loss-type name``; ``properties`` are the fields of `Loss`."""
+    """Return a decorator that registers a function as ``--loss-type name``; ``properties`` are fields of `Loss`."""
 
     def register(function: Function) -> Function:
         if aggregation not in AGGREGATIONS:
@@ -164,8 +165,9 @@ def register_loss(
 
 
 def register_advantage(name: str, *, flags: Sequence[Flag] = (), **properties: Any) -> Callable[[Function], Function]:
-    """Decorator: make a function available as ``--advantage-estimator name``; ``properties`` are the fields of
-    `Estimator`.
+    """Return a decorator that registers a function as ``--advantage-estimator name``.
+
+    ``properties`` are fields of `Estimator`.
     """
 
     def register(function: Function) -> Function:
@@ -176,10 +178,10 @@ def register_advantage(name: str, *, flags: Sequence[Flag] = (), **properties: A
 
 
 def call(function: Function, inputs: Mapping[str, Any], args: Any) -> Any:
-    """Call a function; its parameters receive ``inputs`` or attributes of the parsed arguments, by their names.
+    """Call a function with ``inputs`` or attributes of the parsed arguments, selected by parameter name.
 
     Raises:
-        GrpoError: a parameter without a default is neither.
+        GrpoError: a parameter without a default is neither an input nor an attribute.
     """
     values = {}
     for parameter in parameters(function).values():

@@ -1,4 +1,4 @@
-"""The advantages of a rollout, as the flags request them."""
+"""The advantages of a rollout, as configured by the flags."""
 
 from dataclasses import replace
 
@@ -13,11 +13,10 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple[RolloutBatch, dict[str, float]]:
-    """Return the batch with ``advantages``, and with ``token_advantages`` if those of one completion can differ; and
-    the metrics.
+    """Return the batch with ``advantages`` (``token_advantages`` if they can differ in a completion), and the metrics.
 
     ``rewards`` [n] are the weighted sums. --kl-in-reward needs log-probabilities under the old policy and the
-    reference model; a teacher needs them under the old policy and the teacher.
+    reference model; a teacher needs log-probabilities under the old policy and the teacher.
     """
     metrics, penalties = {}, None
     if args.kl_in_reward:
@@ -48,7 +47,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
 def _estimate(
     args, batch: RolloutBatch, rewards: np.ndarray, penalties: np.ndarray | None
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return what --advantage-estimator makes of the rewards: (advantages of completions, advantages of tokens)."""
+    """Return (advantages of completions, advantages of tokens) of --advantage-estimator; one of them is None."""
     estimator = ADVANTAGES.get(args.advantage_estimator)
     if penalties is not None and "penalties" not in estimator.parameters:
         rewards = (rewards - _sum_per_completion(batch, penalties)).astype(np.float32)

@@ -1,13 +1,13 @@
-"""Weights of tokens, which make one loss of the losses of single tokens.
+"""Token weights, which average the losses of single tokens over the global batch.
 
 "Average over the tokens of a completion, then over completions" and "average over all tokens" are different
-algorithms, and both go wrong if each micro-batch averages over its own tokens. Therefore no average is ever computed:
-its denominators follow from the lengths, and become a weight w[i,t] over the *global* batch of an update, with
+algorithms, and both are wrong if each micro-batch averages over its own tokens. Therefore micro-batches never compute
+an average: the lengths give its denominators, and these give a weight w[i,t] over the *global* batch of an update, with
 
     loss = sum over completions i, tokens t of  w[i,t] * L[i,t]
 
-exactly, whatever the micro-batches, the packing or the parallel layout. The weights are constant within a completion,
-so only one number for each is kept.
+exactly, for all micro-batches, packings and parallel configurations. The weights are constant within a completion, so
+only one number per completion is stored.
 """
 
 import numpy as np
@@ -28,13 +28,13 @@ def token_weights(
 
         grpo     1 / (n T_i)                    mean over each completion, then over completions
         dapo     1 / sum of T                   mean over all tokens of the update
-        dr_grpo  1 / (n max_completion_length)  a constant: no length is favoured
+        dr_grpo  1 / (n max_completion_length)  a constant: independent of the length
         bnpo     1 / (B sum of T in its block)  mean over all tokens of a block, then over the B blocks
 
     Every loss type has one of these as its ``aggregation``.
 
-    A block is `micro_batch_size` consecutive completions in the order given, however they are packed and wherever
-    they are computed (the last may be shorter). n and B count every completion and block, also those without a token
+    A block is `micro_batch_size` consecutive completions in the given order, independently of packing and of data
+    parallelism (the last block may be shorter). n and B count every completion and block, also those without a token
     that counts; such completions have weight 0.
 
     Args:

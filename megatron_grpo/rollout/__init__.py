@@ -1,1 +1,1 @@
-"""Rollout: what an inference engine promises, the engines, and how a rollout is collected over all ranks."""
+"""Rollout: the interface of inference engines, the engines, and the collection of completions over all ranks."""

@@ -106,7 +106,7 @@ STRUCTURED_OUTPUTS: FlagRow = (
     "regular expression that every completion must match",
 )
 
-# Flags of an engine in the training processes; a server has its own.
+# Flags of an engine in the training processes; a server is configured by its own flags.
 ENGINES_OWN = (
     "vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_len vllm_enforce_eager "
     "vllm_enable_prefix_caching vllm_dtype vllm_quantization vllm_enable_expert_parallel vllm_engine_kwargs sleep_level"
@@ -190,7 +190,7 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
 # Arguments of vllm.LLM that must follow from the trainer's configuration.
 OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
 OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
-# Arguments that keep keys and values outside the cache that a weight sync clears.
+# Arguments that store keys and values outside the cache that a weight sync clears.
 KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
 
@@ -244,12 +244,12 @@ def probability_changes(args: Namespace) -> list[str]:
 
 
 def _check_log_probs(args: Namespace) -> None:
-    """Raise GrpoError for flags that would break the log-probability contract of rollout/engine.py."""
+    """Raise GrpoError for flags that violate the log-probability contract of rollout/engine.py."""
     changing, user = probability_changes(args), uses_engine_log_probs(args)
     where, cure = f"at --temperature {args.temperature}", "give --temperature 1"
     if (
         args.rollout_engine == "sglang"
-    ):  # its log-probabilities are before truncation and after penalties, at any temperature
+    ):  # SGLang returns log-probabilities before truncation and after penalties, at any temperature
         changing, where, cure = [change for change in changing if "penalty" in change], "with SGLang", "leave them out"
     elif args.temperature == 1:
         return

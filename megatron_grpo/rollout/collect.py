@@ -19,14 +19,15 @@ from megatron_grpo.rollout.plan import RolloutPlan
 def collect_rollout(
     engine: Engine, plan: RolloutPlan, scorer: RewardPool | None, tokenizer, timers, capacity: int | None = None
 ) -> tuple[RolloutBatch, int]:
-    """Return ``plan.num_generations`` completions of every prompt with their rewards, in the same order on every rank.
+    """Return ``plan.num_generations`` completions of every prompt with rewards, and the number of missing rewards.
 
-    Completion ``p * num_generations + g`` is the g-th of prompt p, on whichever replica it was generated; its group is
-    p. All completions of a prompt run on one replica: its prefill runs once, and a group-wise reward sees them all.
-    ``capacity``: see `PromptDispatcher`. ``plan.selection`` starts some of the prompts and keeps some of their groups;
-    p is then the place it gives to a group. Scoring overlaps generation. ``scorer`` is None except on the lead rank of
-    each replica. The second value is the number of missing rewards over all replicas; ``scorer.failures`` lists those
-    of this replica.
+    The batch has the same order on every rank: completion ``p * num_generations + g`` is the g-th of prompt p, and its
+    group is p, whichever replica generated it. All completions of a prompt run on one replica, so the prefill runs once
+    and a group-wise reward receives all of them. ``plan.selection`` starts some of the prompts and keeps some of their
+    groups; p is then the group's place in `Selection.places`. Scoring overlaps generation.
+
+    ``capacity``: see `PromptDispatcher`. ``scorer`` is None except on the lead rank of each replica. The number of
+    missing rewards is that of all replicas; ``scorer.failures`` lists the failures of this replica.
     """
     prompts, num_generations, selection = plan.prompts, plan.num_generations, plan.selection
     dispatcher = selection or PromptDispatcher(engine, len(prompts), num_generations, capacity)
@@ -102,7 +103,7 @@ def _to_batch(
 
 
 def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
-    """All-gather every rank's batch, as bytes of flat arrays (no pickles)."""
+    """All-gather the batches of all ranks, as bytes of flat arrays (no pickles)."""
     buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
     sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
     all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]

@@ -11,13 +11,13 @@ _rollouts = itertools.count()  # equal on all ranks
 
 
 class PromptDispatcher:
-    """Assigns prompt numbers to this replica.
+    """Assignment of prompt numbers to this replica.
 
-    *Static* (``capacity`` None): replica r of n gets r, r + n, ... at the start, so every run assigns the same prompts.
+    *Static* (``capacity`` None): replica r of n starts r, r + n, ... at once, so every run assigns the same prompts.
 
-    *Dynamic*: each replica starts with the prompts of ``capacity`` completions. A replica with fewer running ones draws
-    the next prompt. The lead rank of each replica draws from a counter in the process group's store and publishes
-    the number there for its other ranks, which reach the same draw after the same completions.
+    *Dynamic*: each replica starts with the prompts of ``capacity`` completions. A replica with fewer running
+    completions draws the next prompt. The lead rank of each replica draws from a counter in the process group's store
+    and publishes the number in the store. The replica's other ranks reach the same draw after the same completions.
     """
 
     def __init__(self, engine: Engine, num_prompts: int, num_generations: int, capacity: int | None):
@@ -53,7 +53,7 @@ class PromptDispatcher:
             return self._store.add("next", 1) - 1
         word = next(self._words)
         if not self._is_lead:
-            return int(self._store.get(word))  # waits for it
+            return int(self._store.get(word))  # waits for the lead rank
         number = self._store.add("next", 1) - 1
         self._store.set(word, str(number))
         self._said.append(word)

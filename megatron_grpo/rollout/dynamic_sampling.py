@@ -1,4 +1,4 @@
-"""Selects the groups of a rollout when more are started than needed.
+"""Selection of the groups of a rollout that starts more groups than it needs.
 
     --dynamic-sample          a new prompt replaces a group whose rewards are all equal
     --over-sampling-ratio R   start R times the prompts; keep the groups that complete first
@@ -30,7 +30,7 @@ _RETURNED, _KEPT, _REPLACED = range(3)
 
 
 def has_signal(rewards: np.ndarray) -> bool:
-    """Return whether the combined rewards ``[n]`` of a group (nan: not scored) differ; if not, its advantages are 0."""
+    """Return whether the rewards ``[n]`` of a group (nan: not scored) differ; if not, all advantages are 0."""
     scored = rewards[~np.isnan(rewards)]
     return len(scored) > 1 and bool(scored.min() < scored.max())
 
@@ -41,11 +41,11 @@ def prompts_to_draw(num_groups: int, over_sampling_ratio: float, max_resample_ti
 
 
 def _first_round(num_groups: int, over_sampling_ratio: float) -> int:
-    return math.ceil(round(num_groups * over_sampling_ratio, 6))  # 1.1 x 10 is 11, whatever floats say
+    return math.ceil(round(num_groups * over_sampling_ratio, 6))  # 1.1 x 10 is 11, without rounding errors
 
 
 class Selection:
-    """Selects ``num_groups`` groups of one rollout among the prompts drawn for it (`prompts_to_draw`).
+    """Selection of ``num_groups`` groups of one rollout among the prompts drawn for it (`prompts_to_draw`).
 
     Replica r of n starts the prompts r, r + n, ... of the first round. A group is decided when it is complete, or
     `STEPS_TO_SCORE` steps later if ``max_resample_times`` is above 0. Replace a group without signal by the replica's
@@ -53,7 +53,8 @@ class Selection:
     When the quota is reached, abort everything else. When nothing is left to generate, fill the quota with groups
     without signal.
 
-    All ranks of a replica decide alike: all see the completions, and the lead rank publishes which groups have signal.
+    All ranks of a replica make the same decisions: all receive the completions, and the lead rank publishes the groups
+    with signal.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Selection:
         """Return whether the group has signal; the lead rank decides from the rewards and publishes it in the store."""
         word = str(group)
         if not self._is_lead:
-            return self._store.get(word) == b"1"  # waits for it
+            return self._store.get(word) == b"1"  # waits for the lead rank
         assert self._scorer is not None
         ids = range(group * self._num_generations, (group + 1) * self._num_generations)
         answer = has_signal(combine_rewards(self._scorer.wait(ids), self._reward_weights))
@@ -129,7 +130,7 @@ class Selection:
         return answer
 
     def places(self) -> dict[int, int]:
-        """Return {group: its place in the rollout} of the groups that this replica keeps, after generation."""
+        """Return {group: place in the rollout} of the groups that this replica keeps; call it after generation."""
         filled = self._kept + self._alike[: self._quota - len(self._kept)]
         return {group: self._replica + i * self._replicas for i, group in enumerate(sorted(filled))}
 

@@ -1,8 +1,8 @@
 """Interface of all inference engines: token ids in, token ids out, streamed as completions finish.
 
-All ranks of a replica call the engine in step. Token ids are never decoded and encoded again: the trainer trains on the
-ids that the engine sampled. Under --router-replay-mode R3 the engine also returns the experts that it chose for each
-token.
+All ranks of a replica make the same calls in the same order. Token ids are never decoded and encoded again: the trainer
+trains on the ids that the engine sampled. Under --router-replay-mode R3 the engine also returns the experts that it
+chose for each token.
 
 **The log-probability contract.** The rollout log-probability of a sampled token equals the trainer's: log
 softmax(logits / --temperature), before truncation (top-k, top-p, min-p) and penalties (repetition, presence,
@@ -59,13 +59,13 @@ class Completion:
     log_probs: list[float] | None
     finish_reason: str  # "stop" or "length"
     weight_version: int
-    # [tokens, MoE layers, topk] of the prompt and the sampled tokens except the last, which was never routed; None
+    # [tokens, MoE layers, topk] of the prompt and the sampled tokens except the last, which is never routed; None
     # unless --router-replay-mode is R3
     routed_experts: npt.NDArray[np.int16] | None = None
 
 
 class Engine(Protocol):
-    """One replica of the policy; all its ranks call every method in the same order with the same arguments."""
+    """Interface of one replica of the policy; all its ranks call the methods in the same order with equal arguments."""
 
     replica: int | None  # None on a rank that generates nothing and waits for the others
     num_replicas: int
@@ -91,7 +91,7 @@ class Engine(Protocol):
         """Return one line for each tensor that differs from the engine's; None if the engine cannot compare."""
 
     def wake_weights(self) -> None:
-        """Allocate device memory for the weights (with their content only if ``has_weights``); no-op if awake."""
+        """Allocate device memory for the weights (restored only if ``has_weights``); no-op if awake."""
 
     def wake_cache(self) -> None:
         """Allocate device memory for the KV cache; no-op if awake."""
@@ -107,7 +107,7 @@ class Engine(Protocol):
 def lost_on_failure(action: str) -> Iterator[None]:
     """Context in which any failure but a GrpoError raises EngineLost, after printing its traceback.
 
-    The end of another rank is no failure of this engine.
+    An error of another rank is not a failure of this engine and passes unchanged.
     """
     try:
         yield
@@ -128,7 +128,7 @@ def generate(
 ) -> Iterator[Completion]:
     """Yield the completions of ``requests``, and of the requests that ``further(running)`` adds, in finishing order.
 
-    ``further`` is called after every step with the number of running requests; None aborts those that still run.
+    ``further`` is called after every step with the number of running requests; if it returns None, these are aborted.
     """
     engine.submit(requests)
     under_way = {request.id for request in requests}

@@ -1,4 +1,4 @@
-"""What a rollout samples: the plan of a training rollout, and the plans of an evaluation."""
+"""Plans of training rollouts and evaluations: prompts and sampling parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from megatron_grpo.rollout.dynamic_sampling import Selection
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The prompts of a rollout and how they are sampled; equal on all ranks.
+    """Prompts of a rollout and their sampling parameters; equal on all ranks.
 
-    ``selection`` chooses the groups if more prompts are given than are needed; None takes all of them.
+    ``selection`` selects the groups if the plan has more prompts than needed; None keeps all groups.
     """
 
     prompts: Sequence[Prompt]
@@ -33,8 +33,8 @@ def rollout_seed(seed: int, rollout: int) -> int:
 def training_sampling(args, rollout: int) -> Sampling:
     """Return the sampling parameters of training rollout number ``rollout`` (from 1).
 
-    The engine returns log-probabilities in every rollout if a loss or a mask uses them, and otherwise in the share
-    --mismatch-sample-rate of all rollouts.
+    The engine returns log-probabilities in every rollout if a loss or a mask uses them, otherwise in a fraction
+    --mismatch-sample-rate of the rollouts.
     """
     rate = args.mismatch_sample_rate
     compared = int(rollout * rate) > int((rollout - 1) * rate)
@@ -46,7 +46,7 @@ def training_sampling(args, rollout: int) -> Sampling:
 def evaluation_plans(args, prompts: Sequence[Prompt]) -> dict[str, RolloutPlan]:
     """Return the plan of each kind of evaluation: ``greedy``, and ``sampled`` with --eval-num-generations."""
     sampled = _sampling(args)
-    # The likeliest tokens of the model itself: no truncation, no penalties.
+    # Greedy completions use the model's own logits: no truncation, no penalties.
     greedy = Sampling(
         sampled.max_tokens,
         temperature=0.0,

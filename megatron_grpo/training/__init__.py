@@ -1,1 +1,1 @@
-"""A run from its flags to its end: arguments, validation, set-up, the trainer, one update."""
+"""A training run: arguments, validation, set-up, the trainer, one update, and the exit."""

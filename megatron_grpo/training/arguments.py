@@ -1,7 +1,7 @@
-"""The parser of all flags: every folder's, those of training below, and megatron-core's from ``core_flags``.
+"""The parser of all flags: those of every folder, of training (below), and of megatron-core (``core_flags``).
 
-Flags have Megatron-LM's names where it has one. An attribute of the parsed arguments has its flag's name with
-underscores. ``validation`` checks which values go together.
+A flag that exists in Megatron-LM has the same name here. An attribute of the parsed arguments has its flag's name with
+underscores. ``validation`` checks combinations of values.
 """
 
 import argparse
@@ -130,17 +130,17 @@ NOT_GIVEN = object()
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, printed by the first process of each host, with exit code 2."""
+    """ArgumentParser with one-line errors, printed by the first process of each host, and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """End the program."""
+        """Print the error and exit with code 2."""
         if speaks_for_host():
             print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 class Accept(argparse.Action):
-    """Note that a flag of ``ACCEPTED`` was given."""
+    """Action that records a flag of ``ACCEPTED``."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         """Append the flag's name to ``args.accepted``."""
@@ -193,7 +193,7 @@ def build_parser() -> Parser:
 
 
 def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, owner: str) -> None:
-    """Add the flag of a plug-in's loss or estimator; GrpoError if its name is taken."""
+    """Add the flag of a plug-in's loss or estimator; GrpoError if the name is in use."""
     for action in parser._actions:
         if flag.name in action.option_strings or flag.dest == action.dest:
             taken = action.option_strings[0]
@@ -219,7 +219,7 @@ def _reading(kind: Any) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read ``{"rope_type": "linear", "factor": 8.0}``; ValueError for anything but an object."""
+    """Return a JSON object such as ``{"rope_type": "linear", "factor": 8.0}``; ValueError for any other text."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"not a JSON object: {text}")
@@ -227,10 +227,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse flags (those of the command line by default); ``args.explicit`` holds the attributes that were given.
+    """Parse flags (by default of the command line); ``args.explicit`` holds the attributes of the given flags.
 
-    Underscores in flag names are read as hyphens. An error, such as an unknown flag, ends the program with exit code 2.
-    The files of --external-plugins run first, because their losses and advantages add flags; GrpoError if one fails.
+    Underscores in flag names are read as hyphens. An error, such as an unknown flag, exits with code 2. The files of
+    --external-plugins run first, because their losses and advantages add flags; GrpoError if a file fails.
     """
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     plugins = Parser(prog="pretrain_grpo.py", add_help=False, allow_abbrev=False)
@@ -250,7 +250,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def _explain(unknown: Sequence[str], parser: Parser) -> str:
-    """Return one line about an unknown argument: why there is no such flag, or the closest flag."""
+    """Return one line about an unknown argument: the reason why the flag does not exist, or the closest flag."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:
         return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
@@ -262,7 +262,7 @@ def _explain(unknown: Sequence[str], parser: Parser) -> str:
 
 
 def print_args(args: Namespace) -> None:
-    """Print all arguments, sorted, in Megatron-LM's format; a star marks the arguments that were given."""
+    """Print all arguments, sorted, in Megatron-LM's format; a star marks the given arguments."""
     print("------------------------ arguments (* given) ------------------------")
     for dest, value in sorted(args_to_json(args).items()):
         print(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
@@ -272,7 +272,7 @@ def print_args(args: Namespace) -> None:
 
 
 def args_from_json(stored: dict[str, Any]) -> Namespace:
-    """Return the arguments that a checkpoint stores; flags that are newer than the checkpoint have their defaults."""
+    """Return the arguments stored in a checkpoint; flags newer than the checkpoint have their defaults."""
     args = parse_args([])
     vars(args).update(stored)
     return args

@@ -10,10 +10,10 @@ from megatron_grpo.parallel.initialize import host_group
 
 
 class EarlyExit:
-    """Decides between rollouts whether the run is saved and ended; all ranks decide together.
+    """Conditions under which the run is saved and ended after a rollout, equal on all ranks.
 
     --exit-duration-in-mins counts from the construction of this object, so it does not include the imports.
-    --exit-signal-handler ends the run if any rank receives SIGTERM. Names and meaning are Megatron-LM's.
+    --exit-signal-handler ends the run if any rank receives SIGTERM. The flags are Megatron-LM's.
     """
 
     def __init__(self, duration_in_mins: float | None, on_signal: bool):

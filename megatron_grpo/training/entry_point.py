@@ -1,4 +1,4 @@
-"""The end of a run: one message for a GrpoError, a traceback for any other error, and an immediate exit."""
+"""Exit of a run: one message for a GrpoError, a traceback for any other error, and an immediate exit."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ from megatron_grpo.utils.errors import GrpoError, speaks_for_host
 def run(main) -> None:
     """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, any other error with its traceback.
 
-    An error on every rank is printed by rank 0 only (by the first process of each host, if there is no process group
-    yet). An error on one rank is printed by that rank, with its number, two seconds later, so that rank 0 comes first.
-    The process exits at once. Ranks that wait for it in a collective are ended by torchrun, or fail because the
-    connection is closed; they print nothing.
+    If every rank fails, only rank 0 prints the error (without a process group, the first process of each host). If one
+    rank fails, this rank prints the error with its number two seconds later, so that rank 0 prints first. The process
+    exits at once. torchrun ends the ranks that wait for this rank in a collective, or they fail because the connection
+    is closed; they print nothing.
     """
     code = 0
     try:
@@ -41,7 +41,7 @@ def run(main) -> None:
     if code == 0 and dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()
-    # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block a regular exit.
+    # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block sys.exit.
     os._exit(code)
 
 

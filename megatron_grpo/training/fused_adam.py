@@ -1,9 +1,10 @@
-"""Adam for megatron-core where neither Transformer Engine nor apex is installed.
+"""Adam for megatron-core without Transformer Engine and apex.
 
 torch's Adam keeps a ``step`` tensor for each parameter. megatron-core 0.16.1's DistributedOptimizer was written for the
-FusedAdam of Transformer Engine and apex, whose step count lives in the parameter group. With torch's it refuses to save
-a fresh optimizer, raises ``KeyError: 'step'`` on a resharding load, and lets all parameters share one step tensor after
-a load, which then advances once for each parameter. This class has their layout and torch's fused kernels.
+FusedAdam of Transformer Engine and apex, which stores the step count in the parameter group. With torch's Adam,
+DistributedOptimizer refuses to save a fresh optimizer, raises ``KeyError: 'step'`` on a resharding load, and after a
+load lets all parameters share one step tensor, which then advances once for each parameter. `FusedAdam` below stores
+its state as apex does and runs torch's fused kernels.
 """
 
 import torch
@@ -21,14 +22,14 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update every parameter that has a gradient; the count of every group advances, also of an empty one."""
+        """Update every parameter with a gradient; increase the step count of every group, also of an empty group."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            # The kernels take tensors of one device and one type at a time.
+            # A call of the kernel requires tensors of one device and one type.
             buckets: dict[tuple, list] = {}
             for param in group["params"]:
                 if param.grad is not None:
@@ -43,7 +44,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
         step = torch.tensor(
             float(group["step"]), device=device
-        )  # read by the kernel only, so one serves all parameters
+        )  # the kernel only reads the step, so one tensor serves all parameters
         self.kernel(
             params,
             [param.grad for param in params],
@@ -62,10 +63,10 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Make megatron-core build FusedAdam when it found neither Transformer Engine nor apex; otherwise do nothing.
+    """Register `FusedAdam` in megatron-core if it found neither Transformer Engine nor apex; otherwise do nothing.
 
-    megatron-core takes the class from a module attribute and knows its layout from flags set when it was imported. Both
-    modules that do so are told that it is apex's: the step count in the group, ``adam_w_mode`` as an argument.
+    Two modules of megatron-core hold the class as an attribute and its kind as flags set at import. This function sets
+    the flags to apex's kind: the step count in the group, ``adam_w_mode`` as an argument.
     """
     import megatron.core.optimizer as factory
     from megatron.core.optimizer import distrib_optimizer

@@ -1,8 +1,8 @@
-"""Moves the trainer's tensors to host memory while an engine generates, and back, bit for bit.
+"""Offloading of the trainer's tensors to host memory while an engine generates; the restored tensors are bit-identical.
 
-The unit is the storage, the memory behind tensors: it is copied to the host and resized to 0 bytes, later resized back
-and filled. All tensors that share the storage (parameters, megatron-core's buckets and shards, an optimizer's views)
-stay the same objects, so nothing here depends on the class of the optimizer.
+This module moves storages, the memory behind tensors. A storage is copied to the host and resized to 0 bytes; later it
+is resized back and filled. All tensors that share the storage (parameters, megatron-core's buckets and shards, views of
+an optimizer) stay the same objects, so this module does not depend on the class of the optimizer.
 """
 
 import time
@@ -15,13 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
-# Size of the host's memory blocks in bytes; storages fill them end to end. torch rounds a request for page-locked
-# memory up to a power of two (64 GiB for 33), so with such blocks only the end of the last one is wasted.
+# Size of the host's memory blocks in bytes; storages fill the blocks without gaps. torch rounds a request for
+# page-locked memory up to a power of two (64 GiB for 33), so only the end of the last block is unused.
 BLOCK_BYTES = 1 << 28
 
 
 class Transfer(NamedTuple):
-    """Bytes that a move freed or allocated on the device, how many of them it copied, and its seconds."""
+    """Bytes that a move freed or allocated on the device, the number of copied bytes, and the seconds of the move."""
 
     size: int
     copied: int
@@ -29,17 +29,17 @@ class Transfer(NamedTuple):
 
 
 class Offloader:
-    """Moves ``weights`` (the parameters), ``gradients`` and ``optimizer_state`` (float32 main parameters, moments) of
-    the wrapped chunks ``model`` and their optimizer to the host's page-locked memory and back.
+    """Offloading of tensors of the wrapped chunks ``model`` and their optimizer to page-locked host memory and back.
 
-    Gradients are not copied: they return as zeros, as every update begins. A storage that holds two kinds, such as the
-    parameters of a float32 model, which the optimizer updates in place, moves with the first of the three. Tensors that
-    are on the host already (``--optimizer-cpu-offload``) and tensors of subclasses, such as Transformer Engine's 8-bit
-    tensors, do not move.
+    ``weights`` (parameters), ``gradients`` and ``optimizer_state`` (float32 main parameters, moments) select the kinds
+    of tensors. Gradients are not copied: they return as zeros, because every update begins with zeros. A storage with
+    tensors of two kinds moves with the first of the three; an example is a float32 model, in which the optimizer
+    updates the parameters in place. Tensors on the host (``--optimizer-cpu-offload``) and tensors of subclasses, such
+    as Transformer Engine's 8-bit tensors, do not move.
 
     An offloaded tensor has no memory: most kernels that read it end the process (a segmentation fault on a CPU, an
-    illegal memory access on a GPU; matrix products raise RuntimeError). Use one Offloader for each kind that moves at
-    its own time, such as the weights, which a sync needs.
+    illegal memory access on a GPU; matrix products raise RuntimeError). Use a separate Offloader for a kind that moves
+    at a different time, such as the weights, which a weight sync needs.
     """
 
     def __init__(
@@ -48,25 +48,25 @@ class Offloader:
         self.model, self.optimizer = model, optimizer
         self.weights, self.gradients, self.optimizer_state = weights, gradients, optimizer_state
         self.is_out = False
-        self._copied: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes that each has on the device
+        self._copied: list[tuple[torch.UntypedStorage, int]] = []  # (storage, its bytes on the device)
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._blocks: list[torch.Tensor] = []
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the copies in bytes, allocated by the first move and kept."""
+        """Host memory of the copies in bytes, allocated by the first move and never freed."""
         return len(self._blocks) * BLOCK_BYTES
 
     @torch.no_grad()
     def to_host(self) -> Transfer:
-        """Free the device's memory; no-op if it is free already. GrpoError if the host has too little memory.
+        """Offload the tensors and free their device memory; no-op if offloaded. GrpoError if host memory is too small.
 
         With ``--overlap-param-gather`` no gather may be running (``forward.parameters_complete`` completes it).
         """
         if self.is_out:
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
-        torch.cuda.synchronize()  # all streams, because collectives run on others
+        torch.cuda.synchronize()  # all streams, because collectives run on their own
         if self.gradients:
             self.optimizer.zero_grad()  # gradients outside the buffers: float32 copies of 16-bit gradients
         self._collect()
@@ -75,13 +75,13 @@ class Offloader:
         torch.cuda.synchronize()
         for storage, _ in self._copied + self._dropped:
             storage.resize_(0)
-        torch.cuda.empty_cache()  # otherwise torch's allocator keeps the memory, and the engine has its own allocator
+        torch.cuda.empty_cache()  # returns the memory from torch's allocator to the device, for the engine's allocator
         self.is_out = True
         return self._transfer(start)
 
     @torch.no_grad()
     def to_device(self) -> Transfer:
-        """Allocate the device's memory again and fill it; no-op if it is allocated. GrpoError if there is no room."""
+        """Allocate the device memory again and fill it; no-op if allocated. GrpoError if device memory is too small."""
         if not self.is_out:
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
@@ -103,8 +103,10 @@ class Offloader:
         return self._transfer(start)
 
     def _collect(self) -> None:
-        """Find the storages to move, before every move: an optimizer creates its moments in its first step, and a load
-        replaces them.
+        """Find the storages to move.
+
+        This runs before every move, because an optimizer creates its moments in its first step, and a load replaces
+        them.
         """
         self._copied, self._dropped = [], []
         kinds = (
@@ -118,7 +120,7 @@ class Offloader:
                 if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != device().type:
                     continue
                 storage = tensor.untyped_storage()
-                # Empty: shards that are wholly on another rank, and storages that another Offloader has moved.
+                # Empty storages: shards that are entirely on another rank, and storages moved by another Offloader.
                 if storage.nbytes() == 0 or storage.data_ptr() in seen:
                     continue
                 seen.add(storage.data_ptr())
@@ -126,7 +128,7 @@ class Offloader:
                     moving.append((storage, storage.nbytes()))
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (bytes on the device, their place on the host) of all copied storages, split where blocks end."""
+        """Yield (bytes on the device, bytes on the host) of all copied storages, split at the ends of host blocks."""
         position = 0
         for storage, size in self._copied:
             data, begin = _bytes_of(storage), 0
@@ -172,7 +174,7 @@ def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a storage's content as uint8 ``[bytes]``."""
+    """Return the content of a storage as uint8 ``[bytes]``."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

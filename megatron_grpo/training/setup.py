@@ -44,7 +44,7 @@ from megatron_grpo.weights.arguments import merge_architecture
 
 
 def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
-    """Check everything that can be checked, then build the trainer; None after --dry-run has printed its report."""
+    """Run all start-up checks, then return the trainer; print a report and return None with --dry-run."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
@@ -142,7 +142,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 
 def _keep_what_is_there(args, resume: bool) -> None:
-    """Raise GrpoError if --save holds another run, whose logs and checkpoints this run would replace."""
+    """Raise GrpoError if --save holds logs and checkpoints of another run, which this run would replace."""
     there = checkpoint.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
         raise GrpoError(
@@ -152,8 +152,9 @@ def _keep_what_is_there(args, resume: bool) -> None:
 
 
 def _check_position(args) -> None:
-    """Raise GrpoError if the checkpoint is not at the start of a rollout: saves, evaluations and the end would never be
-    due.
+    """Raise GrpoError if the checkpoint is not at the start of a rollout.
+
+    From such a position, saves, evaluations and the end of the run would never be due.
     """
     iteration, per_rollout = checkpoint.latest_iteration(args.load), args.updates_per_rollout
     if iteration % per_rollout:
@@ -165,7 +166,7 @@ def _check_position(args) -> None:
 
 
 def _check_destinations(args) -> None:
-    """Raise GrpoError for output directories that cannot be written."""
+    """Raise GrpoError for output directories without write access."""
     export = Path(args.save_hf) if args.save_hf else None
     if export and export.exists() and not hf.is_replaceable(export):
         raise GrpoError(f"--save-hf {export} exists and is no Hugging Face model directory: choose another place")
@@ -189,7 +190,7 @@ def _check_destinations(args) -> None:
 
 
 def _merge_architecture(args, resume: bool) -> None:
-    """Take the architecture from the checkpoint or ``config.json`` of the weights; flags must agree with it."""
+    """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ."""
     source = args.load if resume or args.finetune else args.pretrained_checkpoint
     if source and (resume or args.use_checkpoint_args):
         merge_architecture(args, checkpoint.read_checkpoint_args(source), f"the checkpoint {source}")
@@ -197,13 +198,13 @@ def _merge_architecture(args, resume: bool) -> None:
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
     if args.tokenizer_model is None:
-        load = args.load if resume or args.finetune else None  # only of a checkpoint
+        load = args.load if resume or args.finetune else None  # --load is then a checkpoint
         assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
         args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
 def _build_model(args, model_provider: Callable, resume: bool, ref_args):
-    """Return model, optimizer, scheduler and reference model with the initial weights (a resume overwrites them)."""
+    """Return model, optimizer, scheduler and reference model with initial weights, which a resume overwrites."""
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
@@ -225,8 +226,9 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
 
 
 def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):
-    """Return the reference model: as updated in the checkpoint, or of --ref-load or --ref-load-hf, or a copy of the
-    policy.
+    """Return the reference model.
+
+    Its weights are the updated ones of the checkpoint, those of --ref-load or --ref-load-hf, or a copy of the policy.
     """
 
     def load(chunks: forward.Model) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer update: the set-up of optimizer and schedule, the step, and what it reports."""
+"""One optimizer update: set-up of optimizer and schedule, the step, and its metrics."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from megatron_grpo.utils.errors import GrpoError
 def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamScheduler]:
     """Wrap the chunks in megatron-core's DDP, and build the optimizer and the learning-rate schedule.
 
-    The weights must be in place already: the optimizer's float32 copies are taken from them here.
+    Load the weights before: the optimizer copies them to its float32 main parameters here.
     """
     ddp_config = ddp_config_from_args(args)
     model = [
@@ -49,7 +49,7 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
 
 
 def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
-    """megatron-core's schedule, counted in updates."""
+    """Return megatron-core's schedule, counted in updates."""
     decay = args.lr_decay_iters or args.train_iters
     warmup = int(args.lr_warmup_fraction * decay) if args.lr_warmup_fraction is not None else args.lr_warmup_iters
     return OptimizerParamScheduler(
@@ -74,8 +74,8 @@ def train_step(
 ) -> dict[str, float]:
     """Run one optimizer update over this rank's ``packs``, through megatron-core's pipeline schedule.
 
-    Returns the metrics of the whole global batch, equal on every rank: of the loss (`loss_metrics.update_metrics`),
-    the gradient norm, the learning rate and, for a mixture of experts, the load-balancing loss.
+    Returns the metrics of the whole global batch, equal on every rank: metrics of the loss
+    (`loss_metrics.update_metrics`), gradient norm, learning rate and, for a mixture of experts, load-balancing loss.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -91,7 +91,7 @@ def train_step(
 
 
 def _balance_loss(config, num_microbatches: int) -> float | None:
-    """Return the routers' load-balancing loss, mean over layers and micro-batches; None if it is switched off."""
+    """Return the routers' load-balancing loss, mean over layers and micro-batches; None if it is disabled."""
     coefficients = config.moe_aux_loss_coeff
     if config.num_moe_experts is None or not np.any(coefficients):
         return None
@@ -108,7 +108,7 @@ def _balance_loss(config, num_microbatches: int) -> float | None:
 def _combine_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
     """Return the totals of all micro-batches and data-parallel ranks, by name (`loss_metrics`), equal on every rank.
 
-    Only the last pipeline stage runs the loss and knows the names: it sends names and totals to the other stages.
+    Only the last pipeline stage computes the loss; it sends names and totals to the other stages.
     """
     totals: list = [None]
     if parallel_state.is_pipeline_last_stage():
@@ -151,7 +151,7 @@ def _data_parallel_totals(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict
 
 
 def params_norm(model: Model) -> float:
-    """L2 norm of all parameters of the whole model, each counted once; the same on every rank."""
+    """Return the L2 norm of all parameters of the whole model, each counted once; equal on every rank."""
     squares = torch.zeros(2, dtype=torch.float64, device=device())
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):

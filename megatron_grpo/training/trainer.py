@@ -42,7 +42,7 @@ from megatron_grpo.weights.stream import stream_hf
 
 @dataclass
 class Trainer:
-    """The parts of a run and its position in it; the algorithm that uses them is ``pretrain_grpo.train``."""
+    """Parts of a run and its position; ``pretrain_grpo.train`` is the algorithm that uses them."""
 
     args: object
     model: forward.Model
@@ -120,8 +120,9 @@ class Trainer:
         return RolloutPlan(prompts, args.num_generations, sampling, rollout_seed(args.seed, self.rollouts), selection)
 
     def collect(self, plan: RolloutPlan) -> RolloutBatch:
-        """Return the completions of a plan with their rewards, on every rank; print the first failure of each reward
-        function. Prompts without a kept group return to the sampler.
+        """Return the completions of a plan with their rewards, on every rank.
+
+        Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         batch, self.reward_failures = collect_rollout(
@@ -145,13 +146,12 @@ class Trainer:
 
     @contextlib.contextmanager
     def engine_awake(self) -> Iterator[None]:
-        """Context in which the engine holds the newest weights and its cache; before and after, the trainer has the
-        device.
+        """Context in which the engine uses the device, with the newest weights and a KV cache.
 
-        1. `_offload`: gradients and optimizer state leave the device
+        1. `_offload`: gradients and optimizer state move to the host
         2. ``engine.wake_weights``: the engine allocates memory for its weights
-        3. `sync`: the engine gets the trainer's weights, if it does not hold them
-        4. `_offload`: the trainer's weights leave the device
+        3. `sync`: the engine receives the trainer's weights, if it does not hold them
+        4. `_offload`: the trainer's weights move to the host
         5. ``engine.wake_cache``: the engine allocates memory for its KV cache
         6. `_probe_engine`: with --check-weight-sync every replica completes a few prompts
         7. the body: rollouts
@@ -159,8 +159,8 @@ class Trainer:
         9. `_reload`: the trainer's tensors return to the device
         10. `_check_probe`: the probe's log-probabilities are compared with the trainer's
 
-        Optimizer state and KV cache are thus never on the device together, and the trainer's weights and the cache only
-        without --offload-model. If the engine is lost in one of the steps 2 to 8, `_end_without_engine` ends the run.
+        Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
+        only without --offload-model. If the engine is lost in steps 2 to 8, `_end_without_engine` ends the run.
         """
         memory, position = {"train": self._memory()}, self._position()
         probe = None
@@ -195,7 +195,7 @@ class Trainer:
                 weight_check.compare_tensors(self.engine, stream_hf(self.model, self.args), self.iteration)
 
     def _offload(self, offloader: Offloader) -> None:
-        # A gather of parameters that still runs would write into freed memory.
+        # A pending gather of parameters would write into freed memory.
         with self.timers("offload"), forward.parameters_complete(self.args, self.model):
             offloader.to_host()
 
@@ -211,7 +211,7 @@ class Trainer:
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _check_probe(self, probe: RolloutBatch) -> None:
-        """Compare the probe with the trainer's own forward pass, for which the device has room only now."""
+        """Compare the probe with the trainer's forward pass, which has enough device memory only after the rollout."""
         with self.timers("sync"):
             replicas = self.engine.num_replicas
             weight_check.compare_log_probs(self.args, self.model, self.forward_step, probe, replicas)
@@ -223,10 +223,10 @@ class Trainer:
         return (total - free) / 2**30
 
     def _end_without_engine(self, error: EngineLost, position: dict[str, Any]) -> NoReturn:
-        """Raise EngineLost with its cause and what a resumed run starts from; every rank must call.
+        """Raise EngineLost with the cause and the checkpoint for a resume. Collective.
 
-        The run is saved as it was at ``position`` if all ranks answer and each can take its tensors back. After a
-        blocked NCCL call, or an illegal memory access, a device does not answer; then the newest checkpoint is named.
+        The run is saved in its state at ``position`` if all ranks answer and each can reload its tensors. A device does
+        not answer after a blocked NCCL call or an illegal memory access; the message then names the newest checkpoint.
         """
         able = device_answers()
         if able:
@@ -241,7 +241,7 @@ class Trainer:
         raise lost from error
 
     def _save_if(self, able: bool, position: dict[str, Any]) -> str:
-        """Save the run as it was at ``position`` if all ranks are ``able``; return what the user can resume from."""
+        """Save the run in its state at ``position`` if all ranks are ``able``; return a sentence on how to resume."""
         save = self.args.save
         if not save:
             return "Nothing is saved: there is no --save"
@@ -280,7 +280,7 @@ class Trainer:
         return ModelFlops(self.args)
 
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
-        """Return the metrics of a rollout's rewards (weighted sums ``[n]``) and lengths, under the names of METRICS."""
+        """Return the metrics of a rollout's rewards (weighted sums ``[n]``) and lengths, with the names of METRICS."""
         groups = group_statistics(rewards, batch.group_ids)
         row = {
             "reward/mean": mean_of_scored(rewards),
@@ -346,14 +346,14 @@ class Trainer:
         if self.left_early:
             print_rank_0(f"leaving at iteration {self.iteration}: {self.left_early}")
             return True
-        # Not at the first iteration: the same command, run again after such an exit, continues to the next multiple.
+        # Not at the first iteration, so that the same command continues to the next multiple after such an exit.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
 
     def save(self, position: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint from which the run continues as if it had not stopped (at ``position``, if given)."""
+        """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
         self.logger.flush()
         position = position or self._position()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
@@ -373,9 +373,9 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Save if the newest iteration is not saved yet, export to Hugging Face's format, and close everything.
+        """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
 
-        A run that ends early is only saved, not exported: its time may be limited.
+        A run that ends early is saved but not exported, because its time may be limited.
         """
         if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
             self.save()

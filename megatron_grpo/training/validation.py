@@ -1,6 +1,6 @@
-"""Validation of the arguments: the order of all folders' rules, and the rules of training.
+"""Validation of the arguments: calls the rules of all folders in order, and defines the rules of training.
 
-Call ``merge_architecture`` first if a checkpoint or ``config.json`` gives the architecture, then ``validate_args``.
+If a checkpoint or ``config.json`` gives the architecture, call ``merge_architecture`` before ``validate_args``.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_model(args)
     check_family(args)
     check_parallelism(args)
-    families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not have
+    families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)
     check_rope(args)
     check_data(args)
@@ -73,7 +73,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
 
 
 def _check_finite(args: Namespace) -> None:
-    """Raise GrpoError for nan and inf, which pass most comparisons and destroy the weights."""
+    """Raise GrpoError for nan and inf, which pass most range checks and destroy the weights."""
     for dest, value in vars(args).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
@@ -163,7 +163,7 @@ def check_warmup(args: Namespace) -> None:
 
 
 def _check_libraries(args: Namespace) -> None:
-    """Raise GrpoError for what this machine or megatron-core does not support."""
+    """Raise GrpoError for flags that this machine, its libraries or megatron-core do not support."""
     have_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     have_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     if args.transformer_impl == "transformer_engine" and not have_te:

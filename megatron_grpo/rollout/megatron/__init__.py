@@ -1,1 +1,1 @@
-"""The training model itself as the engine."""
+"""Inference engine that generates with the training model itself."""

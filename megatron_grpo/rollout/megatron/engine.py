@@ -1,11 +1,13 @@
-"""The training model itself as the engine (``--rollout-engine megatron``): batched, with a KV cache, at its own layout.
+"""Inference engine that generates with the training model itself (``--rollout-engine megatron``).
 
-There are no other weights than the trainer's, hence no sync, and completions are exactly on-policy. A step runs the new
-prompts and the newest tokens of all running completions in one forward: through the pipeline's stages one after the
-other, then one exchange tells every rank of the replica which tokens were sampled.
+The engine runs batches with a KV cache, in the parallel configuration of the trainer. It uses the trainer's weights, so
+no sync is needed and completions are exactly on-policy. A step runs the new prompts and the newest tokens of all
+running completions in one forward pass, through the pipeline stages in order. One all-reduce then distributes the
+sampled tokens to every rank of the replica.
 
-Each tensor-parallel group, with its pipeline, is a replica with requests of its own; context-parallel ranks too, for a
-cache needs no split sequences. Those that share experts make forwards together: they are members of one replica.
+Each tensor-parallel group, with its pipeline, is a replica with its own requests. Context-parallel ranks also have
+their own requests, because a KV cache needs no split sequences. Groups that share experts run their forward passes
+together: they are members of one replica.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 class MegatronEngine:
-    """Generates with ``model``, the trainer's chunks of this rank, where they are."""
+    """Engine that generates with ``model``, the trainer's chunks on this rank, without a copy of the weights."""
 
     has_weights = True
 
@@ -76,7 +78,7 @@ class MegatronEngine:
             return []
         step = self._step(works[self._member], self._padded(works))
         hidden = self._forward(step)
-        values = torch.zeros(sum(counts), 2, dtype=torch.float64, device=device())  # holds any token's number exactly
+        values = torch.zeros(sum(counts), 2, dtype=torch.float64, device=device())  # exact for every token id
         if self._last and counts[self._member]:
             logits = self._chunks[-1].next_token_logits(hidden, step.sampled)
             if self._samples:
@@ -84,7 +86,7 @@ class MegatronEngine:
                 values[begin : begin + len(logits)] = self._sample(logits, works[self._member])
         if self._group is not None:
             dist.all_reduce(values, group=self._group)  # each row has one writer
-        tokens, log_probs = values.cpu().T.tolist()  # the only time that the host waits for the device
+        tokens, log_probs = values.cpu().T.tolist()  # the only synchronisation of host and device
         finished = self._scheduler.take(works, list(map(int, tokens)), log_probs)
         return [self._completion(running) for running in finished]
 
@@ -93,17 +95,18 @@ class MegatronEngine:
         return Completion(running.request.id, running.token_ids, log_probs, running.finish_reason, self._version)
 
     def _padded(self, works: list[Work]) -> int:
-        """Tokens of this member's step: padded to parts for tensor-parallel ranks, and never none, so that an idle
-        member takes part in the exchange of experts.
+        """Return the number of tokens of this member's step, with padding to a multiple of the tensor-parallel size.
+
+        The number is never 0, so that an idle member takes part in the exchange of experts.
         """
         parts = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
         tokens = works[self._member].num_tokens
-        if self._args.moe_token_dispatcher_type == "allgather":  # it gathers as many from each rank
+        if self._args.moe_token_dispatcher_type == "allgather":  # allgather needs the same number from each rank
             tokens = max(work.num_tokens for work in works)
         return max(-(-tokens // parts), 1) * parts
 
     def _step(self, work: Work, total: int) -> Step:
-        """The tokens of ``work``, with padding ``total``, on the device."""
+        """Return the tokens of ``work`` on the device, padded to ``total`` tokens."""
         length = self._cache.length
         tokens, positions, rows, source, sampled, ends = [], [], [], [], [], [0]
         for prompt in work.prompts:
@@ -130,14 +133,14 @@ class MegatronEngine:
             [sampled, newest],
         )
         flat = [np.concatenate([np.asarray(part, np.int64) for part in parts]) for parts in arrays]
-        # One copy to the device, not seven.
+        # One copy to the device is faster than seven.
         both = torch.from_numpy(np.concatenate(flat)).to(device(), non_blocking=True)
         tokens, positions, rows, source, slots, on_device, sampled = both.split([len(array) for array in flat])
         longest = int(lengths.max(initial=0))
         return Step(tokens, positions, rows, source, tuple(ends), slots, on_device, longest, sampled)
 
     def _forward(self, step: Step) -> torch.Tensor:
-        """The step through all stages and virtual stages, one after the other; on the last its hidden states."""
+        """Run the step through all stages and virtual stages in order; the last one returns the hidden states."""
         self._cache.step = step
         parts = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
         config, group = self._chunks[0].config, parallel_state.get_pipeline_model_parallel_group()
@@ -155,7 +158,7 @@ class MegatronEngine:
         return hidden
 
     def _sample(self, logits: torch.Tensor, work: Work) -> torch.Tensor:
-        """Tokens and log-probabilities ``[n, 2]`` of the member's rows."""
+        """Return the sampled tokens and their log-probabilities, ``[n, 2]``, of the member's rows."""
         rows = work.sampled
         tokens, log_probs = sample(
             logits,
@@ -170,8 +173,9 @@ class MegatronEngine:
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
-        """Within, sampling depends on ``seed`` and the requests alone, and the trainer's random state is left as it
-        was; the model generates, and cannot be trained.
+        """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state.
+
+        The model generates and cannot be trained in this context.
         """
         seeds = np.random.SeedSequence([seed + self.replica, self._member])
         self._generator.manual_seed(int(seeds.generate_state(1)[0]))
@@ -187,17 +191,17 @@ class MegatronEngine:
                 self._cache.step = None
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """The weights are the trainer's own: ``weights`` is left alone."""
+        """Set the version only: the engine uses the trainer's weights, so ``weights`` is not read."""
         self._version = version
 
     def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
-        return []  # they are the same tensors
+        return []  # engine and trainer share the tensors
 
     def wake_weights(self) -> None:
         pass
 
     def wake_cache(self) -> None:
-        """Allocate the cache; GrpoError when there is no room."""
+        """Allocate the KV cache; GrpoError if the device has too little memory."""
         free = _free_bytes()
         if self._cache.num_bytes > free and not self._cache.layers:
             raise GrpoError(
@@ -209,7 +213,7 @@ class MegatronEngine:
             self._cache.allocate()
 
     def sleep(self) -> None:
-        """Free the cache."""
+        """Free the KV cache."""
         self._cache.free()
         torch.cuda.empty_cache()
 
@@ -218,14 +222,14 @@ class MegatronEngine:
 
 
 def _free_bytes() -> int:
-    """Memory that this process could take on its device: what is free, and what torch holds but does not use."""
+    """Return the bytes that this process can allocate on its device: free memory plus torch's unused reserve."""
     if not torch.cuda.is_available():
         return psutil.virtual_memory().available
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def _group_of(replica: int, num_replicas: int) -> dist.ProcessGroup | None:
-    """The process group of a replica's ranks on the device; None when it has one rank."""
+    """Return the device process group of a replica's ranks; None if the replica has one rank."""
     replicas = [torch.empty((), dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(replicas, torch.tensor(replica), group=host_group())
     if len(replicas) == num_replicas:

@@ -1,9 +1,9 @@
 """Sampling of next tokens from logits, with vLLM's definitions and order of steps (vllm/v1/sample/sampler.py).
 
-    penalties, temperature, min-p, top-k, top-p, and a draw from what is left
+    penalties, temperature, min-p, top-k, top-p, and a draw from the remaining tokens
 
-The log-probability of the drawn token is taken after the temperature and before min-p, top-k and top-p. A greedy
-request (temperature 0) takes the likeliest token after penalties; its log-probability is that at temperature 1.
+The log-probability of the drawn token is computed after the temperature and before min-p, top-k and top-p. A greedy
+request (temperature 0) selects the most likely token after penalties, with its log-probability at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ def sample(
     outputs: Sequence[Sequence[int]],
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64 ``[n]``, their log-probabilities float32 ``[n]``) from logits float32 ``[n, vocabulary]``.
+    """Return (tokens int64 ``[n]``, their log-probabilities float32 ``[n]``) from logits float32 ``[n, vocabulary]``.
 
-    ``samplings``, ``prompts`` and ``outputs`` have an entry a row; ids are looked at where there are penalties.
+    ``samplings``, ``prompts`` and ``outputs`` have one entry per row; only penalties read the ids.
     """
-    # What nobody asks for is not computed: the host knows without asking the device.
+    # Steps that no row requests are skipped; the settings are on the host, so this needs no synchronisation.
     asked = {name: [getattr(sampling, name) for sampling in samplings] for name in _SETTINGS}
     columns = torch.tensor(list(asked.values())).to(logits.device, non_blocking=True)[:, :, None]
     temperature, top_k, top_p, min_p, repetition, presence, frequency = columns
@@ -45,7 +45,7 @@ def sample(
             kept = keep_top_k(kept, top_k.long(), max(asked["top_k"]))
         if set(asked["top_p"]) - {1.0}:
             kept = keep_top_p(kept, top_p)
-        # The largest of p / e, with e exponential: a draw from p (Gumbel's trick) without a look at p on the host.
+        # argmax of p / e, with e exponential, is a draw from p (Gumbel's trick), without a copy of p to the host.
         probabilities = kept.softmax(-1)
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
         tokens = torch.where(greedy[:, 0], logits.argmax(-1), (probabilities / noise).argmax(-1))
@@ -53,9 +53,11 @@ def sample(
 
 
 def penalize(logits, prompts, outputs, repetition, presence, frequency) -> torch.Tensor:
-    """Logits of tokens that were there in prompt or output are divided by ``repetition`` where positive, else
-    multiplied (arXiv:1909.05858); those of output tokens are lowered by ``presence`` and by ``frequency`` times their
-    count (OpenAI's API).
+    """Return the logits after penalties.
+
+    A positive logit of a token in prompt or output is divided by ``repetition``, another one is multiplied by it
+    (arXiv:1909.05858). The logit of a token in the output is lowered by ``presence``, and by ``frequency`` times the
+    token's count (OpenAI's API).
     """
     counts = _counts(outputs, logits)
     there = (counts > 0) | (_counts(prompts, logits) > 0)
@@ -64,7 +66,7 @@ def penalize(logits, prompts, outputs, repetition, presence, frequency) -> torch
 
 
 def _counts(ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
-    """How often each token occurs in each row, as ``logits``."""
+    """Return the count of each token in each row, with the shape of ``logits``."""
     rows = torch.tensor([row for row, tokens in enumerate(ids) for _ in tokens], dtype=torch.long)
     columns = torch.tensor([token for tokens in ids for token in tokens], dtype=torch.long)
     places = (rows * logits.shape[1] + columns).to(logits.device, non_blocking=True)
@@ -77,21 +79,27 @@ def _counts(ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
 
 
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """-inf for tokens less likely than ``min_p`` times the likeliest."""
+    """Return the logits with -inf for tokens less likely than ``min_p`` times the most likely token."""
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), float("-inf"))
 
 
 def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
-    """-inf for all but the ``top_k`` largest and what equals the last of them; -1: all. ``largest``: the maximum."""
+    """Return the logits with -inf for all but the ``top_k`` largest and ties with the last of them.
+
+    A ``top_k`` of -1 keeps all logits. ``largest`` is the maximum of ``top_k``.
+    """
     top_k = top_k.clamp(max=logits.shape[1])
     bound = logits.topk(min(largest, logits.shape[1])).values.gather(-1, top_k.clamp(min=1) - 1)
     return logits.masked_fill((logits < bound) & (top_k > 0), float("-inf"))
 
 
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """-inf for all but the likeliest tokens which only together reach probability ``top_p``; one is always kept."""
+    """Return the logits with -inf for all but the most likely tokens that together reach probability ``top_p``.
+
+    At least one token is kept.
+    """
     ordered, order = logits.sort(-1)
-    below = ordered.softmax(-1).cumsum(-1) <= 1 - top_p  # from the unlikeliest on, as vLLM adds up
+    below = ordered.softmax(-1).cumsum(-1) <= 1 - top_p  # sum from the least likely token up, as vLLM does
     below[:, -1] = False
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(below, float("-inf")))

@@ -1,7 +1,7 @@
-"""Continuous batching: which requests are in which slot of which member of a replica, and what each step runs.
+"""Continuous batching: assignment of requests to slots of a replica's members, and the work of each step.
 
-The members of a replica make one forward at the same time, each over its own requests (they share experts). Every rank
-has the whole schedule and hears of every token, so that no rank has to ask another what comes next.
+The members of a replica share experts and run their forward passes at the same time, each over its own requests. Every
+rank holds the whole schedule and receives every token, so that the ranks need no further communication.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ PROMPT_TOKENS = 8192
 
 @dataclass(eq=False)
 class Running:
-    """A request in a slot."""
+    """A running request in a slot."""
 
     request: Request
     member: int
@@ -33,14 +33,14 @@ class Running:
 
 @dataclass
 class Work:
-    """One member's part of a step: new prompts, each with the requests that share it, and completions to go on with."""
+    """One member's part of a step: new prompts, each with the requests that share it, and running completions."""
 
     prompts: list[list[Running]] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[Running]:
-        """The requests that get a token, in the order of the step's rows."""
+        """The requests that receive a token, in the order of the step's rows."""
         return [request for prompt in self.prompts for request in prompt] + self.running
 
     @property
@@ -49,9 +49,9 @@ class Work:
 
 
 class Scheduler:
-    """``slots`` requests at a time of ``length`` tokens at most, on each of ``members``.
+    """Schedule of at most ``slots`` requests at a time, each of at most ``length`` tokens, on each of ``members``.
 
-    ``decode`` gives the text of ids, for stop words; ``eos_id`` ends a completion unless its request ignores it.
+    ``decode`` returns the text of ids, for stop words; ``eos_id`` ends a completion unless its request ignores it.
     """
 
     def __init__(self, members: int, slots: int, length: int, eos_id: int, decode: Callable[[list[int]], str]):
@@ -61,7 +61,7 @@ class Scheduler:
         self._free = [list(reversed(range(slots))) for _ in range(members)]
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests; GrpoError for one that no slot could hold."""
+        """Queue requests; GrpoError for a request that is longer than a slot."""
         for request in requests:
             longest = len(request.prompt_ids) + request.sampling.max_tokens
             if longest > self.length or not len(request.prompt_ids):
@@ -73,21 +73,24 @@ class Scheduler:
             self.waiting.append(request)
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Drop requests, waiting or running."""
+        """Drop waiting and running requests."""
         gone = set(ids)
         self.waiting = deque(request for request in self.waiting if request.id not in gone)
         for running in [r for slots in self.running for r in slots.values() if r.request.id in gone]:
             self._release(running)
 
     def step(self) -> list[Work]:
-        """What each member runs next; new requests take free slots. No work at all: nothing is waiting or running."""
+        """Assign waiting requests to free slots and return the next work of each member.
+
+        All work is empty if no request is waiting or running.
+        """
         works = [Work(running=list(slots.values())) for slots in self.running]
         seen: list[dict[tuple[int, ...], list[Running]]] = [{} for _ in works]  # prompts of this step
         tokens = [0 for _ in works]
         member = 0
         while self.waiting:
             prompt = tuple(self.waiting[0].prompt_ids)
-            # A prompt's completions stay together, and the others go where most slots are free.
+            # Completions of one prompt stay on one member; a new prompt goes to the member with most free slots.
             if prompt not in seen[member] or not self._free[member]:
                 member = max(range(len(works)), key=lambda m: len(self._free[m]))
             cost = 0 if prompt in seen[member] else len(prompt)
@@ -103,7 +106,7 @@ class Scheduler:
         return works
 
     def take(self, works: Sequence[Work], tokens: Sequence[int], log_probs: Sequence[float]) -> list[Running]:
-        """Add the step's tokens to their completions, in the order of all members' rows; returns what has finished."""
+        """Append the step's tokens, in the order of all members' rows, to the completions; return finished ones."""
         finished = []
         rows = [running for work in works for running in work.sampled]
         for running, token, log_prob in zip(rows, tokens, log_probs, strict=True):
@@ -120,7 +123,8 @@ class Scheduler:
         if ids[-1] == self.eos_id and not sampling.ignore_eos:
             return "stop"
         if sampling.stop:
-            # Each token of a stop word has at least a byte of it; some more, because a text's begin is a special place.
+            # A token of a stop word has at least one byte of it. The margin of 4 is for tokenizers that decode the
+            # first token of a text differently.
             window = max(len(word.encode()) for word in sampling.stop) + 4
             text = self.decode(ids[-window:])
             if any(word in text for word in sampling.stop):

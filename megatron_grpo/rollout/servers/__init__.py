@@ -1,1 +1,1 @@
-"""Inference servers over HTTP, whatever their kind."""
+"""Engine, pool and interface of inference servers over HTTP, common to vLLM and SGLang."""

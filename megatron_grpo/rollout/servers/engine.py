@@ -19,12 +19,13 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class WeightTransfer(Protocol):
-    """Sends weights to the servers of a run."""
+    """Interface of the methods that send weights to the servers of a run."""
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         """Send ``weights`` to every serving server by ``servers.give_weights(version, ...)``.
 
-        Called on rank 0 while the other ranks iterate theirs to the end; after an error the caller iterates the rest.
+        The caller runs this on rank 0, while the other ranks iterate ``weights`` to the end. After an error the caller
+        iterates the remaining weights on rank 0, too.
         """
 
     def close(self) -> None:
@@ -34,9 +35,9 @@ class WeightTransfer(Protocol):
 class ServerEngine:
     """Engine over running servers (``--vllm-mode server``, ``--rollout-engine sglang``).
 
-    Every request carries a seed, so samples depend neither on the server nor on its load, except for rounding: logits
-    depend on which requests are computed together, and a server does not fix that. A sample can therefore differ
-    between two runs.
+    Every request has its own seed, so samples do not depend on the server or its load, except for rounding: logits
+    depend on the batch in which a request is computed, and servers choose batches freely. A sample can therefore
+    differ between two runs.
     """
 
     def __init__(
@@ -114,7 +115,10 @@ class ServerEngine:
         return [line for url in after for line in _changed(url, before[url] or {}, after[url] or {})]
 
     def wake_weights(self) -> None:
-        """Probe all servers: a restarted or returned server needs the weights, so all ranks take part in a sync."""
+        """Probe all servers and allocate memory for their weights.
+
+        Sets ``has_weights`` on all ranks; it is False if a restarted or readmitted server needs a sync.
+        """
         with led_by_rank_0():
             current = torch.tensor(self._pool.refresh() if self._pool else False)
             if self._pool:

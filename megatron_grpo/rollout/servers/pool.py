@@ -1,4 +1,4 @@
-"""Pool of inference servers: requests go to a server with room; requests of a lost server go to the others."""
+"""Pool of inference servers: dispatch of requests to servers with free capacity, and fault handling."""
 
 import asyncio
 import time
@@ -34,11 +34,12 @@ class Job:
 
 
 class ServerPool:
-    """The servers of a run, driven by one process; the event loop runs only within these calls.
+    """Servers of a run, driven by one process; the event loop runs only within the method calls.
 
-    A server gets at most ``max_in_flight`` completions at a time. A failed server is probed a few times. A server is
-    given up if it shows no progress for ``timeout`` seconds while it has work, or if it has restarted and so lost its
-    weights. Both can return at the next `refresh`. EngineLost if no server is left.
+    A server receives at most ``max_in_flight`` completions at a time. A failed server is probed a few times. A server
+    is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it has restarted and so lost
+    its weights. Requests of an excluded server go to the others. `refresh` readmits servers that answer. The methods
+    raise EngineLost if no server is left.
     """
 
     def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int):
@@ -74,7 +75,7 @@ class ServerPool:
                 raise outcome
 
     def refresh(self) -> bool:
-        """Probe every server; return whether all that answer hold the same version of our weights."""
+        """Probe every server; return whether all servers that answer hold the same version of this run's weights."""
 
         async def probe(server: Server) -> Status:
             if server.lost is None:
@@ -86,7 +87,7 @@ class ServerPool:
             return status
 
         outcomes = list(zip(self.servers, self._all(probe, self.servers), strict=True))
-        # Servers that answer come first: with none left the run ends.
+        # Servers that answer come first, because the run ends as soon as no server is left.
         for server, outcome in sorted(outcomes, key=lambda pair: isinstance(pair[1], Fault)):
             if isinstance(outcome, Fault):
                 self._lose(server, str(outcome))
@@ -113,7 +114,7 @@ class ServerPool:
         return await server.status(PROBE_TIMEOUT)
 
     def serving(self) -> list[Server]:
-        """Return the servers that are not given up."""
+        """Return the servers that are not excluded."""
         return [server for server in self.servers if server.lost is None]
 
     def members(self) -> list[tuple[str, str]]:
@@ -121,7 +122,10 @@ class ServerPool:
         return [(server.url, server.process) for server in self.serving()]
 
     def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]] | None = None) -> None:
-        """Give every serving server the weights ``version`` by ``give``, concurrently (None: it has them)."""
+        """Await ``give`` for every serving server, concurrently, and set its weight version to ``version``.
+
+        ``give`` is None if the servers hold the weights already.
+        """
 
         async def give_one(server: Server) -> None:
             server.version = None  # even if this fails, the old weights are gone
@@ -144,9 +148,9 @@ class ServerPool:
         self.each(sleep_one, "go to sleep")
 
     def each(self, function: Callable[[Server], Coroutine], purpose: str = "take the weights") -> None:
-        """Await ``function`` for every serving server, concurrently; a server that raises Fault is given up.
+        """Await ``function`` for every serving server, concurrently; exclude a server that raises Fault.
 
-        The first EngineLost of a ``function`` cancels the others.
+        The first EngineLost cancels the other calls of ``function``.
         """
         servers = self.serving()
         for server, outcome in zip(servers, self._all(function, servers), strict=True):
@@ -154,7 +158,7 @@ class ServerPool:
                 self._lose(server, f"it did not {purpose}: {outcome}")
 
     def _all(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
-        """Return the result of ``function`` for each server, or the Fault or GrpoError that it raised."""
+        """Return for each server the result of ``function``, or the Fault or GrpoError that the call raised."""
 
         async def gather() -> list[Any]:
             tasks = [asyncio.ensure_future(function(server)) for server in servers]
@@ -180,9 +184,9 @@ class ServerPool:
     # ---- in a rollout
 
     def submit(self, requests: Iterable[Request], seed: int) -> None:
-        """Queue requests; consecutive requests of one prompt are sent together, so that its prefill runs once.
+        """Queue requests; consecutive requests of one prompt are sent together, so that the prefill runs once.
 
-        The samples of a request depend on ``seed``, the first ``id`` of its prompt and its place among them.
+        The samples of a request depend on ``seed``, the first ``id`` of its prompt and its index within the prompt.
         """
         group: list[Request] = []
         for request in [*requests, None]:
@@ -194,8 +198,8 @@ class ServerPool:
                 group.append(request)
 
     def poll(self, patience: float = 0.1) -> list[Completion]:
-        """Dispatch queued requests to servers with room; return what finished within ``patience`` seconds."""
-        away = time.monotonic() - self._left  # time in which we did not listen does not count as theirs
+        """Dispatch queued requests to servers with room; return completions after at most ``patience`` seconds."""
+        away = time.monotonic() - self._left  # time between polls does not count towards a server's time-out
         for server in self.servers:
             server.alive += away
         try:
@@ -204,7 +208,7 @@ class ServerPool:
             self._left = time.monotonic()
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Abort requests; the connection of a job closes when none of its requests is wanted."""
+        """Abort requests; close the connection of a job once all its requests are aborted."""
         unwanted = set(ids)
         for job in self._queue:
             job.unwanted |= unwanted
@@ -228,7 +232,7 @@ class ServerPool:
         for task in done:
             if task in self._probes:
                 self._probed(self._probes.pop(task), task)
-            elif task in self._running:  # not of a server given up in this step
+            elif task in self._running:  # else its server was excluded in this step
                 job, server = self._running.pop(task)
                 server.in_flight -= len(job.requests)
                 fault = task.exception()
@@ -274,7 +278,7 @@ class ServerPool:
             server.next_look = time.monotonic() + _pause(0)
 
     def _watch(self) -> None:
-        """Start the probes that are due; give up servers without progress."""
+        """Start the probes that are due; exclude servers without progress."""
         now = time.monotonic()
         for server in self.serving():
             if (server.in_flight or server.failures) and now - server.alive > self.timeout:
@@ -310,7 +314,7 @@ class ServerPool:
         server.failures = 0
 
     def _lose(self, server: Server, reason: str) -> None:
-        """Give a server up until the next sync; its requests go to the front of the queue."""
+        """Exclude a server until the next sync; put its requests at the front of the queue."""
         if server.lost is None:
             print_rank_0(f"server {server.url} is given up until the next weight sync: {reason}")
         server.lost, server.version, server.failures = reason, None, 0

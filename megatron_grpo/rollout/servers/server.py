@@ -1,5 +1,5 @@
-"""One inference server: its state and its requests. vllm/server.py and sglang/server.py implement them; pool.py drives
-a pool of servers.
+"""State and requests of one inference server, implemented by vllm/server.py and sglang/server.py; pool.py drives a pool
+of servers.
 """
 
 import uuid
@@ -15,28 +15,28 @@ _RUN = uuid.uuid4().hex[:12]
 
 
 class Status(NamedTuple):
-    """Status of a server: ``process`` changes when it restarts, ``progress`` when it generates (None if unknown)."""
+    """Status of a server: ``process`` changes at a restart, ``progress`` during generation (None if unknown)."""
 
     process: str
     progress: float | None
 
 
 class Server(Client, ABC):
-    """State of one server; every request raises Fault if the server does not fulfil it."""
+    """One inference server with its state; every request raises Fault if it fails."""
 
     tensor_parallel_size: int = 1
-    version: int | None = None  # of its weights; None if it does not hold ours: it must not generate
-    process: str = ""  # the process that holds them
-    lost: str | None = None  # the reason why it is given up until the next weight sync
+    version: int | None = None  # of the weights; None: the server lacks this run's weights and must not generate
+    process: str = ""  # the server process that holds the weights
+    lost: str | None = None  # the reason for its exclusion until the next weight sync
     in_flight: int = 0  # completions
-    failures: int = 0  # in a row; above 0 it gets no requests until a probe succeeds
+    failures: int = 0  # consecutive; above 0, the server receives no requests until a probe succeeds
     next_look: float = 0.0
     alive: float = 0.0  # time of the last sign of life
     progress: float | None = None
 
     @abstractmethod
     async def check(self) -> None:
-        """Raise Fault, with its cure, if this server cannot serve this run."""
+        """Raise Fault, with the flag to change, if this server cannot serve this run."""
 
     @abstractmethod
     async def status(self, timeout: float) -> Status:
@@ -55,7 +55,7 @@ class Server(Client, ABC):
         """Finish a weight update: drop caches of the old weights and set the version."""
 
     async def call_if_able(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
-        """As ``call``; None if the server does not support the request."""
+        """Return the answer of ``call``; None if the server does not support the request."""
         try:
             return await self.call(method, path, body, timeout)
         except Fault as fault:
@@ -74,7 +74,7 @@ class Server(Client, ABC):
         return None
 
     def check_end(self, request: Request, ids: list[int], reason: str, vocab_size: int, eos_id: int) -> None:
-        """Raise Fault if a completion did not end as its ``Sampling`` says."""
+        """Raise Fault if the end of a completion contradicts its ``Sampling``."""
         sampling = request.sampling
         if reason not in ("stop", "length") or not ids:
             raise Fault(f"it ended a completion after {len(ids)} tokens for {reason!r}", retryable=True)
@@ -93,7 +93,7 @@ class Server(Client, ABC):
 
 
 def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
-    """Return the sampling parameters that vLLM's and SGLang's servers name alike."""
+    """Return the sampling parameters with the same names in vLLM and SGLang servers."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

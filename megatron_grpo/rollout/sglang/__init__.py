@@ -1,1 +1,1 @@
-"""SGLang servers, and the ways of weights to them."""
+"""SGLang servers, and weight sync to them."""

@@ -1,7 +1,7 @@
-"""Weights to SGLang servers of this host by handles of the GPU's memory (CUDA IPC).
+"""Weight sync to SGLang servers on this host through handles of GPU memory (CUDA IPC).
 
-What is sent is where the tensors lie; a server maps them and copies (``/update_weights_from_tensor``). There is no
-process group, so a server may have the trainer's own GPU, on which NCCL would refuse a second rank.
+The trainer sends memory handles; a server maps the memory and copies the tensors (``/update_weights_from_tensor``).
+There is no process group, so a server can share the trainer's GPU, on which NCCL would refuse a second rank.
 """
 
 import base64
@@ -19,26 +19,29 @@ from megatron_grpo.rollout.weight_sync.transfer import Bucket, buckets
 
 BUCKET_BYTES = 2**30
 _ALIGNMENT = 256  # bytes
-_DEVICE = 6  # its place among the arguments of torch's rebuild_cuda_tensor
+_DEVICE = 6  # index of the device in the arguments of torch's rebuild_cuda_tensor
 
 
 class SglangIpcTransfer:
-    """``--rollout-engine sglang --weight-sync-method ipc``: tensors in buckets of ``BUCKET_BYTES`` and one more."""
+    """Weight transfer of ``--rollout-engine sglang --weight-sync-method ipc``.
+
+    A bucket has at most ``BUCKET_BYTES`` bytes plus one tensor.
+    """
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
             self._lend(bucket, servers)
-            if torch.cuda.is_available():  # not in tests
-                torch.cuda.ipc_collect()  # takes the block back, now that nobody has it mapped
+            if torch.cuda.is_available():  # tests run on a CPU
+                torch.cuda.ipc_collect()  # frees the block, which no server maps any more
         servers.give_weights(version)
 
     def _lend(self, bucket: Bucket, servers: ServerPool) -> None:
-        # Copied: a parameter's own memory, once shared, could not be moved to the host any more.
+        # Share a copy: a parameter with shared memory could not be offloaded to the host any more.
         block = in_one_block(bucket)
         torch.cuda.current_stream().synchronize()
 
         async def receive(server: Server) -> None:
-            # A handle counts who uses it, so each of the server's ranks has its own.
+            # A handle counts its users, so each rank of the server needs its own.
             ranks = [handles(block) for _ in range(server.tensor_parallel_size)]
             body = {"serialized_named_tensors": ranks, "flush_cache": False}
             await server.call("POST", "/update_weights_from_tensor", body, servers.timeout)
@@ -46,11 +49,11 @@ class SglangIpcTransfer:
         servers.each(receive)
 
     def close(self) -> None:
-        """Nothing: what was shared goes with each bucket."""
+        """Do nothing: each bucket frees its shared memory."""
 
 
 def in_one_block(bucket: Bucket) -> Bucket:
-    """Copies that lie side by side, so that a server maps one piece of memory and not one a tensor."""
+    """Return contiguous copies, so that a server maps one block of memory instead of one per tensor."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in bucket]
     block = torch.empty(sum(sizes), dtype=torch.uint8, device=bucket[0][1].device)
     pieces = zip(bucket, block.split(sizes), strict=True)
@@ -58,7 +61,7 @@ def in_one_block(bucket: Bucket) -> Bucket:
 
 
 def handles(bucket: Bucket) -> str:
-    """Where the tensors lie, as SGLang's MultiprocessingSerializer writes it."""
+    """Return the memory handles of the tensors in the format of SGLang's MultiprocessingSerializer."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(bucket)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -66,7 +69,7 @@ def handles(bucket: Bucket) -> str:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
-        """A GPU is named by its UUID, since it may have another number in the server."""
+        """Replace the GPU's number by its UUID, because the server may number GPUs differently."""
         if not (isinstance(value, torch.Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reductions.reduce_tensor(value)

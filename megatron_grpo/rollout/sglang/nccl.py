@@ -1,7 +1,7 @@
-"""Weights to SGLang servers over NCCL: one process group of rank 0 and all servers' ranks, one broadcast a tensor.
+"""Weight sync to SGLang servers over NCCL: one broadcast per tensor, in a process group of rank 0 and all servers.
 
-Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); run against SGLang
-0.5.15 on GPUs, and on a CPU with gloo in NCCL's place.
+Written from SGLang's sources (``init_weights_update_group``, ``update_weights_from_distributed``); tested with SGLang
+0.5.15 on GPUs with NCCL, and on a CPU with gloo.
 """
 
 import contextlib
@@ -24,7 +24,10 @@ BUCKET_BYTES = 2**30
 
 
 class SglangNcclTransfer:
-    """``--rollout-engine sglang --weight-sync-method nccl``: tensors in buckets of ``BUCKET_BYTES`` and one more."""
+    """Weight transfer of ``--rollout-engine sglang --weight-sync-method nccl``.
+
+    A bucket has at most ``BUCKET_BYTES`` bytes plus one tensor.
+    """
 
     def __init__(self, backend: str = "nccl"):
         self._backend = backend
@@ -38,13 +41,13 @@ class SglangNcclTransfer:
         self._members = servers.members()
 
     def _join(self, servers: ServerPool) -> None:
-        """Make a process group of this rank and those servers that answer now."""
+        """Form a process group of this rank and all serving servers."""
         members, offsets, world_size = servers.members(), {}, 1
         for server in servers.serving():
             offsets[server.url] = world_size
             world_size += server.tensor_parallel_size
         address, port = address_for(list(offsets)), free_port()
-        timeout = datetime.timedelta(seconds=servers.timeout + 2 * STUCK)  # `together` comes first, and says more
+        timeout = datetime.timedelta(seconds=servers.timeout + 2 * STUCK)  # longer than the time-out of `together`
         body = {
             "master_address": address,
             "master_port": port,
@@ -54,7 +57,7 @@ class SglangNcclTransfer:
         }
 
         async def join(server: Server) -> None:
-            with contextlib.suppress(Fault):  # that there is none; there is one of an earlier run, or of other members
+            with contextlib.suppress(Fault):  # the server has no group of an earlier run or of other members
                 await server.call("POST", "/destroy_weights_update_group", {"group_name": GROUP}, servers.timeout)
             offset = {"rank_offset": offsets[server.url]}
             await server.call("POST", "/init_weights_update_group", body | offset, servers.timeout)
@@ -63,7 +66,7 @@ class SglangNcclTransfer:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
             store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-            # What torch's init_process_group does, for a second group that has other processes than the first.
+            # As torch's init_process_group, for a second group with other processes than the first.
             self._group, _ = c10d._new_process_group_helper(
                 world_size, 0, [], self._backend, dist.PrefixStore(GROUP, store), c10d.GroupName(GROUP), timeout=timeout
             )
@@ -73,7 +76,7 @@ class SglangNcclTransfer:
         self._members = members
 
     def _broadcast(self, bucket: Bucket, servers: ServerPool) -> None:
-        while self._members != servers.members():  # one that failed in it, or in the bucket before, is left out
+        while self._members != servers.members():  # a server failed in this loop or in the last bucket
             self._join(servers)
         body = {
             "names": [name for name, _ in bucket],
@@ -89,9 +92,9 @@ class SglangNcclTransfer:
         def send() -> None:
             for work in [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]:
                 work.wait()
-            torch.cuda.current_stream().synchronize()  # until then they are only on their way
+            torch.cuda.current_stream().synchronize()  # wait() does not block the host
 
         together(servers, receive, send)
 
     def close(self) -> None:
-        """Nothing: the group goes with the process."""
+        """Do nothing: the process group ends with the process."""

@@ -1,9 +1,9 @@
-"""Stock SGLang servers: what they are asked, and what is refused of their answers.
+"""Stock SGLang servers: requests to them, and checks of their answers.
 
     python -m sglang.launch_server --model-path DIR --port 30000
 
-Written from SGLang's sources (srt/entrypoints/http_server.py, srt/managers/io_struct.py) and run against SGLang 0.5.15;
-tests talk to a double of it.
+Written from SGLang's sources (srt/entrypoints/http_server.py, srt/managers/io_struct.py) and tested with SGLang 0.5.15;
+the unit tests use a fake server.
 """
 
 import os
@@ -18,11 +18,11 @@ from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
-_ASLEEP = "/asleep "  # in the name of its weights, before the parts of its memory that it has given away
+_ASLEEP = "/asleep "  # separates version and released parts of memory in the name of the weights
 
 
 def build_sglang_servers(args, eos_id: int) -> ServerEngine:
-    """The engine of ``--rollout-engine sglang``."""
+    """Return the engine of ``--rollout-engine sglang``."""
     servers = [SglangServer(url, args, eos_id) for url in args.sglang_server_base_url]
     transfer: WeightTransfer
     match args.weight_sync_method:
@@ -38,8 +38,8 @@ def build_sglang_servers(args, eos_id: int) -> ServerEngine:
 class SglangServer(Server):
     """One SGLang server.
 
-    Its log-probabilities are those after penalties and temperature and before truncation, unless it was started with
-    SGLANG_RETURN_ORIGINAL_LOGPROB. It heeds seeds only when started with --enable-deterministic-inference.
+    The server returns log-probabilities after penalties and temperature and before truncation, unless it was started
+    with SGLANG_RETURN_ORIGINAL_LOGPROB. It uses seeds only if started with --enable-deterministic-inference.
     """
 
     key_flag = "--api-key: --sglang-server-api-key here, or SGLANG_API_KEY in the environment"
@@ -70,7 +70,7 @@ class SglangServer(Server):
 
     async def status(self, timeout: float) -> Status:
         model = await self.call("GET", "/get_model_info", timeout=timeout)
-        if self.in_flight:  # has it generate one token, if it does not generate anyway
+        if self.in_flight:  # an idle server generates one token
             await self.call("GET", "/health_generate", timeout=timeout)
         name, _, asleep = model["weight_version"].partition(_ASLEEP)
         self._asleep = asleep.split()
@@ -83,11 +83,11 @@ class SglangServer(Server):
         one = {
             "max_new_tokens": sampling.max_tokens,
             **sampling_parameters(sampling, self._eos_id),
-            "ignore_eos": sampling.ignore_eos,  # where it is true, stop_token_ids are ignored too
+            "ignore_eos": sampling.ignore_eos,  # if true, SGLang also ignores stop_token_ids
         }
         body = {
             "input_ids": [prompt] * len(requests),
-            # Not "n": its samples would share the seed, and with it be the same.
+            # With "n" all samples would have the same seed and be equal.
             "sampling_params": [one | {"sampling_seed": seed + place} for place in range(len(requests))],
             "return_logprob": sampling.log_probs,
         }
@@ -120,7 +120,7 @@ class SglangServer(Server):
     async def load_weights(self, directory: str, timeout: float) -> None:
         body = {
             "model_path": directory,
-            "load_format": "auto",  # not that of the server's own start, which may be dummy
+            "load_format": "auto",  # the server's start-up flag may be "dummy"
             "flush_cache": False,
         }
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
@@ -128,7 +128,7 @@ class SglangServer(Server):
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.sglang_server_timeout
         answer = await self.call_if_able("POST", "/weights_checker", {"action": "checksum"}, timeout)
-        if answer is None:  # on a CPU
+        if answer is None:  # a server on a CPU
             return None
         ranks = enumerate(answer["ranks"])
         return {f"{name} of rank {i}": value for i, rank in ranks for name, value in rank["checksums"].items()}
@@ -150,13 +150,14 @@ class SglangServer(Server):
             await self._name(self.process, [*self._asleep, *parts])
 
     async def _name(self, name: str, asleep: list[str]) -> None:
-        """Name its weights and what of its memory it has given away, for whoever comes next: asked for it again, it
-        dies.
+        """Store version and released parts of memory in the name of the weights, where a later run reads them.
+
+        SGLang crashes on a second release of the same memory.
         """
         name += _ASLEEP + " ".join(asleep) if asleep else ""
         await self.call("POST", "/update_weight_version", {"new_version": name}, timeout=PROBE_TIMEOUT)
         self._asleep = asleep
 
     async def _flush(self) -> None:
-        """Drop what was computed with the old weights, when the requests that were aborted have ended."""
+        """Drop the KV cache of the old weights as soon as the aborted requests have ended."""
         await self.call("POST", f"/flush_cache?timeout={PROBE_TIMEOUT:g}", timeout=2 * PROBE_TIMEOUT)

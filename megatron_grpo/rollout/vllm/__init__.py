@@ -1,1 +1,1 @@
-"""vLLM in the training processes, and its servers."""
+"""vLLM in the training processes, and vLLM servers."""

@@ -34,9 +34,9 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
 class VllmColocate:
-    """The policy in vLLM beside the trainer, in the same process (``--rollout-engine vllm --vllm-mode colocate``).
+    """Engine that runs vLLM in the training processes (``--rollout-engine vllm --vllm-mode colocate``).
 
-    ``hf_config`` is the model's ``config.json``; weights do not come from a file but through ``update_weights``.
+    ``hf_config`` is the model's ``config.json``. `update_weights` loads the weights; no file of weights is read.
     """
 
     def __init__(self, args, hf_config: dict, eos_id: int):
@@ -71,7 +71,7 @@ class VllmColocate:
             with lost_on_failure("vLLM's add_request"):
                 try:
                     self._engine.add_request(self._engine_id(request.id), prompt, sampling)
-                except ValueError as error:  # a constraint that our checks cannot see
+                except ValueError as error:  # a constraint that start-up checks cannot detect
                     constraint = request.sampling.structured_outputs
                     if not constraint:
                         raise
@@ -185,7 +185,7 @@ class VllmColocate:
         except AssertionError as error:
             if "Memory usage increased" not in str(error):
                 raise
-            # vLLM has freed its memory by then, but compares the GPU's free memory before and after.
+            # vLLM raises after freeing its memory, because it compares the GPU's free memory before and after.
             raise EngineLost(
                 f"vLLM's sleep failed on rank {dist.get_rank()}: while it freed its memory, another program allocated "
                 "more on the same GPU; give this GPU to the run alone, or add --sleep-level 0"
@@ -205,7 +205,7 @@ def _build(args, directory: str):
     from vllm import LLM
 
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
     on_a_cpu = _options_for_a_cpu(args) if not torch.cuda.is_available() else {}
     try:
         options = dict(
@@ -239,8 +239,8 @@ def _build(args, directory: str):
 def _seeds_requests(vllm_config) -> bool:
     """Return whether each request gets a seed of its own.
 
-    vLLM's first GPU runner (most mixtures of experts) would launch one kernel per seeded request and token. There the
-    seed belongs to the rollout and the replica instead.
+    vLLM's first GPU runner (most mixtures of experts) would launch one kernel per seeded request and token. With that
+    runner, rollout and replica determine one common seed instead.
     """
     return vllm_config.use_v2_model_runner or not torch.cuda.is_available()
 
@@ -274,8 +274,8 @@ def _options_for_a_cpu(args) -> dict:
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
     # caching: expand keys and values before attention, as transformers does.
     os.environ["VLLM_MLA_DISABLE"] = "1"
-    # Its rotary kernel expects [tokens, heads * channels] and rotates the wrong rows of latent attention's [tokens,
-    # heads, channels]. Without it, torch's operators are used.
+    # vLLM's rotary kernel for CPUs expects [tokens, heads * channels] and rotates the wrong rows of latent attention's
+    # [tokens, heads, channels]. Without the kernel, vLLM uses torch's operators.
     return options | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
@@ -288,7 +288,7 @@ def _logprobs_mode(temperature: float) -> str:
     return "raw_logprobs" if temperature == 1 else "processed_logprobs"
 
 
-@functools.lru_cache(1024)  # every row may have its own
+@functools.lru_cache(1024)  # every row can have its own sampling
 def _sampling_params(sampling: Sampling, eos_id: int):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -317,7 +317,7 @@ def _sampling_params(sampling: Sampling, eos_id: int):
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Restore the trainer's random state on exit: vLLM seeds the process's global generators and draws from them."""
+    """Context that restores the trainer's random state on exit: vLLM seeds and uses the process's global generators."""
     python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
@@ -332,10 +332,10 @@ def _random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _private_shared_memory() -> Iterator[None]:
-    """Give vLLM's CPU build shared memory that is private to this run and is freed with it, however the run ends.
+    """Context in which vLLM's CPU build creates shared memory that is private to this run and freed when the run ends.
 
-    Under torchrun, its files in /dev/shm have the same name in all runs: two runs at a time would share them, and the
-    files of a killed run would keep later runs from starting. The files are unlinked once all ranks have mapped them.
+    Under torchrun, vLLM's files in /dev/shm have the same name in all runs: two concurrent runs would share them, and
+    the files of a killed run would block later runs. The files are unlinked once all ranks have mapped them.
     """
     if torch.cuda.is_available():
         yield
@@ -356,7 +356,7 @@ def _private_shared_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_model_directory(hf_config: dict) -> Iterator[str]:
-    """Yield a directory that holds only ``config.json``, from which vLLM reads the architecture."""
+    """Context with a directory that holds only ``config.json``, from which vLLM reads the architecture."""
     with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
         Path(directory, "config.json").write_text(json.dumps(hf_config))
         yield directory

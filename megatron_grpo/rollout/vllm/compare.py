@@ -1,7 +1,7 @@
-"""What a running vLLM holds, compared with a stream of weights; what differs is named.
+"""Comparison of a running vLLM's weights with a stream of weights, tensor by tensor.
 
-The stream goes through the model's own ``load_weights`` once more, and every copy into a parameter compares instead:
-so vLLM itself says which part of which fused parameter a tensor belongs to. Nothing is written.
+The stream goes through the model's own ``load_weights`` again, with every copy into a parameter replaced by a
+comparison: vLLM's loaders thus map each tensor to its part of a fused parameter. No parameter is written.
 """
 
 import contextlib
@@ -12,30 +12,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert
 
-# Kernels that take experts as they are loaded, or (the last) whose arrangement is undone here.
+# Kernels that use experts as loaded (the first two), or with an arrangement that this module can undo (the last).
 READABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU")
 
 
 def can_compare(worker) -> bool:
-    """Whether the weights are there in a form that compares with those of the trainer: not when quantized."""
+    """Return whether the worker's weights are comparable with the trainer's; quantized weights are not."""
     return worker.model_runner.model_config.quantization is None
 
 
 def compare_weights(worker, weights: Weights) -> list[str]:
-    """What a worker's model holds other than ``weights`` (Hugging Face names), a line for each tensor."""
+    """Return one line for each tensor of a worker's model that differs from ``weights`` (Hugging Face names)."""
     model = worker.model_runner.get_model()
     lines = _stale_copies(model)
     with torch.no_grad(), _as_loaded(model) as names, _Compare(names) as compare:
         model.load_weights(by_expert(model, compare.naming(weights)))
     counts = {name: int(torch.stack(parts).sum()) for name, parts in compare.differing.items()}
     lines += [f"{name}: {count:,} of its elements differ" for name, count in counts.items() if count]
-    # Neither is the stream complete by itself: a parameter that no tensor reaches has whatever it had before.
+    # The stream may be incomplete: a parameter that no tensor reaches keeps its old content.
     lines += [f"{name} (vLLM's name): no tensor reaches it" for name in names.values() if name not in compare.reached]
     return lines
 
 
 class _Compare(TorchDispatchMode):
-    """Within, a copy into one of the parameters, given as ``{storage: name}``, counts the elements that differ."""
+    """Context in which a copy into a parameter (of ``{storage: name}``) counts the differing elements instead."""
 
     def __init__(self, parameters: dict[int, str]):
         super().__init__()
@@ -45,17 +45,17 @@ class _Compare(TorchDispatchMode):
         self.current = ""
 
     def naming(self, weights: Weights) -> Weights:
-        """The stream itself; what is copied behind a tensor is counted under its name."""
+        """Yield the stream; copies made after a tensor is yielded are counted under its name."""
         for name, tensor in weights:
             self.current = name
             yield name, tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Let everything but such copies pass."""
+        """Compare for copies into the parameters; run every other operation."""
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
-        if target.is_meta:  # in an arrangement that is not known here
+        if target.is_meta:  # an unknown arrangement, see `_held`
             return target
         name = self.parameters.get(_storage(target))
         if name is None:
@@ -71,22 +71,23 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _as_loaded(model: torch.nn.Module) -> Iterator[dict[int, str]]:
-    """Within, parameters are as ``load_weights`` wants them, with what the kernels have; yields ``{storage: name}``.
+    """Context in which parameters have the shapes that ``load_weights`` expects; yields ``{storage: name}``.
 
-    vLLM keeps the shapes and loaders that parameters had before the kernels' arrangement, for its own reloads.
+    Their content is that of the kernels. For its own reloads, vLLM keeps the shapes and loaders that the parameters had
+    before the kernels rearranged them.
     """
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     kept: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    views: dict[int, torch.Tensor] = {}  # tied parameters stay one
+    views: dict[int, torch.Tensor] = {}  # tied parameters share one view
     names: dict[int, str] = {}
     try:
         for prefix, layer in model.named_modules():
             recorded = get_layerwise_info(layer).restore_metadata[0]
             for name, parameter in list(layer._parameters.items()):
                 if parameter is None or name not in recorded:
-                    if parameter is not None:  # a bias: it has its loader still
+                    if parameter is not None:  # a bias, which still has its loader
                         names[_storage(parameter)] = f"{prefix}.{name}"
                     continue
                 kept.append((layer, name, parameter))
@@ -94,7 +95,7 @@ def _as_loaded(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                     like = restore_layer_refs(recorded[name], layer)
                     view = _held(layer, name, parameter, like).detach()
                     view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
-                    view.weight_loader = _get_original_loader(like)  # a reload has put its own around it
+                    view.weight_loader = _get_original_loader(like)  # a reload has wrapped it
                     views[id(parameter)] = view
                     if not view.is_meta:
                         names[_storage(view)] = f"{prefix}.{name}"
@@ -106,7 +107,7 @@ def _as_loaded(model: torch.nn.Module) -> Iterator[dict[int, str]]:
 
 
 def _held(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A parameter in the arrangement in which it is loaded; on the meta device where that cannot be told."""
+    """Return a parameter in the arrangement in which it is loaded; a meta tensor if this cannot be restored."""
     experts = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
     if experts is not None and experts.name not in READABLE_EXPERTS:
         return torch.empty_like(like)
@@ -118,12 +119,12 @@ def _held(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torc
 
 
 def _by_the_kernel(layer, like: torch.Tensor) -> torch.Tensor:
-    """The weight that a linear layer's kernel on a CPU has packed away: what it makes of the identity, exactly."""
+    """Return the weight that a linear layer's CPU kernel has packed: its output for the identity, which is exact."""
     return layer.cpu_linear(torch.eye(like.shape[1], dtype=like.dtype), layer.weight, None).t()
 
 
 def _stale_copies(model: torch.nn.Module) -> list[str]:
-    """Of layers on a CPU that have their weight twice, plain for lookup and packed: a line where these differ."""
+    """Return one line for each CPU layer with a plain weight (for lookup) and a packed copy that differ."""
     lines = []
     for prefix, layer in model.named_modules():
         weight = layer._parameters.get("weight")
@@ -134,9 +135,10 @@ def _stale_copies(model: torch.nn.Module) -> list[str]:
 
 
 def _unpacked_experts(layer, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Experts ``[experts, rows, columns]`` as they were before the kernel on a CPU padded and packed them.
+    """Return experts ``[experts, rows, columns]`` as they were before the CPU kernel padded and packed them.
 
-    Packing moves elements. Where to is seen by packing their numbers, byte by byte since bfloat16 counts to 256 only.
+    Packing permutes the elements. Packing the elements' indices gives the permutation; this is done byte by byte,
+    because bfloat16 represents integers exactly only up to 256.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
@@ -148,7 +150,7 @@ def _unpacked_experts(layer, packed: torch.Tensor, like: torch.Tensor) -> torch.
         origin += cpu_prepack_moe_weight(digits, isa).long() << 8 * byte
     plain = torch.empty_like(packed)
     plain.view(len(packed), -1)[:, origin.flatten()] = packed.view(len(packed), -1)
-    if like.shape[1] != plain.shape[1]:  # gate and up, each padded at its end
+    if like.shape[1] != plain.shape[1]:  # gate and up, each with padding at its end
         gate, up = plain.chunk(2, dim=1)
         plain = torch.cat([gate[:, : like.shape[1] // 2], up[:, : like.shape[1] // 2]], dim=1)
     return plain[:, :, : like.shape[2]].contiguous()

@@ -1,4 +1,4 @@
-"""How a running vLLM takes new weights."""
+"""Loading of new weights into a running vLLM."""
 
 from collections.abc import Iterator
 
@@ -10,28 +10,28 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def load_weights(worker, weights: Weights) -> None:
-    """Give a worker's model all ``weights``, under their Hugging Face names, as it would have loaded them from files.
+    """Load all ``weights`` (Hugging Face names) into a worker's model, with the same result as loading from files.
 
-    GrpoError when vLLM has arranged gpt-oss's experts in a way that cannot be repeated.
+    GrpoError if vLLM has rearranged gpt-oss's experts in a way that cannot be repeated.
     """
     runner = worker.model_runner
     is_gpt_oss = _is_gpt_oss(runner.get_model())
     if torch.cuda.is_available():
         if is_gpt_oss:
             _check_plain_experts(runner.get_model())
-            runner.get_model().load_weights(weights)  # see _without_sinks: where nothing is rearranged, in place
+            runner.get_model().load_weights(weights)  # in place: a reload would lose the sinks (`_without_sinks`)
         elif _loads_in_place(runner.get_model()):
             runner.get_model().load_weights(weights)  # a reload would hold each layer twice
         else:
             runner.reload_weights(weights_iterator=weights)
         return
-    # The CPU build (0.32) packs experts together with making their kernel, so only once: after a reload the kernel
-    # would take plain weights for packed ones. Without a kernel it does both again. GPU builds (0.26) have nothing
-    # in the kernel, and arrange the weights at every load.
+    # The CPU build (0.32) packs experts when it creates their kernel, so only once: after a reload the kernel would
+    # read plain weights as packed ones. Without a kernel, a reload packs again and creates the kernel again. The
+    # kernels of GPU builds (0.26) keep no state, and these builds rearrange the weights at every load.
     for method in _expert_methods(runner.get_model()):
         method.moe_kernel = None
     sinks: list[tuple[str, torch.Tensor]] = []
-    # Not model.load_weights alone: this also redoes what vLLM made of the weights after loading (packing on a CPU).
+    # Unlike model.load_weights, reload_weights repeats vLLM's processing after loading (packing on a CPU).
     weights = by_expert(runner.get_model(), weights)
     runner.reload_weights(weights_iterator=_without_sinks(weights, sinks) if is_gpt_oss else weights)
     if sinks:
@@ -40,8 +40,9 @@ def load_weights(worker, weights: Weights) -> None:
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:
-    """Have a head that shares the embedding's weights pack them anew: a reload on a CPU does so for layers alone that
-    tensors came for, and the head would go on with what it packed before.
+    """Repack the weights of a head that shares them with the embedding.
+
+    A reload on a CPU repacks only layers that received a tensor, so the head would keep its old packed weights.
     """
     head = getattr(model, "lm_head", None)
     shared = getattr(head, "weight", None)
@@ -50,10 +51,10 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
 
 
 def by_expert(model: torch.nn.Module, weights: Weights) -> Weights:
-    """``weights`` with the experts of a gpt-oss on a CPU one by one: so they go the same way as all other weights.
+    """Yield ``weights``, with the stacked experts of gpt-oss on a CPU split into single experts.
 
-    Its loader in vLLM copies stacks of experts straight into parameters, which a reload has put aside and whose kernel
-    may have padded them.
+    Single experts are loaded like all other weights. vLLM's gpt-oss loader instead copies stacks of experts directly
+    into the parameters, which a reload has replaced and a kernel may have padded.
     """
     stacked = _is_gpt_oss(model) and not torch.cuda.is_available()
     for name, tensor in weights:
@@ -65,8 +66,9 @@ def by_expert(model: torch.nn.Module, weights: Weights) -> Weights:
 
 
 def _without_sinks(weights: Weights, sinks: list[tuple[str, torch.Tensor]]) -> Weights:
-    """gpt-oss's weights without the sinks, which are put into ``sinks``: its loader would copy them into parameters
-    that a reload has put aside, where they would be lost.
+    """Yield gpt-oss's weights without the sinks, and append these to ``sinks``.
+
+    vLLM's gpt-oss loader copies the sinks into parameters that a reload has replaced, so they would be lost.
     """
     for name, tensor in weights:
         if name.endswith(".sinks"):
@@ -80,7 +82,7 @@ def _is_gpt_oss(model: torch.nn.Module) -> bool:
 
 
 def _loads_in_place(model: torch.nn.Module) -> bool:
-    """Whether a model on a GPU computes with its weights as they are loaded: linear layers that are not quantized."""
+    """Return whether a model on a GPU uses its weights as loaded: no quantization, no experts, no latent attention."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     plain = methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
     return plain and not any(type(module).__name__ == "MLAAttention" for module in model.modules())

@@ -1,8 +1,8 @@
-"""Stock vLLM servers (0.26 and later): what they are asked, and what is refused of their answers.
+"""Stock vLLM servers (0.26 and later): requests to them, and checks of their answers.
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --logprobs-mode processed_logprobs
 
-The development mode opens what a trainer needs (loading weights, the server's configuration).
+The development mode enables the requests that a trainer needs (loading weights, reading the server's configuration).
 """
 
 import json
@@ -21,7 +21,7 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
 
 def build_vllm_servers(args, eos_id: int) -> ServerEngine:
-    """The engine of ``--vllm-mode server``."""
+    """Return the engine of ``--vllm-mode server``."""
     servers = [VllmServer(url, args, eos_id) for url in args.vllm_server_base_url]
     return ServerEngine(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs)
 
@@ -34,7 +34,7 @@ class VllmServer(Server):
     def __init__(self, url: str, args, eos_id: int):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
         self._args, self._eos_id = args, eos_id
-        self._model = ""  # its name at the server
+        self._model = ""  # the model's name at the server
 
     async def check(self) -> None:
         args = self._args
@@ -62,7 +62,7 @@ class VllmServer(Server):
 
     @property
     def _start_timeout(self) -> float:
-        return self._args.vllm_server_timeout  # /server_info looks at the whole system when it is first asked
+        return self._args.vllm_server_timeout  # the first /server_info inspects the whole system
 
     def _check_config(self, config: dict[str, Any], environment: dict[str, Any]) -> None:
         args, model = self._args, config["model_config"]
@@ -91,7 +91,7 @@ class VllmServer(Server):
             raise Fault(
                 "vLLM's CPU build ends when it cuts a prompt that has a seed: start it with --no-enable-chunked-prefill"
             )
-        # What rollout/vllm/load_weights.py does for these inside a process of ours nobody does for a server.
+        # rollout/vllm/load_weights.py handles these models in a training process; a stock server does not.
         if args.num_experts:
             raise Fault("vLLM's CPU build cannot load experts anew as a server: take --vllm-mode colocate, or a GPU")
         if not args.untie_embeddings_and_output_weights and not args.model_family.startswith("gemma"):
@@ -109,7 +109,7 @@ class VllmServer(Server):
             )
 
     async def _check_model(self) -> None:
-        """Compare layers, width and vocabulary with what the server prints of its model."""
+        """Compare layers, width and vocabulary with the model that the server prints; Fault if they differ."""
         body = {"method": "get_model_inspection"}
         shown = await self.call("POST", "/collective_rpc", body, timeout=self._start_timeout)
         theirs = model_sizes(shown["results"][0])
@@ -139,10 +139,10 @@ class VllmServer(Server):
             "model": self._model,
             "prompt": prompt,
             "n": len(requests),
-            "seed": seed,  # of the first; the server counts on from it
+            "seed": seed,  # of the first sample; the server adds 1 for each further one
             "max_tokens": sampling.max_tokens,
             **sampling_parameters(sampling, self._eos_id),
-            "ignore_eos": True,  # the tokenizer's end of sequence and no other: not generation_config.json's
+            "ignore_eos": True,  # ignore generation_config.json's end tokens; the tokenizer's is a stop token
             "logprobs": 0 if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,
@@ -175,7 +175,7 @@ class VllmServer(Server):
         await self.call("POST", "/collective_rpc", body, timeout=timeout)
 
     async def weights_are(self, version: int) -> None:
-        # reset_external: what a server's own flags offload or transfer of its cache, too.
+        # reset_external also clears caches that the server's own flags offload or transfer.
         path = "/reset_prefix_cache?reset_external=true"
         if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
             raise Fault("it could not drop its prefix cache: has it requests of others?")
@@ -184,7 +184,7 @@ class VllmServer(Server):
 
 
 def model_sizes(text: str) -> dict[str, int]:
-    """What a model that vLLM prints has of layers, tokens and channels; what cannot be read is left out."""
+    """Return the numbers of layers, tokens and channels in vLLM's printed model; unreadable ones are left out."""
     sizes = {}
     layers = re.search(r"^( *)\(layers\): ModuleList\(.*\n((?:\1 +.*\n)*)", text, re.M)
     if layers:

@@ -1,1 +1,1 @@
-"""How the weights come to the engines, and the check that they have come."""
+"""Weight sync from the trainer to the engines, and its check."""

@@ -30,7 +30,7 @@ STUCK = 30.0  # seconds that one side of an exchange waits after the other has f
 
 
 class NcclTransfer:
-    """All weights, packed into buckets (``--weight-sync-method nccl``)."""
+    """Weight transfer of all weights, packed into buckets (``--weight-sync-method nccl``)."""
 
     packs = True
 
@@ -60,7 +60,7 @@ class NcclTransfer:
 
         if servers.members() == self._members:
             return
-        self._members = []  # until all are in it
+        self._members = []  # until all servers have joined
         sizes: dict[str, int] = {}
 
         async def ask_size(server: Server) -> None:
@@ -91,10 +91,10 @@ class NcclTransfer:
 
 
 class SparseTransfer(NcclTransfer):
-    """Changed elements only (``--weight-sync-method sparse``): at small learning rates most 16-bit numbers stay equal.
+    """Weight transfer of changed elements only (``--weight-sync-method sparse``).
 
-    Rank 0 keeps the weights that it sent last in host memory. The first sync, and the first after a server has
-    restarted, sends every element with its index.
+    At small learning rates most 16-bit numbers do not change. Rank 0 keeps the last sent weights in host memory. The
+    first sync, and the first sync after a restart of a server, sends every element with its index.
     """
 
     packs = False
@@ -133,7 +133,7 @@ class SparseTransfer(NcclTransfer):
         _update(servers, version, update if patches else None, broadcast)
 
     def _changed(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (indices int32, values) of the elements that changed since they were sent."""
+        """Return (indices int32, values) of the elements that changed since the last sync."""
         flat = tensor.contiguous().view(-1)
         last = self._sent.get(name)
         if last is None:
@@ -162,10 +162,10 @@ def send_packed(weights: Weights, group) -> None:
 
 
 def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:
-    """Return, for each Hugging Face tensor, vLLM's parameter and the element of it at which the tensor begins.
+    """Return (vLLM's parameter, first element of the tensor in it) for each Hugging Face tensor.
 
-    vLLM 0.26 patches its own parameters, which stack the projections of one input; without tensor parallelism they
-    follow one another.
+    vLLM 0.26 patches its own parameters, which stack the projections of one input. Without tensor parallelism the
+    projections are contiguous.
     """
     stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     owner = {part: stack for stack, parts in stacks.items() for part in parts}
@@ -184,7 +184,7 @@ def runtime_places(described: list[Described]) -> dict[str, tuple[str, int]]:
 
 
 def _update(servers: ServerPool, version: int, update: dict | None, broadcast: Callable[[], None]) -> None:
-    """Broadcast to all servers, which receive as ``update`` describes; None if nothing changed."""
+    """Broadcast to all servers, which receive as ``update`` describes; None means that no element changed."""
 
     async def receive(server: Server) -> None:
         await server.call("POST", "/start_weight_update", timeout=servers.timeout)
@@ -199,10 +199,10 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
 
 
 def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
-    """Run ``theirs`` for every server, and ``ours`` in a thread; each side blocks until the other joins.
+    """Run ``theirs`` for every server, and ``ours`` in a thread; both sides block until the other joins.
 
-    A server that fails is given up. EngineLost if ``ours`` fails, or if it still waits for a failed server after
-    `STUCK` seconds: a blocked NCCL call cannot be cancelled, so its thread stays behind until the process ends.
+    A failed server is excluded. Raises EngineLost if ``ours`` fails, or still waits for a failed server after `STUCK`
+    seconds: a blocked NCCL call cannot be cancelled, so its thread remains until the process ends.
     """
     sending: Future[None] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -210,7 +210,7 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
     def send() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)  # each thread has its own
+                torch.cuda.set_device(device)  # the current device is a property of the thread
             ours()
         except BaseException as error:
             sending.set_exception(error)
@@ -243,7 +243,7 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
 
 
 async def _done_or_failed(answer: asyncio.Future, sending: Future) -> None:
-    """Wait until a server has answered, or has not in `STUCK` seconds after our side failed."""
+    """Wait for a server's answer, but at most `STUCK` seconds after a failure of the trainer's side."""
     failed = None
     while not answer.done():
         await asyncio.wait([answer], timeout=0.25)
@@ -254,7 +254,7 @@ async def _done_or_failed(answer: asyncio.Future, sending: Future) -> None:
 
 
 async def _ends(sending: Future) -> bool:
-    """Return whether our side ends within `STUCK` seconds."""
+    """Return whether the trainer's side ends within `STUCK` seconds."""
     deadline = time.monotonic() + STUCK
     while not sending.done() and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
@@ -262,17 +262,16 @@ async def _ends(sending: Future) -> bool:
 
 
 def _packing_at_start() -> bool:
-    """Whether vLLM's servers are told how tensors are packed when the group is formed; 0.26 with every update."""
+    """Return whether vLLM expects the packing parameters when the group is formed (0.26: in every update)."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo
 
     return "packed" in {field.name for field in fields(NCCLWeightTransferInitInfo)}
 
 
 def _one_stream_after_the_other(weights: Weights, last: torch.cuda.Stream) -> Weights:
-    """Yield ``weights``, each ordered after all earlier work on the caller's stream ``last`` and on vLLM's packing
-    streams.
+    """Yield ``weights``, each ordered after all earlier work on stream ``last`` and on vLLM's packing streams.
 
-    The caller passes its stream, because the first line of a generator already runs on one of vLLM's.
+    ``last`` is the caller's stream, passed as an argument because the generator's body runs on a stream of vLLM.
     """
     while True:
         if (now := torch.cuda.current_stream()) != last:
@@ -285,10 +284,10 @@ def _one_stream_after_the_other(weights: Weights, last: torch.cuda.Stream) -> We
 
 
 def address_for(urls: list[str]) -> str:
-    """Return the address under which the servers reach this host."""
+    """Return the address of this host on the interface towards the servers."""
     hosts = [urlsplit(url).hostname or "localhost" for url in urls]
     addresses = [socket.gethostbyname(host) for host in hosts]
     there = next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((there, 9))  # no packet is sent: it only chooses the interface
+        probe.connect((there, 9))  # sends no packet, only selects the interface
         return probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""Weight sync to inference servers: the method over files, and the choice of the method."""
+"""Weight sync to inference servers: transfer through files, and selection of the method."""
 
 import contextlib
 import os
@@ -35,11 +35,10 @@ def buckets(weights: Weights, size: int) -> Iterator[Bucket]:
 
 
 class CheckpointTransfer:
-    """Weights as safetensors files in a directory that rank 0 and all servers share (``--weight-sync-method
-    checkpoint``).
+    """Weight transfer through safetensors files in a shared directory (``--weight-sync-method checkpoint``).
 
-    At most ``FILE_BYTES`` and one tensor more are in rank 0's memory. The files are there for as long as the servers
-    read them; those of a run that was killed are removed by the next one on the same host.
+    Rank 0 and all servers share the directory. Rank 0 holds at most ``FILE_BYTES`` bytes plus one tensor in memory. The
+    files are removed after the servers have read them; the next run on the same host removes files of a killed run.
     """
 
     def __init__(self, shared: str):
@@ -64,7 +63,7 @@ class CheckpointTransfer:
             on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
             for number, part in enumerate(buckets(on_host, FILE_BYTES)):
                 save_file(dict(part), self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
-        except Exception as error:  # safetensors has its own for a full disk
+        except Exception as error:  # safetensors raises its own error for a full disk
             if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
                 raise GrpoError(f"--weight-sync-dir {self._shared}: the weights cannot be written: {error}") from error
             raise

@@ -36,14 +36,15 @@ ENDING = "The last checkpoint is good; report this with the model's config.json 
 def largest_mismatch(args: Namespace) -> float:
     """Return the largest mean |log p(policy) - log p(rollout)| that counts as rounding, nats.
 
-    On equal weights it is 4e-7 in float32 on a CPU, and 0.007 in bf16 on an H200; of sharp toy models 0.1 in bf16.
+    On equal weights the mean is 4e-7 in float32 on a CPU, 0.007 in bf16 on an H200, and 0.1 in bf16 for toy models with
+    sharp distributions.
     """
     half = args.bf16 or args.fp16 or args.vllm_dtype in ("bfloat16", "float16") or args.vllm_quantization
     return 0.2 if half else 1e-3
 
 
 def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-    """Raise GrpoError on every rank, naming the tensors, if an engine holds other weights than these. Collective."""
+    """Raise GrpoError with the tensors' names on every rank if an engine's weights differ from these. Collective."""
     differences = engine.compare_weights(weights)
     if differences is None:
         return
@@ -61,7 +62,7 @@ def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]],
 
 
 def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, timers) -> RolloutBatch:
-    """Sample short completions of ``prompts``, repeated so that every replica and data-parallel rank has its share."""
+    """Return short completions of ``prompts``, repeated so that every replica and data-parallel rank gets some."""
     unit = parallel_state.get_data_parallel_world_size() * args.pipeline_model_parallel_size
     count = -(-PROMPTS_PER_REPLICA * engine.num_replicas // unit) * unit
     sampling = Sampling(
@@ -70,7 +71,7 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
         ignore_eos=True,
         log_probs=True,
     )
-    # Without the rows' own sampling: a constrained completion has other log-probabilities.
+    # Drop the rows' own sampling: log-probabilities of constrained completions are renormalised.
     prompts = [replace(prompts[i % len(prompts)], sampling_fields={}) for i in range(count)]
     plan = RolloutPlan(prompts, 1, sampling, PROBE_SEED)
     batch, _ = collect_rollout(engine, plan, None, tokenizer, timers)
@@ -81,7 +82,7 @@ def compare_log_probs(
     args: Namespace, model: forward.Model, forward_step: Callable, batch: RolloutBatch, num_replicas: int
 ) -> None:
     """Raise GrpoError if the model's log-probabilities of a probe differ from the engine's. Collective."""
-    one_by_one = copy.copy(args)  # the probe is not a multiple of a run's micro-batches
+    one_by_one = copy.copy(args)  # the probe's size is not a multiple of the micro-batch size
     one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
     gap = np.abs(forward.log_probs(one_by_one, model, forward_step, batch) - batch.rollout_log_probs)
     replica = np.repeat(batch.sample_ids % num_replicas, batch.lengths)
