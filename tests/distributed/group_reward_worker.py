@@ -26,6 +26,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.plan import RolloutPlan
 
 PROMPTS, GENERATIONS, SLOTS = 8, 4, 8
 TOKENIZER = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
@@ -63,8 +64,8 @@ def main(plugin: str, out: Path) -> None:
     def rollout(name, prompts, generations=GENERATIONS, capacity=None, selected=False):
         engine = ShufflingEngine(rank, world)
         selection = Selection(engine, PROMPTS // 2, generations, 2.0, 0, scorer, [1.0, 1.0]) if selected else None
-        arguments = (engine, prompts, generations, Sampling(9), scorer, TOKENIZER, 0, Timers(), capacity, selection)
-        batch, failures = collect_rollout(*arguments)
+        plan = RolloutPlan(prompts, generations, Sampling(9), 0, selection)
+        batch, failures = collect_rollout(engine, plan, scorer, TOKENIZER, Timers(), capacity)
         if selection is not None:
             selection.close()
         assert failures == 0
@@ -73,9 +74,7 @@ def main(plugin: str, out: Path) -> None:
 
     rollout("static", prompts)
     rollout("dynamic", prompts, capacity=SLOTS)
-    rollout(
-        "over-sampled", prompts, selected=True
-    )  # the first half of the groups that are complete; others are aborted
+    rollout("over-sampled", prompts, selected=True)  # keeps the first half of the groups; the others are aborted
     rollout("single", prompts, generations=1)
     scorer.close()
     dist.barrier()

@@ -5,7 +5,7 @@ optimizer, --rollout-engine megatron) with the Hugging Face export that the same
 """
 
 import json
-import tarfile
+import shutil
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ FLAGS = """--rollout-engine megatron --transformer-impl local --num-generations 
 @pytest.fixture
 def earlier(tmp_path):
     """The unpacked run."""
-    with tarfile.open(REPO / "tests/data/checkpoint_before_the_folders.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(REPO / "tests/data/checkpoint_before_the_folders.tar.xz", tmp_path)
     return tmp_path
 
 

@@ -8,7 +8,7 @@ import toy_checkpoints
 def test_reference_models_beside_the_policy(tmp_path, torchrun):
     toy_checkpoints.make(tmp_path / "teacher", "llama", False, vocab_size=250)
     out = torchrun(4, "tests/distributed/reference_worker.py", tmp_path).stdout
-    claims = ("one reference in two layouts", "the moved reference survives a resume")
+    claims = ("one reference in two layouts", "the updated reference survives a resume")
     claims += ("a reference of its own origin leaves the policy alone", "the teacher is transformers'")
     for claim in claims:
         assert out.count(claim) == 4, out
