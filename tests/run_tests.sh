@@ -9,8 +9,8 @@
 # With --gpu it installs nothing, and runs tests/gpu in the environment of $PYTHON (default: python3), made from
 # requirements-gpu.txt and requirements-test.txt.
 # Order: format and lint, directions of imports, links of the documentation, unit tests, then those that start torchrun or
-# vLLM (tests/conftest.py); types are checked meanwhile. The unit tests run one to a core, the others in two lanes, a file
-# in one of them: each has up to four processes, which often wait for each other. With pytest arguments all run in order.
+# vLLM (tests/conftest.py); types are checked meanwhile. Two files run at a time, on more than four cores one to two cores: a
+# file of the latter tests has up to four processes, which often wait for each other. With pytest arguments all run in order.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -60,12 +60,9 @@ if (($#)); then
     step pytest
     "$VENV/bin/python" -m pytest "$@" || failed=1
 else
-    step "pytest: unit tests, one to a core"
-    "$VENV/bin/python" -m pytest "${selection[@]}" tests/unit tests/gpu \
-        --numprocesses logical --maxprocesses 8 --dist loadfile || failed=1
-    step "pytest: tests that start torchrun or vLLM, in two lanes"
-    "$VENV/bin/python" -m pytest "${selection[@]}" tests/distributed \
-        --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=1
+    lanes=$(($(nproc) / 2)) && lanes=$((lanes < 2 ? 2 : lanes > 8 ? 8 : lanes))
+    step "pytest: $lanes files at a time"
+    "$VENV/bin/python" -m pytest "${selection[@]}" --numprocesses $lanes --dist loadfile --no-loadscope-reorder || failed=1
 fi
 step "types of the pure modules (mypy)"
 wait $checking || failed=1

@@ -9,7 +9,7 @@ from ranks import run_torchrun
 
 from megatron_grpo.data.batch import RolloutBatch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ class Results:
         return float(gap.mean())
 
 
-@pytest.fixture(scope="module", params=slow_except(["an engine a rank", "a server"], LAYOUTS))
+@pytest.fixture(scope="module", params=slow_except(["an engine a rank"], LAYOUTS))
 def layout(request):
     return request.param
 

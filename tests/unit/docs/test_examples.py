@@ -206,6 +206,7 @@ def test_the_size_of_the_cluster_comes_from_the_environment(name, tmp_path):
     assert joined.endswith("--load-hf /m --seed 5 ") and "--dry-run" not in joined
 
 
+@pytest.mark.slow
 def test_the_table_of_model_sizes():
     """docs/model_sizes.md is what its tool writes, and the models have as many parameters as their cards say."""
     subprocess.run([sys.executable, "tools/generate_model_sizes_doc.py", "--check"], cwd=REPO, check=True)
