@@ -7,8 +7,8 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.registry import Entry, Level, Loss, Registry, call
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, positive, within
 
 LEVELS = get_args(Level)

@@ -2,8 +2,8 @@
 
 from argparse import Namespace
 
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import excludes, needs, positive
 
 CHECKPOINTS: tuple[FlagRow, ...] = (

@@ -6,8 +6,8 @@ import numpy as np
 
 from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.parallel.zigzag import padded_lengths
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import flag, positive, required, within
 
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")

@@ -1,5 +1,5 @@
 """The flag of the dry run."""
 
-from megatron_grpo.utils.arguments import FlagRow
+from megatron_grpo.utils.flags import FlagRow
 
 DRY_RUN: FlagRow = ("--dry-run", bool, False, "print batch sizes, rank coordinates and estimated memory, then exit")

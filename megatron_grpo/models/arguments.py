@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import divides, flag, needs, positive
 
 MODEL: tuple[FlagRow, ...] = (

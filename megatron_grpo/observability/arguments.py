@@ -5,8 +5,8 @@ from argparse import Namespace
 
 import torch
 
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import flag, needs, positive
 
 LOGGING: tuple[FlagRow, ...] = (

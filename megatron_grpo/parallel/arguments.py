@@ -6,9 +6,9 @@ from argparse import Namespace
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import divides, excludes, flag, needs, positive
 
 PARALLELISM: tuple[FlagRow, ...] = (

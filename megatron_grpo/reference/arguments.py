@@ -3,8 +3,8 @@
 from argparse import Namespace
 from urllib.parse import urlsplit
 
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, positive
 
 _SIZES = (

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.rewards.reward_models.arguments import REWARD_MODELS
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import flag, positive, required
 
 SANDBOXES = ("auto", "strict")

@@ -10,8 +10,8 @@ from megatron_grpo.algorithm.registry import ADVANTAGES
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.parallel.arguments import check_heads
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import flag, needs, positive, required, within
 
 BALANCING = ("static", "dynamic")

@@ -28,9 +28,10 @@ from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
-from megatron_grpo.utils.arguments import FlagRow, args_to_json, hyphens
+from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
 from megatron_grpo.utils.errors import GrpoError, speaks_for_host
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
 BATCH_AND_DURATION: tuple[FlagRow, ...] = (

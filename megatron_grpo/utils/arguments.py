@@ -4,8 +4,6 @@ import json
 from argparse import Namespace
 from typing import Any
 
-from megatron_grpo.utils.flags import FlagRow as FlagRow
-
 # Never printed, saved or logged.
 SECRET = ("vllm_server_api_key", "sglang_server_api_key")
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.models.arguments import MODEL, Only, check_only
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT

@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_grpo.rewards.reward_models.judge import DEFAULT_PATTERN, check_pattern, check_template
-from megatron_grpo.utils.arguments import FlagRow
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import flag, needs, positive
 
 REWARD_MODELS: tuple[FlagRow, ...] = (
