@@ -1,5 +1,6 @@
 """Order of the tests, and the fixtures that they share."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,6 +52,18 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess]:
 def pytest_sessionfinish() -> None:
     """End what forks ranks."""
     end_warm_ranks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank_left():
+    """Restore torchrun's variables after each file: a run of one process sets them, and later files would be its ranks."""
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
+    before = {name: os.environ.pop(name, None) for name in names}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture
