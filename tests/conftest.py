@@ -56,7 +56,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_rank_left():
-    """Restore torchrun's variables after each file: a run of one process sets them, and later files would be its ranks."""
+    """Restore torchrun's variables after each file: a run of one process sets them, and later tests would read them."""
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
     before = {name: os.environ.pop(name, None) for name in names}
     yield

@@ -48,7 +48,7 @@ def compare(flags: list[str], with_transformers: bool) -> str:
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)
     hf.load_hf(model, args, args.load_hf)
-    engine = build_engine(args, model, SimpleNamespace(eos_id=2, decode=None))
+    engine = build_engine(args, model, SimpleNamespace(decode=None))
     engine.wake_weights()
     engine.update_weights(stream_hf(model, args), version=1)
     engine.wake_cache()
@@ -65,7 +65,7 @@ def sample(args, engine) -> RolloutBatch:
     """Return completions of random prompts; each replica of the engine generates a share."""
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
     prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
-    sampling = Sampling(args.max_completion_length, args.temperature, ignore_eos=True, log_probs=True)
+    sampling = Sampling(args.max_completion_length, args.temperature, log_probs=True)
     batch, _ = collect_rollout(engine, RolloutPlan(prompts, 1, sampling, args.seed), None, None, Timers())
     return batch
 

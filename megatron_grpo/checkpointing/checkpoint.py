@@ -43,6 +43,7 @@ from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights"]
@@ -268,7 +269,7 @@ def _stored_keys(directory: Path) -> set[str]:
 def _check_architecture(directory: Path, model_chunks) -> None:
     """Compare the stored arguments with the built model; a checkpoint written by Megatron-LM has no args.json."""
     file = directory / checkpoint_directory.ARGS
-    stored = checkpoint_directory.read_json(file) if file.exists() else {}
+    stored = read_json_object(file) if file.exists() else {}
     model = unwrap_model(model_chunks)[0]
     fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
     built = {name: getattr(model.config, field, None) for name, field in fields.items()}

@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 
 LATEST = "latest_checkpointed_iteration.txt"
 ARGS = "args.json"
@@ -76,7 +77,7 @@ def verify(directory: Path) -> None:
                 "(convert Megatron-LM's older formats to torch_dist with Megatron-LM)"
             )
         return
-    for name, (size, digest) in read_json(directory / MANIFEST).items():
+    for name, (size, digest) in read_json_object(directory / MANIFEST).items():
         file = directory / name
         if not file.exists():
             problem = f"{name} is missing"
@@ -95,18 +96,7 @@ def verify(directory: Path) -> None:
 def read_checkpoint_args(root: str | Path) -> dict:
     """Return the arguments stored with the newest checkpoint under ``root``; {} for one written by Megatron-LM."""
     _, directory = find(root)
-    return read_json(directory / ARGS) if (directory / ARGS).exists() else {}
-
-
-def read_json(file: Path) -> dict:
-    """Return the JSON object in a file; raise GrpoError when it cannot be read or is not an object."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GrpoError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise GrpoError(f"{file} is not a JSON object")
-    return value
+    return read_json_object(directory / ARGS) if (directory / ARGS).exists() else {}
 
 
 def start(root: str | Path, iteration: int) -> Path:

@@ -197,7 +197,7 @@ class PromptDataset:
         file, block, position, where = self._files.find(number)
         try:
             row = file.row(block, position)
-            ids, fields = self._tokens(row), row_sampling(row, self._args)
+            ids, fields = self._tokens(row), row_sampling(row, self._args, self._tokenizer.special_tokens)
             check_source(self._routes, row)
             rate = pass_rate(row) if self._rated else 1.0
         except GrpoError as error:

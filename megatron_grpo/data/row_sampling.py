@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_grpo.data.end_of_turn import special_stop_words
 from megatron_grpo.data.sampling_params import Sampling, constraint_refused
 from megatron_grpo.utils.errors import GrpoError
 
@@ -33,7 +34,7 @@ def structured_json(constraint: Mapping[str, Any]) -> str:
     return json.dumps(given, sort_keys=True) if given else ""
 
 
-def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
+def row_sampling(row: Mapping[str, Any], args: Namespace, special_tokens: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of `Sampling` that a row sets; raise GrpoError for a field that a row cannot set.
 
     None counts as absent, because Parquet gives every row the keys of all rows.
@@ -64,6 +65,7 @@ def row_sampling(row: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
                     "the text"
                 )
             fields["stop"] = tuple(words)
+            fields["stop_token_ids"] = tuple(special_stop_words(words, special_tokens))
         elif name == "structured_outputs":
             fields["structured_outputs"] = _constraint(value, args)
         elif name in DISTRIBUTION:
@@ -104,10 +106,11 @@ def _constraint(value: Any, args: Namespace) -> str:
 def with_row(sampling: Sampling, fields: Mapping[str, Any]) -> Sampling:
     """Return the run's sampling parameters with the fields of a row.
 
-    A request with a constraint does not return log-probabilities, because they are those of the constrained
-    distribution.
+    End tokens of a row are added to the run's. A request with a constraint does not return log-probabilities, because
+    they are those of the constrained distribution.
     """
     if not fields:
         return sampling
-    changed = replace(sampling, **fields)
+    ends = sampling.stop_token_ids + fields.get("stop_token_ids", ())
+    changed = replace(sampling, **{**fields, "stop_token_ids": ends})
     return replace(changed, log_probs=changed.log_probs and not changed.structured_outputs)

@@ -23,8 +23,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # empty: a completion ends at a stop word or at max_tokens only
     structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams, a constraint of the text; "": none
-    ignore_eos: bool = False
     log_probs: bool = False
 
 

@@ -21,6 +21,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int
     pad_id: int
+    special_tokens: dict[str, int]  # ids by content; `decode` omits them
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text to be continued, after the special tokens that the tokenizer adds (BOS)."""
@@ -53,6 +54,8 @@ class HuggingFaceTokenizer:
             raise GrpoError(f"--tokenizer-model {path}: no eos_token; set it in tokenizer_config.json")
         self.eos_id: int = self._tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
+        added = self._tokenizer.added_tokens_decoder
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         # Not the number of entries, because ids may have gaps.
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         if self.encode("1")[-1:] == [self.eos_id]:
@@ -108,6 +111,8 @@ class SentencePieceTokenizer:
         except (RuntimeError, OSError) as error:
             raise GrpoError(f"--tokenizer-model {path}: not a SentencePiece model: {error}") from error
         self.vocab_size: int = self._tokenizer.get_piece_size()
+        control = filter(self._tokenizer.is_control, range(self.vocab_size))
+        self.special_tokens: dict[str, int] = {self._tokenizer.id_to_piece(i): i for i in control}
         self.eos_id: int = self._tokenizer.eos_id()
         if self.eos_id < 0:
             raise GrpoError(
@@ -169,6 +174,7 @@ class TikTokenizer:
         self.vocab_size = num_special_tokens + count
         reader = core.TikTokenTokenizer(str(path), special, num_special_tokens, None, pattern, self.vocab_size)
         self._encoding, self._specials = reader.tokenizer, num_special_tokens
+        self.special_tokens = {name: i for i, name in enumerate(special)}
         self.eos_id: int = reader.eos_id
         self.pad_id: int = reader.pad_id
 

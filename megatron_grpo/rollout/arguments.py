@@ -76,8 +76,9 @@ ROLLOUT: tuple[FlagRow, ...] = (
     ),
     ("--presence-penalty", float, 0.0, "subtracted from the logits of tokens in the completion"),
     ("--frequency-penalty", float, 0.0, "subtracted from a token's logit for each occurrence in the completion"),
-    ("--stop-words", [str], None, "strings that end a completion"),
-    ("--ignore-eos", bool, False, "continue after the end-of-sequence token (for benchmarks)"),
+    ("--stop-words", [str], None, "strings that end a completion; special tokens of the tokenizer, too"),
+    ("--stop-token-ids", [int], None, "more tokens that end a completion, beside those of generation_config.json"),
+    ("--ignore-eos", bool, False, "continue after the model's end tokens (for benchmarks)"),
     (
         "--rollout-balancing",
         BALANCING,
@@ -232,6 +233,8 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
     if args.check_weight_sync and args.rollout_engine == "megatron":
         raise GrpoError("--check-weight-sync needs an engine with weights of its own: leave it out")
+    if args.stop_token_ids and args.ignore_eos:
+        raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
 

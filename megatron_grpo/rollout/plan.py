@@ -51,8 +51,8 @@ def evaluation_plans(args, prompts: Sequence[Prompt]) -> dict[str, RolloutPlan]:
         sampled.max_tokens,
         temperature=0.0,
         stop=sampled.stop,
+        stop_token_ids=sampled.stop_token_ids,
         structured_outputs=sampled.structured_outputs,
-        ignore_eos=sampled.ignore_eos,
     )
     plans = {"greedy": RolloutPlan(prompts, 1, greedy, args.seed)}
     if args.eval_num_generations:
@@ -71,6 +71,6 @@ def _sampling(args) -> Sampling:
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
         stop=tuple(args.stop_words or ()),
+        stop_token_ids=args.end_token_ids,
         structured_outputs=structured_json({"regex": args.structured_outputs_regex}),
-        ignore_eos=args.ignore_eos,
     )

@@ -125,7 +125,15 @@ ACCEPTED: dict[str, tuple[bool, str]] = {
 }
 
 # Attributes of the parsed arguments that are not flags.
-DERIVED = ("explicit", "padded_vocab_size", "engine_decodes", "world_size", "data_parallel_size", "updates_per_rollout")
+DERIVED = (
+    "explicit",
+    "padded_vocab_size",
+    "engine_decodes",
+    "end_token_ids",
+    "world_size",
+    "data_parallel_size",
+    "updates_per_rollout",
+)
 
 NOT_GIVEN = object()
 
@@ -247,6 +255,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         setattr(args, dest, defaults[dest])
     args.explicit = explicit
     args.padded_vocab_size = args.engine_decodes = None
+    args.end_token_ids = ()
     return args
 
 

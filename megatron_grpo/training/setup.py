@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.data.end_of_turn import describe, end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
@@ -63,6 +64,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
     check_vocabulary(tokenizer, args.vocab_size)
+    args.end_token_ids = end_token_ids(args, tokenizer)
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
@@ -86,6 +88,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         print_args(args)
     for line in batch_arithmetic(args, world_size).lines():
         print_rank_0(line)
+    print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
     if isolation:
         print_rank_0(f"generated code is isolated by {isolation}")
 
@@ -275,13 +278,13 @@ def build_engine(args, model: forward.Model, tokenizer) -> Engine:
         case "vllm", "colocate":
             from megatron_grpo.rollout.vllm.colocate import VllmColocate  # the import takes seconds: after all checks
 
-            return VllmColocate(args, families.for_args(args).hf_from_args(args), tokenizer.eos_id)
+            return VllmColocate(args, families.for_args(args).hf_from_args(args))
         case "megatron", _:
             from megatron_grpo.rollout.megatron.engine import MegatronEngine
 
             return MegatronEngine(args, model, tokenizer)
         case "vllm", "server":
-            return build_vllm_servers(args, tokenizer.eos_id)
+            return build_vllm_servers(args)
         case "sglang", _:
-            return build_sglang_servers(args, tokenizer.eos_id)
+            return build_sglang_servers(args)
     raise GrpoError(f"--rollout-engine {args.rollout_engine} has no --vllm-mode {args.vllm_mode}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.weights import families, model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (
@@ -53,18 +54,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """Return the content of {hf_dir}/config.json; raise GrpoError when the file is missing or not a JSON object."""
-    path = Path(hf_dir) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise GrpoError(
-            f"{path} cannot be read ({error.strerror}): {hf_dir} is not a Hugging Face model directory"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GrpoError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise GrpoError(f"{path} is not a JSON object")
-    return config
+    return read_json_object(Path(hf_dir) / "config.json", f"{hf_dir} is not a Hugging Face model directory")
 
 
 def copy_assets(source: str | Path, target_dir: str | Path) -> None:

@@ -27,8 +27,8 @@ from megatron_grpo.weights import hf
 MAX_TOKENS, SLOTS = 10, 3
 # Tokens of the prompts; one is longer than the toys' windows, and two are alike.
 LENGTHS = (5, 1, 23, 9, 5, 2, 14)
-GREEDY = Sampling(MAX_TOKENS, temperature=0.0, log_probs=True)
 EOS = 2
+GREEDY = Sampling(MAX_TOKENS, temperature=0.0, log_probs=True, stop_token_ids=(EOS,))
 # name -> (family, tied, arguments); two ranks each
 LAYOUTS = {
     "TP2": ("llama", False, {"tensor_model_parallel_size": 2}),
@@ -84,7 +84,7 @@ def make_engine(directory: Path, **more):
     set_random_seed(1)
     model = build(args)
     hf.load_hf(model, args, str(directory))
-    return model, MegatronEngine(args, model, SimpleNamespace(eos_id=EOS, decode=decode))
+    return model, MegatronEngine(args, model, SimpleNamespace(decode=decode))
 
 
 def complete(engine, requests: list[Request], seed: int = 0) -> dict[int, tuple[list[int], list[float], str]]:

@@ -25,6 +25,7 @@ cpu_backend.install()
 from megatron.core import tensor_parallel
 
 import pretrain_grpo
+from megatron_grpo.data.end_of_turn import end_token_ids
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.row_sampling import row_sampling, structured_json
 from megatron_grpo.data.sampling_params import Sampling
@@ -53,7 +54,6 @@ from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.stream import stream_hf
 
 GENERATIONS, MAX_TOKENS = 4, 24
-GREEDY = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, log_probs=True)
 TRUNCATED = {"top_k": 8, "top_p": 0.9, "min_p": 0.05}
 PATTERN = "[0-9]{2,4}x"
 PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
@@ -108,6 +108,7 @@ class Cases:
     def __init__(self, args, out: Path):
         self.args, self.out, self.rank = args, out, dist.get_rank()
         self.tokenizer = build_tokenizer(args)
+        ends = end_token_ids(args, self.tokenizer)
         self.prompts = make_prompts(self.tokenizer)
         model = forward.build_model(args, model_provider)
         hf.load_hf(model, args, args.load_hf)
@@ -116,7 +117,8 @@ class Cases:
         engine = build_engine(args, model, self.tokenizer)
         self.facts = {"build kept the random state": random_state() == state}
         self.trainer = SimpleNamespace(args=args, model=model, engine=engine, timers=Timers(), iteration=0)
-        self.sampled = Sampling(MAX_TOKENS, args.temperature, log_probs=True)
+        self.sampled = Sampling(MAX_TOKENS, args.temperature, log_probs=True, stop_token_ids=ends)
+        self.greedy = replace(self.sampled, temperature=0.0)
         self.scorer = self.make_scorer()
 
     def make_scorer(self) -> RewardPool | None:
@@ -152,11 +154,11 @@ class Cases:
         self.other_replicas()
         self.rollout("one prompt", self.sampled, seed=7, prompts=self.prompts[3:4])
         self.rollout("twins", self.sampled, seed=7, prompts=self.prompts[:2])
-        self.rollout("greedy", GREEDY, seed=7, generations=1)
-        self.rollout("greedy, penalized", replace(GREEDY, **PENALIZED), seed=7, generations=1)
-        self.log_probs("no end", self.rollout("no end", replace(self.sampled, ignore_eos=True), seed=7))
+        self.rollout("greedy", self.greedy, seed=7, generations=1)
+        self.rollout("greedy, penalized", replace(self.greedy, **PENALIZED), seed=7, generations=1)
+        self.log_probs("no end", self.rollout("no end", replace(self.sampled, stop_token_ids=()), seed=7))
         if self.args.stop_words:
-            self.rollout("stop words", replace(GREEDY, stop=tuple(self.args.stop_words)), seed=7, generations=1)
+            self.rollout("stop words", replace(self.greedy, stop=tuple(self.args.stop_words)), seed=7, generations=1)
             self.constrained()
         self.selected()
         self.abort()
@@ -185,7 +187,7 @@ class Cases:
         """What rows set, as they are read."""
         args = parse_args([])
         rows = [{"max_tokens": 3}, {"structured_outputs": {"choice": ["yes", "no"]}}, {}, {"stop": ["5"]}, {}, {}, {}]
-        return [row_sampling({"sampling_params": fields}, args) for fields in rows]
+        return [row_sampling({"sampling_params": fields}, args, {}) for fields in rows]
 
     def selected(self) -> None:
         """The first three groups that are complete; and groups of which none has a signal."""
@@ -201,7 +203,7 @@ class Cases:
         engine = self.trainer.engine
         with engine.rollout(1):
             sampling = replace(
-                self.sampled, ignore_eos=True, max_tokens=10 * MAX_TOKENS
+                self.sampled, stop_token_ids=(), max_tokens=10 * MAX_TOKENS
             )  # not over before it is given up
             if engine.replica is not None:
                 engine.submit([Request(i, self.prompts[i].ids, sampling) for i in (0, 1)])
@@ -219,7 +221,7 @@ class Cases:
         self.trainer.engine = MegatronEngine(self.args, self.trainer.model, self.tokenizer)
         self.scorer = self.make_scorer()  # other ranks lead
         self.trainer.engine.wake_cache()
-        self.rollout("trainer greedy", GREEDY, seed=7, generations=1)
+        self.rollout("trainer greedy", self.greedy, seed=7, generations=1)
         self.log_probs("trainer", self.rollout("trainer", self.sampled, seed=7))
         self.trainer.engine, self.scorer = vllm, scorer
 

@@ -36,7 +36,7 @@ from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.stream import stream_hf
 
 PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
-GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True, log_probs=True)
+GREEDY = Sampling(max_tokens=16, temperature=0.0, log_probs=True)
 FLAGS = """--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-path unused --reward-funcs exact_match
     --tokenizer-model unused --vllm-enforce-eager --vllm-max-num-seqs 4 --micro-batch-size 2 --global-batch-size 4
     --num-generations 4 --max-prompt-length 48 --max-completion-length 16 --make-vocab-size-divisible-by 64"""
@@ -60,7 +60,7 @@ def answers(directory: Path) -> dict[str, list]:
             super().__init__(model=first, **options)
 
     vllm.LLM = FromFiles
-    engine = VllmColocate(args, families.for_args(args).hf_from_args(args), eos_id=2)
+    engine = VllmColocate(args, families.for_args(args).hf_from_args(args))
     hf.load_hf(model, args, first)
     found = {"files": ask(engine), "files after": engine.compare_weights(stream_hf(model, args))}
     found["names"] = [name for name, _ in stream_hf(model, args)]

@@ -51,7 +51,7 @@ class Worker:
         hf.load_hf(model, args, args.load_hf)
         model, optimizer, _ = train_step.setup_optimizer(args, model)
         self.offloader = Offloader(model, optimizer, True, True, True)
-        self.engine = build_engine(args, model, SimpleNamespace(eos_id=2, decode=None))
+        self.engine = build_engine(args, model, SimpleNamespace(decode=None))
         self.trainer = SimpleNamespace(args=args, model=model, engine=self.engine, timers=Timers(), iteration=1)
         ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, 24).tolist()
         # All alike: completions of one prompt can be equal by equal random numbers only.
@@ -64,7 +64,7 @@ class Worker:
         self.engine.wake_cache()
 
     def rollout(self, seed: int, temperature: float = 1.0):
-        sampling = Sampling(TOKENS, temperature, ignore_eos=True, log_probs=True)
+        sampling = Sampling(TOKENS, temperature, log_probs=True)
         plan = RolloutPlan(self.prompts, GENERATIONS, sampling, seed)
         batch, _ = collect_rollout(self.engine, plan, None, None, self.trainer.timers)
         return batch
@@ -91,7 +91,7 @@ class Worker:
 
     def ranks(self) -> None:
         """What this rank's engine itself answers, before any exchange."""
-        sampling = Sampling(TOKENS, ignore_eos=True)
+        sampling = Sampling(TOKENS)
         with self.engine.rollout(7):
             requests = [Request(i, self.prompts[0].ids, sampling) for i in range(GENERATIONS)]
             answers = {completion.id: completion.token_ids for completion in generate(self.engine, requests)}
@@ -102,7 +102,7 @@ class Worker:
 
         vLLM adds a random word to every request's id, which would hide that: the test switches it off.
         """
-        sampling = Sampling(TOKENS, ignore_eos=True)
+        sampling = Sampling(TOKENS)
         requests = [Request(i, self.prompts[0].ids, sampling) for i in range(GENERATIONS)]
         answers = []
         for _ in range(3):
@@ -120,7 +120,7 @@ class Worker:
         """New weights while a request runs: its keys and values cannot be dropped."""
         try:
             with self.engine.rollout(7):
-                self.engine.submit([Request(0, self.prompts[0].ids, Sampling(TOKENS, ignore_eos=True))])
+                self.engine.submit([Request(0, self.prompts[0].ids, Sampling(TOKENS))])
                 for _ in range(3):
                     self.engine.poll()
                 Trainer.sync(self.trainer)

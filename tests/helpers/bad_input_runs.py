@@ -32,8 +32,8 @@ class StubEngine:
 
     replica, num_replicas, is_lead = 0, 1, True
 
-    def __init__(self, args, hf_config, eos_id):
-        self.eos_id, self.queue, self.version = eos_id, [], None
+    def __init__(self, args, hf_config):
+        self.queue, self.version = [], None
 
     @property
     def has_weights(self):
@@ -44,7 +44,7 @@ class StubEngine:
 
     def poll(self):
         request = self.queue.pop()
-        return [Completion(request.id, [1, self.eos_id], None, "stop", self.version)]
+        return [Completion(request.id, [1, request.sampling.stop_token_ids[0]], None, "stop", self.version)]
 
     def rollout(self, seed):
         return contextlib.nullcontext()

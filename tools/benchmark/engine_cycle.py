@@ -39,7 +39,7 @@ STAGES = ("train", "sync", "rollout", "asleep")
 def build(args) -> Trainer:
     """Build model, optimizer with its moments, and engine of a run."""
     parts = made_up.trainer(args)
-    engine = build_engine(args, parts.model, SimpleNamespace(eos_id=2))
+    engine = build_engine(args, parts.model, SimpleNamespace(decode=None))
     nothing = dict.fromkeys(("tokenizer", "dataset", "scorer", "logger", "profiler", "reference", "teacher"))
     return Trainer(
         args=args,
@@ -63,7 +63,7 @@ def cycle(args, trainer: Trainer) -> dict[str, float]:
     made_up.two_updates(args, trainer, made_up.rollout(args))
     trainer.iteration += 1
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (16, 8)).tolist()
-    sampling = Sampling(16, ignore_eos=True)
+    sampling = Sampling(16)
     trainer.timers.collect()
     with trainer.engine_awake(), trainer.timers("rollout"):
         makes_any = trainer.engine.replica is not None

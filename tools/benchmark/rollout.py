@@ -50,8 +50,6 @@ def length(sample):
 class Numbers:
     """Tokenizer for random models: decodes ids as numbers."""
 
-    eos_id = 2
-
     def decode(self, ids) -> str:
         """Return the ids as text."""
         return " ".join(map(str, ids))
@@ -64,7 +62,7 @@ class Benchmark:
         self.args = args
         args.tokenizer_model = args.load_hf
         self.tokenizer = build_tokenizer(args) if args.load_hf else Numbers()
-        self.engine = VllmColocate(args, families.for_args(args).hf_from_args(args), self.tokenizer.eos_id)
+        self.engine = VllmColocate(args, families.for_args(args).hf_from_args(args))
         ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, (num_prompts, prompt_length)).tolist()
         self.prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
         self.scorer = None
@@ -124,7 +122,7 @@ def main() -> None:
     print_rank_0("| log-probabilities | ours, tokens/s | stock vLLM, tokens/s | ratio |")
     print_rank_0("|---|---|---|---|")
     for log_probs in (False, True):
-        sampling = Sampling(args.max_completion_length, ignore_eos=True, log_probs=log_probs)
+        sampling = Sampling(args.max_completion_length, log_probs=log_probs)
         speeds = []
         for _ in range(own.rounds + 1):
             speeds.append([speed(partial(make, sampling)) for make in (benchmark.ours, benchmark.stock)])

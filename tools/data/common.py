@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow
 import pyarrow.parquet
@@ -25,6 +25,8 @@ _MAX_REPORTED = 20  # bad rows that are printed
 
 class Bytes:
     """A tokenizer without a vocabulary, with one token for each byte of a text or of the messages' contents."""
+
+    special_tokens: ClassVar[dict[str, int]] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

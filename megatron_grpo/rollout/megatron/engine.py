@@ -54,9 +54,7 @@ class MegatronEngine:
         self._version = 0
         length = args.max_prompt_length + args.max_completion_length
         self._cache = KVCache(model, args.inference_max_requests, length)
-        self._scheduler = Scheduler(
-            self._members, args.inference_max_requests, length, tokenizer.eos_id, tokenizer.decode
-        )
+        self._scheduler = Scheduler(self._members, args.inference_max_requests, length, tokenizer.decode)
         self._generator = torch.Generator(device())
 
     # ---- requests

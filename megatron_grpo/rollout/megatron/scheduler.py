@@ -51,11 +51,11 @@ class Work:
 class Scheduler:
     """Schedule of at most ``slots`` requests at a time, each of at most ``length`` tokens, on each of ``members``.
 
-    ``decode`` returns the text of ids, for stop words; ``eos_id`` ends a completion unless its request ignores it.
+    ``decode`` returns the text of ids, for stop words.
     """
 
-    def __init__(self, members: int, slots: int, length: int, eos_id: int, decode: Callable[[list[int]], str]):
-        self.length, self.eos_id, self.decode = length, eos_id, decode
+    def __init__(self, members: int, slots: int, length: int, decode: Callable[[list[int]], str]):
+        self.length, self.decode = length, decode
         self.waiting: deque[Request] = deque()
         self.running: list[dict[int, Running]] = [{} for _ in range(members)]  # by slot
         self._free = [list(reversed(range(slots))) for _ in range(members)]
@@ -120,7 +120,7 @@ class Scheduler:
 
     def _finish_reason(self, running: Running) -> str | None:
         sampling, ids = running.request.sampling, running.token_ids
-        if ids[-1] == self.eos_id and not sampling.ignore_eos:
+        if ids[-1] in sampling.stop_token_ids:
             return "stop"
         if sampling.stop:
             # A token of a stop word has at least one byte of it. The margin of 4 is for tokenizers that decode the

@@ -73,7 +73,7 @@ class Server(Client, ABC):
         """Return a checksum of each tensor in the server's memory; None if the server cannot compute them."""
         return None
 
-    def check_end(self, request: Request, ids: list[int], reason: str, vocab_size: int, eos_id: int) -> None:
+    def check_end(self, request: Request, ids: list[int], reason: str, vocab_size: int) -> None:
         """Raise Fault if the end of a completion contradicts its ``Sampling``."""
         sampling = request.sampling
         if reason not in ("stop", "length") or not ids:
@@ -85,14 +85,15 @@ class Server(Client, ABC):
                 f"it cut a completion at {len(ids)} of {sampling.max_tokens} tokens: start it for longer ones, and "
                 "without the model's generation_config.json"
             )
-        if reason == "stop" and not sampling.stop and ids[-1] != eos_id:
+        if reason == "stop" and not sampling.stop and ids[-1] not in sampling.stop_token_ids:
             raise Fault(
-                f"it ended a completion at token {ids[-1]}, not at the end of sequence ({eos_id}): start it without "
-                "the model's generation_config.json"
+                f"it ended a completion at token {ids[-1]}, which is none of the end tokens "
+                f"{list(sampling.stop_token_ids)}: start it without the model's generation_config.json, or add the "
+                "token with --stop-token-ids"
             )
 
 
-def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
+def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     """Return the sampling parameters with the same names in vLLM and SGLang servers."""
     return {
         "temperature": sampling.temperature,
@@ -103,7 +104,7 @@ def sampling_parameters(sampling: Sampling, eos_id: int) -> dict[str, Any]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "stop": list(sampling.stop),
-        "stop_token_ids": [] if sampling.ignore_eos else [eos_id],
+        "stop_token_ids": list(sampling.stop_token_ids),
     }
 
 

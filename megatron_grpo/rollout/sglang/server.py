@@ -21,9 +21,9 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 _ASLEEP = "/asleep "  # separates version and released parts of memory in the name of the weights
 
 
-def build_sglang_servers(args, eos_id: int) -> ServerEngine:
+def build_sglang_servers(args) -> ServerEngine:
     """Return the engine of ``--rollout-engine sglang``."""
-    servers = [SglangServer(url, args, eos_id) for url in args.sglang_server_base_url]
+    servers = [SglangServer(url, args) for url in args.sglang_server_base_url]
     transfer: WeightTransfer
     match args.weight_sync_method:
         case "checkpoint":
@@ -44,9 +44,9 @@ class SglangServer(Server):
 
     key_flag = "--api-key: --sglang-server-api-key here, or SGLANG_API_KEY in the environment"
 
-    def __init__(self, url: str, args, eos_id: int):
+    def __init__(self, url: str, args):
         super().__init__(url, args.sglang_server_api_key or os.environ.get("SGLANG_API_KEY"))
-        self._args, self._eos_id = args, eos_id
+        self._args = args
         self._asleep: list[str] = []
 
     async def check(self) -> None:
@@ -82,8 +82,8 @@ class SglangServer(Server):
         assert version is not None
         one = {
             "max_new_tokens": sampling.max_tokens,
-            **sampling_parameters(sampling, self._eos_id),
-            "ignore_eos": sampling.ignore_eos,  # if true, SGLang also ignores stop_token_ids
+            **sampling_parameters(sampling),
+            "ignore_eos": not sampling.stop_token_ids,  # if true, SGLang also ignores stop_token_ids
         }
         body = {
             "input_ids": [prompt] * len(requests),
@@ -108,7 +108,7 @@ class SglangServer(Server):
             raise Fault(f"it made {meta['prompt_tokens']} tokens of a prompt of {prompt_length}")
         if meta.get("weight_version", weight_tag(version)) != weight_tag(version):
             raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not those that it was given")
-        self.check_end(request, ids, reason, self._args.vocab_size, self._eos_id)
+        self.check_end(request, ids, reason, self._args.vocab_size)
         log_probs = None
         if sampling.log_probs:
             pairs = meta["output_token_logprobs"]

@@ -39,18 +39,16 @@ class VllmColocate:
     ``hf_config`` is the model's ``config.json``. `update_weights` loads the weights; no file of weights is read.
     """
 
-    def __init__(self, args, hf_config: dict, eos_id: int):
+    def __init__(self, args, hf_config: dict):
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
         self.has_weights = False
         self._awake = True
         self._version = 0
         self._sleep_level = args.sleep_level
-        self._eos_id = eos_id
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
-        # Without this, vLLM also stops at the default end token of the family in transformers (DeepSeek 1, Llama 2).
-        # The default padding token of a family may lie outside a smaller vocabulary.
-        hf_config = {**hf_config, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        # The default padding token of a family in transformers may lie outside a smaller vocabulary.
+        hf_config = {**hf_config, "pad_token_id": 0}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = (
                 "float32"  # as models/head.py; vLLM applies soft cap and temperature in this dtype
@@ -65,7 +63,7 @@ class VllmColocate:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            sampling = copy.copy(_sampling_params(request.sampling, self._eos_id))
+            sampling = copy.copy(_sampling_params(request.sampling))
             if self._seeds_requests:
                 sampling.seed = request_seed(self._rollout_seed, request.id)
             with lost_on_failure("vLLM's add_request"):
@@ -289,7 +287,7 @@ def _logprobs_mode(temperature: float) -> str:
 
 
 @functools.lru_cache(1024)  # every row can have its own sampling
-def _sampling_params(sampling: Sampling, eos_id: int):
+def _sampling_params(sampling: Sampling):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -303,8 +301,8 @@ def _sampling_params(sampling: Sampling, eos_id: int):
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         stop=list(sampling.stop) or None,
-        stop_token_ids=None if sampling.ignore_eos else [eos_id],
-        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
+        ignore_eos=True,  # stop_token_ids has all end tokens; vLLM would add the default one of the family
         logprobs=0 if sampling.log_probs else None,
         flat_logprobs=True,  # one list of numbers instead of an object and a dictionary per token
         detokenize=bool(sampling.stop),

@@ -20,9 +20,9 @@ from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
 
-def build_vllm_servers(args, eos_id: int) -> ServerEngine:
+def build_vllm_servers(args) -> ServerEngine:
     """Return the engine of ``--vllm-mode server``."""
-    servers = [VllmServer(url, args, eos_id) for url in args.vllm_server_base_url]
+    servers = [VllmServer(url, args) for url in args.vllm_server_base_url]
     return ServerEngine(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs)
 
 
@@ -31,9 +31,9 @@ class VllmServer(Server):
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
 
-    def __init__(self, url: str, args, eos_id: int):
+    def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
-        self._args, self._eos_id = args, eos_id
+        self._args = args
         self._model = ""  # the model's name at the server
 
     async def check(self) -> None:
@@ -141,8 +141,8 @@ class VllmServer(Server):
             "n": len(requests),
             "seed": seed,  # of the first sample; the server adds 1 for each further one
             "max_tokens": sampling.max_tokens,
-            **sampling_parameters(sampling, self._eos_id),
-            "ignore_eos": True,  # ignore generation_config.json's end tokens; the tokenizer's is a stop token
+            **sampling_parameters(sampling),
+            "ignore_eos": True,  # stop_token_ids has all end tokens; the server must add none
             "logprobs": 0 if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,
@@ -157,7 +157,7 @@ class VllmServer(Server):
         sampling, ids, reason = request.sampling, choice["token_ids"], choice["finish_reason"]
         if choice["prompt_token_ids"] != prompt:
             raise Fault("it changed the ids of a prompt")
-        self.check_end(request, ids, reason, self._args.vocab_size, self._eos_id)
+        self.check_end(request, ids, reason, self._args.vocab_size)
         log_probs = None
         if sampling.log_probs:
             if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:

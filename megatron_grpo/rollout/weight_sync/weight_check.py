@@ -68,7 +68,6 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
     sampling = Sampling(
         max_tokens=min(PROBE_TOKENS, args.max_completion_length),
         temperature=args.temperature,
-        ignore_eos=True,
         log_probs=True,
     )
     # Drop the rows' own sampling: log-probabilities of constrained completions are renormalised.

@@ -181,7 +181,7 @@ def damage_manifest(directory):
         (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist; .*: iter_0000010$"),
         (damage_latest, r"holds 'twenty', not an iteration; in .*: iter_0000010, iter_0000020$"),
         (damage_no_latest, r"no checkpoint in .*: there is no latest_checkpointed_iteration.txt"),
-        (damage_manifest, r"files.json cannot be read"),
+        (damage_manifest, r"files.json is not valid JSON"),
     ],
 )
 def test_damage_is_named(tmp_path, damage, message):

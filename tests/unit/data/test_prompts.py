@@ -21,6 +21,9 @@ from megatron_grpo.utils.errors import GrpoError
 class Characters:
     """Token = code point; a conversation is "role:content|" for each message, then ">"."""
 
+    def __init__(self):
+        self.special_tokens = {"<end>": 7}
+
     def encode(self, text):
         return [ord(c) for c in text]
 

@@ -42,6 +42,11 @@ def test_a_rows_own_sampling_wins(tmp_path):
     assert found[2].stop == ("x",) and found[3].stop == ("y", "zz") and found[3].max_tokens == 16
     # What a constraint leaves is another distribution: its log-probabilities are not compared.
     assert json.loads(found[4].structured_outputs) == {"regex": "[0-9]+"} and not found[4].log_probs
+    # A special token has no text: the engine compares its id, beside the run's end tokens.
+    ends = [
+        prompt.sampling(Sampling(16, stop_token_ids=(2,))) for prompt in dataset(tmp_path, row(stop=["y", "<end>"]))
+    ]
+    assert ends == [Sampling(16, stop=("y", "<end>"), stop_token_ids=(2, 7))]
     assert data.engine_decodes and not dataset(tmp_path, {"prompt": "a"}, row(max_tokens=3)).engine_decodes
 
 

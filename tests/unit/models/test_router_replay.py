@@ -184,7 +184,7 @@ def vllm_double(one_rank, monkeypatch):
 
     def engine(told: bool):
         monkeypatch.setattr(vllm_colocate, "_build", lambda args, directory: VllmDouble(args.num_layers, told))
-        return vllm_colocate.VllmColocate(args, {}, eos_id=0)
+        return vllm_colocate.VllmColocate(args, {})
 
     return engine
 

@@ -17,7 +17,7 @@ def check(mode: str, flags: str) -> None:
     args = parse_args(["--weight-sync-method", "checkpoint", *flags.split()])
     model = {"dtype": "torch.float32", "logprobs_mode": mode}
     config = {"model_config": model, "device_config": {"device": "cuda"}}
-    VllmServer("http://localhost:1", args, eos_id=0)._check_config(config, {})
+    VllmServer("http://localhost:1", args)._check_config(config, {})
 
 
 @pytest.mark.parametrize(

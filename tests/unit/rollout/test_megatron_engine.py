@@ -58,7 +58,7 @@ def engine(toys):
 def test_sampling(engine):
     """Seeds give the same completions again; log-probabilities are after the temperature, before truncation."""
     _, engine, theirs = engine
-    sampling = Sampling(MAX_TOKENS, temperature=0.6, top_k=20, log_probs=True, ignore_eos=True)
+    sampling = Sampling(MAX_TOKENS, temperature=0.6, top_k=20, log_probs=True)
     requests = [Request(i, prompts()[i // 4], sampling) for i in range(8)]
     first, again, other = (complete(engine, requests, seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -87,7 +87,7 @@ def test_ends(engine):
     for number, (ids, _, _) in done.items():
         assert ids == whole[number][: len(ids)] and (word in decode(ids) or len(ids) == len(whole[number]))
     # The model's own end of sequence: made the likeliest token by a penalty's opposite.
-    wanting = replace(GREEDY, ignore_eos=True)
+    wanting = replace(GREEDY, stop_token_ids=())
     assert all(len(ids) == MAX_TOKENS for ids, _, _ in complete(engine, [Request(0, [5, EOS, 7], wanting)]).values())
 
 
@@ -95,7 +95,7 @@ def test_aborted_requests_do_not_come_back(engine):
     _, engine, _ = engine
     engine.wake_cache()
     with engine.rollout(0):
-        engine.submit([Request(i, prompt, replace(GREEDY, ignore_eos=True)) for i, prompt in enumerate(prompts())])
+        engine.submit([Request(i, prompt, replace(GREEDY, stop_token_ids=())) for i, prompt in enumerate(prompts())])
         assert not engine.poll()
         engine.abort([0, 6])  # one runs, one waits
         done = [completion.id for _ in range(6 * MAX_TOKENS) for completion in engine.poll()]

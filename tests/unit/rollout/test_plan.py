@@ -22,12 +22,14 @@ def test_log_probabilities_are_asked_for_where_something_uses_them():
 
 def test_evaluations_ask_for_none_and_the_greedy_one_changes_nothing():
     flags = "--temperature 0.7 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 1"
-    flags += " --frequency-penalty 1 --eval-num-generations 2 --ignore-eos --stop-words a --max-completion-length 9"
-    plans = evaluation_plans(parse_args([*flags.split(), "--seed", "5"]), ["a prompt"])
+    flags += " --frequency-penalty 1 --eval-num-generations 2 --stop-words a --max-completion-length 9"
+    args = parse_args([*flags.split(), "--seed", "5"])
+    args.end_token_ids = (7, 8)
+    plans = evaluation_plans(args, ["a prompt"])
     greedy, sampled = plans.pop("greedy"), plans.pop("sampled")
     assert not plans and (greedy.num_generations, sampled.num_generations) == (1, 2)
-    assert greedy.sampling == Sampling(9, temperature=0.0, ignore_eos=True, stop=("a",))
-    assert sampled.sampling == Sampling(9, 0.7, 0.9, 5, 0.1, 1.1, 1.0, 1.0, ignore_eos=True, stop=("a",))
+    assert greedy.sampling == Sampling(9, temperature=0.0, stop_token_ids=(7, 8), stop=("a",))
+    assert sampled.sampling == Sampling(9, 0.7, 0.9, 5, 0.1, 1.1, 1.0, 1.0, stop_token_ids=(7, 8), stop=("a",))
     assert all(plan.seed == 5 and plan.prompts == ["a prompt"] and plan.selection is None for plan in (greedy, sampled))
 
 

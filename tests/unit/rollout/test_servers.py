@@ -35,7 +35,7 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault
 
-SAMPLING = Sampling(max_tokens=4, log_probs=True)
+SAMPLING = Sampling(max_tokens=4, stop_token_ids=(EOS,), log_probs=True)
 PROMPTS = [[2 + i, 3, 5 + i] for i in range(6)]
 GENERATIONS = 3
 REQUESTS = [Request(p * GENERATIONS + g, PROMPTS[p], SAMPLING) for p in range(len(PROMPTS)) for g in range(GENERATIONS)]
@@ -87,7 +87,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def make_pool(doubles, kind="vllm", timeout=10.0, max_in_flight=8, **changes) -> ServerPool:
     server = {"vllm": VllmServer, "sglang": SglangServer}[kind]
-    return ServerPool([server(d.url, arguments(**changes), EOS) for d in doubles], timeout, max_in_flight)
+    return ServerPool([server(d.url, arguments(**changes)) for d in doubles], timeout, max_in_flight)
 
 
 def synced_pool(doubles, weights, directory, version=7, **kwargs) -> ServerPool:
@@ -389,12 +389,12 @@ def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, one
     directory, left = str(tmp_path / "absent" / "directory"), iter(weights.items())
     double = start()
     args = arguments(vllm_server_base_url=[double.url], weight_sync_dir=directory, vllm_mode="server")
-    engine = build_vllm_servers(args, EOS)
+    engine = build_vllm_servers(args)
     with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written"):
         engine.update_weights(left, 1)
     assert next(left, None) is None
     args.weight_sync_dir, left = str(tmp_path), iter(weights.items())
-    engine = build_vllm_servers(args, EOS)
+    engine = build_vllm_servers(args)
     double.fault = "die"
     with pytest.raises(EngineLost, match="no server is left"):
         engine.update_weights(left, 1)
@@ -464,7 +464,7 @@ def test_vllm_servers_are_asked_in_order_while_rank_0_sends(start):
 def test_sglang_servers_tell_which_tensor_changes(start, weights, one_process):
     """One that a server loses on the way: not when it cannot tell."""
     double, other = start("sglang", checker=True), start("sglang")
-    engine = build_sglang_servers(arguments(sglang_server_base_url=[double.url], weight_sync_method="ipc"), EOS)
+    engine = build_sglang_servers(arguments(sglang_server_base_url=[double.url], weight_sync_method="ipc"))
     engine.wake_weights()
     engine.update_weights(iter(weights.items()), 1)
     assert engine.compare_weights(iter(weights.items())) == []
@@ -472,7 +472,7 @@ def test_sglang_servers_tell_which_tensor_changes(start, weights, one_process):
     (line,) = engine.compare_weights(iter(weights.items()))
     assert line.startswith(f"model.norm.weight of rank 0 of {double.url}: it changes")
     engine.close()
-    engine = build_sglang_servers(arguments(sglang_server_base_url=[other.url], weight_sync_method="ipc"), EOS)
+    engine = build_sglang_servers(arguments(sglang_server_base_url=[other.url], weight_sync_method="ipc"))
     engine.wake_weights()
     assert engine.compare_weights(iter(weights.items())) is None
     engine.close()
@@ -542,7 +542,7 @@ def test_sglang_servers_sleep(start, weights, one_process, level, monkeypatch):
     urls, version = [double.url for double in doubles], 0
     args = arguments(sglang_server_base_url=urls, weight_sync_method="ipc", sleep_level=level, rollout_engine="sglang")
     for _ in range(2):  # the second run finds them as the first has left them
-        engine = build_sglang_servers(args, EOS)
+        engine = build_sglang_servers(args)
         assert all(double.asleep == {"kv_cache", "weights"} for double in doubles)
         for turn in range(3):
             if turn == 2:

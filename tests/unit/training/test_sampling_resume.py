@@ -42,7 +42,7 @@ class SeededEngine(StubEngine):
         for request in requests:
             first = 50 if self.rng.random() < 0.8 else 30  # so that a group has four times in ten no signal
             self.running[request.id] = [first, *self.rng.integers(3, 200, self.rng.integers(0, 3)).tolist()]
-            self.running[request.id] = [[*self.running[request.id], self.eos_id], 0]
+            self.running[request.id] = [[*self.running[request.id], *request.sampling.stop_token_ids[:1]], 0]
 
     def poll(self):
         for entry in self.running.values():

@@ -1,0 +1,20 @@
+"""JSON files of models and checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.utils.errors import GrpoError
+
+
+def read_json_object(path: str | Path, cure: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file; raise GrpoError, with ``cure`` if the file cannot be read, or is no object."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GrpoError(f"{path} cannot be read ({error.strerror}){cure and f': {cure}'}") from None
+    except (ValueError, RecursionError) as error:
+        raise GrpoError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise GrpoError(f"{path} is not a JSON object")
+    return value
