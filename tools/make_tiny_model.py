@@ -38,18 +38,23 @@ POSITIVE = (
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 
+def byte_tokenizer(more: list[str]) -> Tokenizer:
+    """Build a tokenizer without merges whose tokens are the 256 bytes and then `more`."""
+    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *more])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer without merges: `characters` encodes 0-9 + - * =, `bytes` encodes any text."""
     if kind == "bytes":
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = byte_tokenizer([EOS, PAD])
     else:
-        alphabet = list("0123456789+-*=")
-    vocab = {token: i for i, token in enumerate([*alphabet, EOS, PAD])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    if kind == "bytes":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
+        tokenizer = Tokenizer(
+            models.BPE(vocab={token: i for i, token in enumerate([*"0123456789+-*=", EOS, PAD])}, merges=[])
+        )
         tokenizer.decoder = decoders.Fuse()  # joins without spaces
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

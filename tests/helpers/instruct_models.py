@@ -1,0 +1,58 @@
+"""Toy tokenizers with the special tokens, chat templates and stop ids of published instruct models.
+
+The published files are in tests/data/instruct_models; SOURCES.md there says where they come from.
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, processors
+from transformers import PreTrainedTokenizerFast
+
+from tools.make_tiny_model import byte_tokenizer
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "instruct_models"
+NAMES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+
+
+def published(name: str, file: str) -> dict:
+    """Return a JSON file of a model as published, with its real ids."""
+    return json.loads((DATA / name / file).read_text())
+
+
+def build_tokenizer(name: str, directory: Path) -> dict[str, int]:
+    """Write a tokenizer directory of a model, with a vocabulary of bytes; return {special token: toy id}.
+
+    The directory gets tokenizer.json, tokenizer_config.json, the published chat template, and config.json and (if
+    there is one) generation_config.json, in which every id stands for the token of the published id. The toy ids follow
+    the 256 bytes in the order of the published ids.
+    """
+    tokens = published(name, "tokens.json")
+    added = {**tokens["special"], **tokens["not_special"]}
+    backend = byte_tokenizer([])
+    for content in sorted(added, key=added.get):
+        token = AddedToken(content, normalized=False, special=content in tokens["special"])
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    ids = {content: backend.token_to_id(content) for content in added}
+    if tokens["encode_adds"]:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*tokens["encode_adds"], "$A"],
+            special_tokens=[(token, ids[token]) for token in tokens["encode_adds"]],
+        )
+    named = {key: tokens[key] for key in ("bos_token", "eos_token", "pad_token") if tokens[key]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+    tokenizer.chat_template = (DATA / name / "chat_template.jinja").read_text()
+    tokenizer.save_pretrained(directory)
+    toy_ids = {added[content]: ids[content] for content in added}
+    for file in ("config.json", "generation_config.json"):
+        if (DATA / name / file).exists():
+            settings = {key: _renumber(key, value, toy_ids) for key, value in published(name, file).items()}
+            (Path(directory) / file).write_text(json.dumps(settings, indent=2))
+    return ids
+
+
+def _renumber(key: str, value, toy_ids: dict[int, int]):
+    """Return the value of a setting, with toy ids if it has ids."""
+    if not key.endswith("_token_id"):
+        return value
+    return [toy_ids[i] for i in value] if isinstance(value, list) else toy_ids[value]
