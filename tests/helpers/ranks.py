@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -60,15 +63,26 @@ def real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str
 
 
 # Two processes fork the even and the odd ranks, so that neighbouring ranks have different hash seeds, as in a real run.
+# All lanes of a test session share them: the first process of the session starts them, and names their directory here.
+_DIRECTORY = "WARM_RANKS"
 _warm: list[subprocess.Popen] = []
 
 
 def start_warm_ranks() -> None:
-    """Start the processes that fork ranks, unless they are running."""
-    while len(_warm) < 2:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPO}
-        script = str(REPO / "tests" / "helpers" / "warm_rank.py")
-        _warm.append(subprocess.Popen([sys.executable, script], env=_environment(), **pipes))
+    """Start the processes that fork ranks, unless this session has started them."""
+    if _DIRECTORY in os.environ:
+        return
+    os.environ[_DIRECTORY] = tempfile.mkdtemp(prefix="warm_ranks_")
+    for number in range(2):
+        command = [sys.executable, str(REPO / "tests" / "helpers" / "warm_rank.py"), str(_socket(number))]
+        _warm.append(subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, cwd=REPO))
+    while not all(_socket(number).exists() for number in range(2)):
+        assert all(process.poll() is None for process in _warm), "warm_rank.py has ended; standard error says why"
+        time.sleep(0.02)
+
+
+def _socket(number: int) -> Path:
+    return Path(os.environ[_DIRECTORY], f"{number}.socket")
 
 
 class WarmRun:
@@ -88,11 +102,11 @@ class WarmRun:
         world |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         own = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)]
         environments = [environment | {name: str(value) for name, value in rank.items()} for rank in own]
-        shares = [(process, environments[number::2]) for number, process in enumerate(_warm[:nproc])]
-        for process, share in shares:
-            process.stdin.write(json.dumps({"argv": command, "environments": share, "output": output}) + "\n")
-            process.stdin.flush()
-        started = [process.stdout.readline().split() for process, _ in shares]
+        shares = [(self._connect(number), environments[number::2]) for number in range(min(2, nproc))]
+        for lines, share in shares:
+            lines.write(json.dumps({"argv": command, "environments": share, "output": output}) + "\n")
+            lines.flush()
+        started = [lines.readline().split() for lines, _ in shares]
         assert all(started), "warm_rank.py has ended; standard error says why"
         self.pids = [int(started[rank % 2][rank // 2]) for rank in range(nproc)]
         self.returncode: int | None = None
@@ -101,11 +115,18 @@ class WarmRun:
         for thread in self._watching:
             thread.start()
 
-    def _watch(self, process, ranks) -> None:
-        for _ in ranks:
-            if status := int(process.stdout.readline()):
-                self._failed.append(status)
-                self.kill()
+    @staticmethod
+    def _connect(number: int) -> TextIO:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(_socket(number)))
+            return connection.makefile("rw")
+
+    def _watch(self, lines, ranks) -> None:
+        with lines:
+            for _ in ranks:
+                if status := int(lines.readline()):
+                    self._failed.append(status)
+                    self.kill()
 
     def poll(self) -> int | None:
         """Return the exit status (of the first failed rank, else 0), or None while ranks run."""
@@ -148,10 +169,12 @@ def warm_ranks(nproc, command, environment, timeout) -> tuple[int | None, str]:
 
 
 def end_warm_ranks() -> None:
-    """End the processes that fork ranks."""
+    """End the processes that fork ranks, if this process has started them."""
     for process in _warm:
         process.stdin.close()
         process.wait()
+    if _warm:
+        shutil.rmtree(os.environ.pop(_DIRECTORY))
 
 
 def alive(pid: int | str) -> bool:

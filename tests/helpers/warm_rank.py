@@ -1,24 +1,33 @@
-"""Process that imports all modules of a rank once and forks ranks on request.
+"""Process that imports all modules of a rank once and forks ranks on request: warm_rank.py SOCKET
 
-ranks.py starts two of these processes: the imports take about 15 s of CPU time per rank, more than most tests.
+ranks.py starts two of these processes for all lanes of a test session: the imports take about 15 s of CPU time.
 
-Each line of standard input is a request, {"argv": [script, ...], "environments": [{...}, ...], "output": file}, for one
-rank per environment. The answer is one line with the process ids of the ranks (also their process group ids), and, when
-a rank ends, a line with its exit status.
+A connection to the Unix socket SOCKET sends one line, {"argv": [script, ...], "environments": [{...}, ...],
+"output": file}, for one rank per environment. The answer is one line with the process ids of the ranks (also their
+process group ids), and, when a rank ends, a line with its exit status. The process ends with its standard input.
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
 import random
 import runpy
+import selectors
+import signal
+import socket
 import sys
 import tempfile
 import threading
 import traceback
 from typing import Any
 
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen(64)  # before the imports: connections wait meanwhile
+
+# isort: split
 import numpy as np
 
 import pretrain_grpo  # noqa: F401  imports the CPU layer, megatron-core and transformers
@@ -28,7 +37,9 @@ from megatron_grpo.rollout.vllm import colocate  # noqa: F401  sets environment 
 import vllm
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
-import vllm.v1.executor.uniproc_executor  # not vllm.v1.worker.cpu_worker: it replaces the CPU layer's streams
+import vllm.v1.executor.uniproc_executor
+import vllm.v1.worker.cpu_model_runner  # not vllm.v1.worker.cpu_worker: it replaces the CPU layer's streams
+import vllm.v1.worker.gpu_worker
 
 from megatron_grpo.training.arguments import parse_args
 
@@ -36,23 +47,52 @@ getattr(vllm, "LLM")  # noqa: B009  vllm imports LLM at first use
 parse_args([])  # caches the data that it reads from megatron-core
 gc.collect()
 gc.freeze()  # excludes the imported objects from the ranks' garbage collections
+gc.unfreeze = lambda: None  # vLLM calls it at its end: a collection of these objects would also copy their pages
 
 
 def next_rank() -> dict[str, Any]:
     """Return the request, with the rank's environment as "env", in each new rank; never return in this process."""
-    for line in sys.stdin:
-        request = json.loads(line)
-        ranks = []
-        for environment in request["environments"]:
-            rank = os.fork()
-            if rank == 0:
-                return request | {"env": environment}
-            os.setpgid(rank, rank)  # own process group, so that its children end with it
-            ranks.append(rank)
-        print(*ranks, flush=True)
-        for _ in ranks:
-            print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-    sys.exit()
+    child_ended, wake_up = socket.socketpair()
+    wake_up.setblocking(False)
+    signal.set_wakeup_fd(wake_up.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    events = selectors.DefaultSelector()
+    for source in (sys.stdin, child_ended, listener):
+        events.register(source, selectors.EVENT_READ)
+    clients: dict[int, socket.socket] = {}  # by process id of a rank
+    while True:
+        for source in [key.fileobj for key, _ in events.select()]:
+            if source is sys.stdin:
+                sys.exit()
+            elif source is child_ended:
+                child_ended.recv(4096)
+                for rank in list(clients):
+                    ended, status = os.waitpid(rank, os.WNOHANG)
+                    if ended:
+                        send(clients.pop(rank), os.waitstatus_to_exitcode(status))
+            else:
+                client, _ = listener.accept()
+                with client.makefile() as lines:
+                    request = json.loads(lines.readline())
+                ranks = []
+                for environment in request["environments"]:
+                    rank = os.fork()
+                    if rank == 0:
+                        signal.set_wakeup_fd(-1)
+                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                        for opened in (events, child_ended, wake_up, listener, client, *clients.values()):
+                            opened.close()
+                        return request | {"env": environment}
+                    os.setpgid(rank, rank)  # own process group, so that its children end with it
+                    ranks.append(rank)
+                    clients[rank] = client
+                send(client, *ranks)
+
+
+def send(client: socket.socket, *numbers: int) -> None:
+    """Send a line; a client that has ended reads no more."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.sendall(f"{' '.join(map(str, numbers))}\n".encode())
 
 
 request = next_rank()

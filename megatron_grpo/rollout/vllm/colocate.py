@@ -5,7 +5,6 @@ import os
 # Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -266,7 +265,7 @@ def _options_for_a_cpu(args) -> dict:
             "model with such a size, or a GPU"
         )
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
-    options: dict = {"enable_chunked_prefill": False}
+    options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
     if not args.multi_latent_attention:
         return options
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
@@ -284,6 +283,20 @@ def _logprobs_mode(temperature: float) -> str:
     latter rollout/arguments.py allows only the temperature.
     """
     return "raw_logprobs" if temperature == 1 else "processed_logprobs"
+
+
+def _cache_bytes_on_a_cpu(args) -> int:
+    """Return the size of the KV cache: what all concurrent sequences need at their maximum length, at most 1 GiB.
+
+    vLLM fills the whole cache with zeros at its start. VLLM_CPU_KVCACHE_SPACE in the environment (GiB) overrides it.
+    """
+    block = 128  # vLLM's block size on a CPU, tokens
+    tokens = (args.vllm_max_num_seqs + 1) * -(-args.vllm_max_model_len // block) * block
+    heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    channels = args.kv_channels
+    if args.multi_latent_attention:  # keys and values are expanded
+        heads, channels = args.num_attention_heads, args.qk_head_dim + args.qk_pos_emb_head_dim
+    return min(tokens * args.num_layers * 2 * heads * channels * 4, 2**30)
 
 
 @functools.lru_cache(1024)  # every row can have its own sampling
