@@ -3,10 +3,10 @@
 from argparse import Namespace
 from typing import Any, get_args
 
-from megatron_grpo.algorithm.advantages import ADVANTAGES
+from megatron_grpo.algorithm.advantages import ADVANTAGES, group_advantages
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.registry import Entry, Level, Loss, Registry, call
+from megatron_grpo.algorithm.registry import Entry, Estimator, Level, Loss, Registry, call
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, positive, within
@@ -107,8 +107,8 @@ def check_loss(args: Namespace) -> None:
     if args.entropy_coef < 0:
         raise GrpoError(f"--entropy-coef ({args.entropy_coef}) must not be negative")
     loss = LOSSES.get(args.loss_type)
-    _check_read(args, LOSSES, loss)
-    _check_blocks(args, loss)
+    _check_unread_flags(args, LOSSES, loss)
+    _check_micro_batch_flags(args, loss)
     _check_ratio(args, loss)
     _check_covariance(args)
 
@@ -121,7 +121,7 @@ def _check_ranges(args: Namespace, registry: Registry[Any]) -> None:
             within(args, dest, *declared.within)
 
 
-def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
+def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
     """Refuse flags that this loss or estimator does not read, and parameters without a flag."""
     for dest in registry.flags:
         if dest in args.explicit and dest not in entry.parameters:
@@ -134,7 +134,7 @@ def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
             )
 
 
-def _check_blocks(args: Namespace, loss: Loss) -> None:
+def _check_micro_batch_flags(args: Namespace, loss: Loss) -> None:
     """Require --micro-batch-size with a token budget if the loss averages over blocks; refuse it for other losses."""
     given = "micro_batch_size" in args.explicit
     if not args.max_tokens_per_microbatch:
@@ -236,7 +236,7 @@ def check_advantages(args: Namespace) -> None:
             "leave it out, or take --advantage-estimator grpo"
         )
     if args.scale_rewards == "gdpo":
-        _check_gdpo(args)
+        _check_gdpo(args, entry)
     if args.num_generations < 2 and entry.compares_group:
         others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
@@ -244,15 +244,15 @@ def check_advantages(args: Namespace) -> None:
             f"compares the completions of a prompt; {others} does not"
         )
     _check_ranges(args, ADVANTAGES)
-    _check_read(args, ADVANTAGES, entry)
+    _check_unread_flags(args, ADVANTAGES, entry)
     if entry.check is not None:
         call(entry.check, {}, args)
     _check_kl(args)
     _check_token_advantages(args)
 
 
-def _check_gdpo(args: Namespace) -> None:
-    if args.advantage_estimator != "grpo":
+def _check_gdpo(args: Namespace, entry: Estimator) -> None:
+    if entry.function is not group_advantages:
         raise GrpoError(
             f"--scale-rewards gdpo normalises over groups and then over the batch, whatever --advantage-estimator "
             f"{args.advantage_estimator} would make of the rewards: leave one of them out"

@@ -40,14 +40,14 @@ class PromptDispatcher:
         """Return the prompts that this replica starts now, given its number of running completions."""
         taken: list[int] = []
         while self._left and under_way + len(taken) * self._num_generations < self._capacity:
-            number = self._draw()
+            number = self._next_number()
             if number >= len(self._left):
                 self._left = range(0)
             else:
                 taken.append(self._left[number])
         return taken
 
-    def _draw(self) -> int:
+    def _next_number(self) -> int:
         """Return the next number of the counter, equal on all ranks of the replica."""
         if self._alone:
             return self._store.add("next", 1) - 1

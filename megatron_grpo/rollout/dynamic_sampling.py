@@ -37,10 +37,10 @@ def has_signal(rewards: np.ndarray) -> bool:
 
 def prompts_to_draw(num_groups: int, over_sampling_ratio: float, max_resample_times: int) -> int:
     """Return how many prompts a rollout of ``num_groups`` can start at most: first round plus replacements."""
-    return _first_round(num_groups, over_sampling_ratio) + max_resample_times * num_groups
+    return _first_round_size(num_groups, over_sampling_ratio) + max_resample_times * num_groups
 
 
-def _first_round(num_groups: int, over_sampling_ratio: float) -> int:
+def _first_round_size(num_groups: int, over_sampling_ratio: float) -> int:
     return math.ceil(round(num_groups * over_sampling_ratio, 6))  # 1.1 x 10 is 11, without rounding errors
 
 
@@ -69,7 +69,7 @@ class Selection:
     ):
         self._num_generations, self._rounds = num_generations, max_resample_times
         self._scorer, self._reward_weights = scorer, reward_weights
-        self._num_first = _first_round(num_groups, over_sampling_ratio)
+        self._num_first = _first_round_size(num_groups, over_sampling_ratio)
         self._num_prompts = prompts_to_draw(num_groups, over_sampling_ratio, max_resample_times)
         self._replica, self._replicas = engine.replica, engine.num_replicas
         self._is_lead = engine.is_lead
@@ -103,7 +103,7 @@ class Selection:
         while self._undecided and (self._undecided[0][1] <= self._step or not (under_way or begun)):
             group, _ = self._undecided.popleft()
             self._decided += 1
-            if self._rounds and not self._learns_from(group):
+            if self._rounds and not self._has_signal(group):
                 self._alike.append(group)
                 short = len(self._kept) + len(self._round) - self._decided < self._quota
                 if short and self._round[group] < self._rounds:
@@ -116,7 +116,7 @@ class Selection:
         self._step += 1
         return begun
 
-    def _learns_from(self, group: int) -> bool:
+    def _has_signal(self, group: int) -> bool:
         """Return whether the group has signal; the lead rank decides from the rewards and publishes it in the store."""
         word = str(group)
         if not self._is_lead:

@@ -51,7 +51,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    _keep_what_is_there(args, resume)
+    _check_save_directory(args, resume)
     if resume:
         _check_position(args)
     if args.dry_run:
@@ -141,7 +141,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     )
 
 
-def _keep_what_is_there(args, resume: bool) -> None:
+def _check_save_directory(args, resume: bool) -> None:
     """Raise GrpoError if --save holds logs and checkpoints of another run, which this run would replace."""
     there = checkpoint.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):

@@ -258,7 +258,7 @@ REWARDS: list[Case] = [
     (
         "nothing registered",
         plugin("def mine(sample):\n    return 1.0\n"),
-        r'no reward function "mine".*comes from --external-plugins FILE and @register_reward',
+        r'unknown reward function "mine".*by @register_reward in a file of --external-plugins',
     ),
 ]
 
@@ -414,14 +414,14 @@ FAILING_REWARDS: list[Case] = [
     (
         "always hangs",
         failing("while True: pass", "--reward-timeout", "0.3"),
-        r'"mine" gave no value and timed out on 4 samples; .*longer than 0\.3 s \(--reward-timeout\)',
+        r'"mine" returned no value and timed out on 4 samples; .*longer than 0\.3 s \(--reward-timeout\)',
     ),
-    ("always gives text", failing("return '1'"), r"\"mine\" failed on all 8 .*returned '1', no finite number"),
+    ("always gives text", failing("return '1'"), r"\"mine\" failed on all 8 .*returned '1', not a finite number"),
     ("always dies", failing("import os; os._exit(3)"), r'"mine" failed on all 8 .*ended its process.*status 3'),
     (
         "gold that is no mathematics",
         lambda b: b.resume("--reward-funcs", "accuracy", *b.data(*['{"prompt": "1", "answer": "blue"}'] * 8)),
-        r"\"accuracy\" on .*bad\.jsonl:\d: .*no mathematical expression in .*'blue'; for text use exact_match",
+        r"\"accuracy\" on .*bad\.jsonl:\d: .*no mathematical expression in .*'blue': use --reward-funcs exact_match",
     ),
     (
         "no gold",

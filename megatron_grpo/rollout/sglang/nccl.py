@@ -15,7 +15,7 @@ from megatron_grpo.parallel.initialize import free_port
 from megatron_grpo.rollout.servers.engine import Weights
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
-from megatron_grpo.rollout.weight_sync.nccl import STUCK, address_for, together
+from megatron_grpo.rollout.weight_sync.nccl import PEER_TIMEOUT, address_for, together
 from megatron_grpo.rollout.weight_sync.transfer import Bucket, buckets
 from megatron_grpo.utils.http_client import Fault
 
@@ -37,7 +37,7 @@ class SglangNcclTransfer:
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
             self._broadcast([(name, tensor.contiguous()) for name, tensor in bucket], servers)
-        servers.give_weights(version)
+        servers.update_servers(version)
         self._members = servers.members()
 
     def _join(self, servers: ServerPool) -> None:
@@ -47,7 +47,8 @@ class SglangNcclTransfer:
             offsets[server.url] = world_size
             world_size += server.tensor_parallel_size
         address, port = address_for(list(offsets)), free_port()
-        timeout = datetime.timedelta(seconds=servers.timeout + 2 * STUCK)  # longer than the time-out of `together`
+        # Longer than the time-out of `together`.
+        timeout = datetime.timedelta(seconds=servers.timeout + 2 * PEER_TIMEOUT)
         body = {
             "master_address": address,
             "master_port": port,
