@@ -259,7 +259,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: str | Path) -> "RolloutBatch":
-        """Read what `save` wrote and validate it; raises GrpoError when it is missing, damaged or something else."""
+        """Read a rollout that `save` wrote and validate it; GrpoError if the file is missing, damaged or not a rollout."""
         try:
             with open(path, "rb") as file:
                 content = np.load(file, allow_pickle=False)

@@ -83,7 +83,7 @@ PLUS_PLUS = "--advantage-estimator reinforce_plus_plus"
 ADVANTAGES = {
     f"{PLUS_PLUS} --scale-rewards group": "divides by the standard deviation over the batch, so --scale-rewards group",
     f"{PLUS_PLUS}_baseline --scale-rewards none": "so --scale-rewards none has no effect",
-    "--advantage-estimator rloo --scale-rewards gdpo --reward-funcs a b": "whatever --advantage-estimator rloo",
+    "--advantage-estimator rloo --scale-rewards gdpo --reward-funcs a b": "replaces --advantage-estimator rloo",
     "--scale-rewards gdpo --reward-funcs a": "--reward-funcs names one: give --scale-rewards group",
     "--scale-rewards gdpo --reward-funcs a b --kl-in-reward": "gdpo normalises each reward function by itself",
     "--pass-at-k 2": "--pass-at-k has no effect with --advantage-estimator grpo: leave it out",
@@ -98,10 +98,10 @@ ADVANTAGES = {
     "--beta 0 --kl-in-reward": "--kl-in-reward needs --beta",
     "--beta 0 --kl-estimator k2": "--kl-estimator needs --beta",
     "--kl-estimator k1": "its gradient has mean zero. Give k2, k3 or unbiased",
-    "--kl-in-reward --kl-estimator k3": "--kl-estimator k3 in the reward would give that of something else",
-    f"{PLUS_PLUS} --gamma 0.9 --loss-type real": "--loss-type real asks whether a completion's advantage is positive",
+    "--kl-in-reward --kl-estimator k3": "--kl-estimator k3 in the reward does not",
+    f"{PLUS_PLUS} --gamma 0.9 --loss-type real": "--loss-type real needs the sign of a completion's advantage",
     f"{PLUS_PLUS} --kl-in-reward --loss-type gmpo": "with --kl-in-reward each token has its own",
-    f"{PLUS_PLUS} --gamma 0.9 --off-policy-sequence-mask-delta 1": "--off-policy-sequence-mask-delta asks whether",
+    f"{PLUS_PLUS} --gamma 0.9 --off-policy-sequence-mask-delta 1": "--off-policy-sequence-mask-delta needs the sign",
     f"{PLUS_PLUS} --num-generations 1 --loss-type real": "--num-generations (1) must be at least 2",
     "--num-generations 1": "(1) must be at least 2: --advantage-estimator grpo compares the completions",
     "--micro-batch-size 2 --max-tokens-per-microbatch 4096": "--micro-batch-size (2) and --max-tokens-per-microbatch "
