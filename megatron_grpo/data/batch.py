@@ -259,7 +259,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: str | Path) -> "RolloutBatch":
-        """Read a rollout that `save` wrote and validate it; GrpoError if the file is missing, damaged or not a rollout."""
+        """Read and validate a file of `save`; GrpoError if it is missing, damaged or not a rollout."""
         try:
             with open(path, "rb") as file:
                 content = np.load(file, allow_pickle=False)

@@ -31,7 +31,7 @@ def run(main) -> None:
         code = 1
         if _prints_error(after_rank_0=False):
             gone = peer_has_ended(error)
-            what = "another rank has ended: torchrun's report says which, and how" if gone else "unexpected error"
+            what = "another rank has ended: see torchrun's report of that rank" if gone else "unexpected error"
             print(f"\n{_program_name()}: {_rank_prefix()}{what}", file=sys.stderr)
             traceback.print_exc()
     except KeyboardInterrupt:

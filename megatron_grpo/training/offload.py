@@ -183,6 +183,6 @@ def _host_block(held: int) -> torch.Tensor:
         return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device().type == "cuda")
     except RuntimeError as error:
         raise GrpoError(
-            f"--offload-*: the host has no more page-locked memory for this process than {held / 2**30:.2f} GiB: "
+            f"--offload-*: this process can allocate only {held / 2**30:.2f} GiB of page-locked host memory: "
             "offload less, or use a host with more memory or a higher limit of locked memory (ulimit -l)"
         ) from error

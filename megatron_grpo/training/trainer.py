@@ -250,7 +250,7 @@ class Trainer:
             self.save(position)
             newest = self.iteration
         if newest == self.iteration:
-            return f"The run is saved at iteration {newest}: --load {save} goes on from there"
+            return f"The run is saved at iteration {newest}: --load {save} resumes from it"
         if newest is None:
             return "The run could not be saved, and there is no checkpoint: start it again"
         return f"The run could not be saved; the newest checkpoint is iteration {newest}: --load {save} resumes from it"
@@ -267,8 +267,8 @@ class Trainer:
         if stale or gap > limit:
             versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
-                f"the engine does not hold the trainer's weights: it sampled with version {versions}, last sent was "
-                f"{self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, allowed {limit:g}. "
+                f"the engine does not hold the trainer's weights: it sampled with version {versions}, the last sync was "
+                f"{self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g}. "
                 "The last checkpoint is good; report this with the model's config.json and the versions in the banner"
             )
 

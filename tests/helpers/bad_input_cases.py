@@ -377,7 +377,7 @@ CHECKPOINTS: list[Case] = [
     (
         "another reuse",
         lambda b: b.resume("--num-iterations", "4"),
-        r"checkpoint of iteration 2, which is no multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
+        r"checkpoint of iteration 2, not a multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
     ),
     ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or restart the data"),
     (
@@ -396,11 +396,15 @@ CHECKPOINTS: list[Case] = [
         lambda b: ["--save", str(b.run())],
         r"--save .*run holds the checkpoint of iteration 2 .*: add --load",
     ),
-    ("save to a file", lambda b: ["--save", str(b.train)], r"--save .*train\.jsonl .*; choose another place"),
-    ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*jsonl/run .*; choose another place"),
-    ("save in /proc", flags("--save /proc/run"), r"--save /proc/run .*; choose another place"),
-    ("curves to a file", lambda b: ["--tensorboard-dir", str(b.train)], r"--tensorboard-dir .* choose another place"),
-    ("foreign export", lambda b: ["--save-hf", str(b.thesis())], r"--save-hf .*thesis .*: choose another place"),
+    ("save to a file", lambda b: ["--save", str(b.train)], r"--save .*train\.jsonl .*; choose another directory"),
+    ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*jsonl/run .*; choose another directory"),
+    ("save in /proc", flags("--save /proc/run"), r"--save /proc/run .*; choose another directory"),
+    (
+        "curves to a file",
+        lambda b: ["--tensorboard-dir", str(b.train)],
+        r"--tensorboard-dir .* choose another directory",
+    ),
+    ("foreign export", lambda b: ["--save-hf", str(b.thesis())], r"--save-hf .*thesis .*: choose another directory"),
 ]
 
 

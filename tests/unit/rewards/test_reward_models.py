@@ -257,7 +257,7 @@ def test_a_key_is_read_from_the_environment_for_its_model_alone(double, pool, te
     monkeypatch.setenv("CLS_API_KEY", "first")
     flags = f"--reward-funcs cls say-it --reward-model cls={one.url} say-it={two.url}"
     flags += f" --reward-model-template say-it={template}"
-    with pytest.raises(GrpoError, match=r"API key is refused: .*SAY_IT_API_KEY in the environment"):
+    with pytest.raises(GrpoError, match=r"refuses the API key: .*SAY_IT_API_KEY in the environment"):
         pool(flags)
     monkeypatch.setenv("SAY_IT_API_KEY", "second")
     assert pool(flags).score(samples(2))[0].tolist() == [[-0.5, 0], [0.5, 0]]

@@ -288,7 +288,11 @@ def test_a_server_that_does_not_take_the_weights_is_given_up(start, weights, tmp
 
 
 REFUSED = {
-    "401": ({"key": "right"}, {"vllm_server_api_key": "wrong"}, "the API key is refused: give the one that the server"),
+    "401": (
+        {"key": "right"},
+        {"vllm_server_api_key": "wrong"},
+        "the server refuses the API key: give the key of the server",
+    ),
     "development mode": ({"dev_mode": False}, {}, "start it with VLLM_SERVER_DEV_MODE=1"),
     "layers": ({"layers": 3}, {}, "its model has 4 layers, the trainer's has 2"),
     "vocabulary": ({"tokens": 17}, {}, "its model has 17 vocabulary tokens, the trainer's has 16"),

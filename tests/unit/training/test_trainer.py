@@ -66,7 +66,7 @@ class Lost:
 def test_without_an_engine_the_run_is_saved_as_it_was_before(tmp_path, one_process):
     lost = Lost(tmp_path, newest=2)
     error = lost.end()
-    expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} goes on from there"
+    expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} resumes from it"
     assert str(error) == expected and error.saved
     assert lost.done == ["close", "reload", {"rollouts": 7}]
 

@@ -130,8 +130,8 @@ REFUSED = {
     "--sglang-server-timeout 5": "--sglang-server-timeout needs --rollout-engine sglang",
     "--weight-sync-method checkpoint": "--weight-sync-method needs servers",
     "--rollout-engine sglang --vllm-mode server": "--vllm-mode and --rollout-engine sglang cannot both be given",
-    f"{SERVER} a:1": "--vllm-server-base-url: it is no server's address: give http://HOST:PORT",
-    f"{SERVER} http://me:secret@a:1": "--vllm-server-base-url must not hold a password",
+    f"{SERVER} a:1": "--vllm-server-base-url: a value is not a server's address: give http://HOST:PORT",
+    f"{SERVER} http://me:secret@a:1": "--vllm-server-base-url must not contain a password",
     f"{SERVER} http://a:1 http://a:1/v1": "--vllm-server-base-url names a server twice",
     f"{SERVER} http://a:1 --vllm-server-timeout 0": "--vllm-server-timeout (0.0) must be greater than 0",
     f"{SERVER} http://a:1 --sleep-level 1": "--sleep-level is for an engine in the training processes",
@@ -145,8 +145,8 @@ REFUSED = {
     "--rollout-engine megatron --vllm-max-num-seqs 64": (
         "--vllm-max-num-seqs is vLLM's, and --rollout-engine megatron runs without vLLM"
     ),
-    "--rollout-engine megatron --offload-model": "--offload-model cannot go with --rollout-engine megatron",
-    "--rollout-engine megatron --sleep-level 1": "--sleep-level cannot go with --rollout-engine megatron",
+    "--rollout-engine megatron --offload-model": "--offload-model cannot be used with --rollout-engine megatron",
+    "--rollout-engine megatron --sleep-level 1": "--sleep-level cannot be used with --rollout-engine megatron",
     "--rollout-engine megatron --inference-max-requests 0": "--inference-max-requests (0) must be greater than 0",
     "--inference-max-requests 64": "--inference-max-requests needs --rollout-engine megatron",
     "--vllm-gpu-memory-utilization 1.5": "--vllm-gpu-memory-utilization (1.5) must lie between 0 and 1",
