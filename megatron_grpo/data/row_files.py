@@ -203,7 +203,7 @@ class RowFiles:
         )
         self.block_bounds = np.cumsum([0] + [len(b.rows) for b in blocks])  # bounds of the blocks of each file
         self.row_bounds = np.cumsum([0] + [int(b.rows.sum()) for b in blocks])  # bounds of the rows of each file
-        self._begins = np.cumsum(self.blocks.rows) - self.blocks.rows
+        self._first_rows = np.cumsum(self.blocks.rows) - self.blocks.rows
         self._cached_blocks: OrderedDict[int, Any] = OrderedDict()
         self._bytes = 0
         self._largest = int(self.blocks.bytes.max(initial=0))
@@ -216,7 +216,7 @@ class RowFiles:
 
         Raises GrpoError for a damaged file.
         """
-        block = int(np.searchsorted(self._begins, number, "right")) - 1
+        block = int(np.searchsorted(self._first_rows, number, "right")) - 1
         number_of_file = int(np.searchsorted(self.block_bounds, block, "right")) - 1
         file = self.files[number_of_file]
         if block not in self._cached_blocks:
@@ -226,7 +226,7 @@ class RowFiles:
                 self._bytes -= int(self.blocks.bytes[self._cached_blocks.popitem(last=False)[0]])
         self._cached_blocks.move_to_end(block)
         where = file.where(number - int(self.row_bounds[number_of_file]))
-        return file, self._cached_blocks[block], number - int(self._begins[block]), where
+        return file, self._cached_blocks[block], number - int(self._first_rows[block]), where
 
 
 def open_rows(path: Path) -> JsonLines | ParquetRows:

@@ -83,7 +83,7 @@ class Selection:
         self._undecided: deque[tuple[int, int]] = deque()  # (group, the step at which it is decided)
         self._decided = 0
         self._kept: list[int] = []
-        self._alike: list[int] = []
+        self._without_signal: list[int] = []
         self._step = 0
         self._alone = dist.get_world_size() == engine.num_replicas
         store = dist.distributed_c10d._get_default_store()
@@ -104,7 +104,7 @@ class Selection:
             group, _ = self._undecided.popleft()
             self._decided += 1
             if self._rounds and not self._has_signal(group):
-                self._alike.append(group)
+                self._without_signal.append(group)
                 short = len(self._kept) + len(self._round) - self._decided < self._quota
                 if short and self._round[group] < self._rounds:
                     begun.append(self._fresh.popleft())
@@ -131,7 +131,7 @@ class Selection:
 
     def places(self) -> dict[int, int]:
         """Return {group: place in the rollout} of the groups that this replica keeps; call it after generation."""
-        filled = self._kept + self._alike[: self._quota - len(self._kept)]
+        filled = self._kept + self._without_signal[: self._quota - len(self._kept)]
         return {group: self._replica + i * self._replicas for i, group in enumerate(sorted(filled))}
 
     def close(self) -> tuple[list[int], dict[str, float]]:
@@ -139,7 +139,7 @@ class Selection:
         status = torch.zeros(2, self._num_prompts, dtype=torch.int64)
         if self._is_lead:
             kept = self.places()
-            for group in [*self._kept, *self._alike]:
+            for group in [*self._kept, *self._without_signal]:
                 status[0, group] = _KEPT if group in kept else _REPLACED
             for group, number in self._round.items():
                 status[1, group] = number + 1

@@ -83,7 +83,7 @@ class NcclTransfer:
             group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
             self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
 
-        together(servers, join, join_here)
+        exchange(servers, join, join_here)
         self._members = members
 
     def close(self) -> None:
@@ -194,11 +194,11 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
     async def finish(server: Server) -> None:
         await server.call("POST", "/finish_weight_update", timeout=servers.timeout)
 
-    together(servers, receive, broadcast if update is not None else lambda: None)
+    exchange(servers, receive, broadcast if update is not None else lambda: None)
     servers.update_servers(version, finish)
 
 
-def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
+def exchange(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
     """Run ``theirs`` for every server, and ``ours`` in a thread; both sides block until the other joins.
 
     A failed server is excluded. Raises EngineLost if ``ours`` fails, or still waits for a failed server after
@@ -217,7 +217,7 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
         else:
             sending.set_result(None)
 
-    async def exchange(server: Server) -> None:
+    async def run(server: Server) -> None:
         answer = asyncio.ensure_future(theirs(server))
         try:
             await _wait_for_answer(answer, sending)
@@ -231,7 +231,7 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
             answer.cancel()
 
     threading.Thread(target=send, daemon=True).start()
-    servers.each(exchange)
+    servers.each(run)
     try:
         sending.result(servers.timeout)
     except TimeoutError as error:

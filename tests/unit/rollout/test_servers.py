@@ -501,7 +501,7 @@ def test_a_broadcast_that_a_server_has_left_loses_the_engine(start, monkeypatch)
 
     message = f"server {doubles[0].url} failed in an exchange by NCCL: it is out of memory"
     with pytest.raises(EngineLost, match=re.escape(message)):
-        weight_transfer_nccl.together(pool, theirs, stop.wait)
+        weight_transfer_nccl.exchange(pool, theirs, stop.wait)
     assert cancelled == [doubles[1].url]
     stop.set()
     pool.close()
@@ -519,7 +519,7 @@ def test_a_server_that_fails_in_a_broadcast_that_ends_is_given_up(start, monkeyp
         time.sleep(0.2)
         done.append(True)
 
-    weight_transfer_nccl.together(pool, theirs, ours)
+    weight_transfer_nccl.exchange(pool, theirs, ours)
     assert done and pool.servers[0].exclusion_reason and pool.servers[1].exclusion_reason is None
     pool.close()
 
@@ -535,7 +535,7 @@ def test_a_broadcast_that_fails_here_does_not_wait_for_the_servers(start, monkey
         raise RuntimeError("NCCL error: unhandled system error")
 
     with pytest.raises(EngineLost, match="the servers could not be reached by NCCL: NCCL error"):
-        weight_transfer_nccl.together(pool, theirs, ours)
+        weight_transfer_nccl.exchange(pool, theirs, ours)
     pool.close()
 
 

@@ -54,12 +54,12 @@ class Lost:
         self.done.append(position)
         self.write(self.iteration)
 
-    def _save_if(self, able, position):
-        return Trainer._save_if(self, able, position)
+    def _try_save(self, able, position):
+        return Trainer._try_save(self, able, position)
 
     def end(self) -> EngineLost:
         with pytest.raises(EngineLost) as caught:
-            Trainer._end_without_engine(self, EngineLost("no server is left"), {"rollouts": 7})
+            Trainer._raise_engine_lost(self, EngineLost("no server is left"), {"rollouts": 7})
         return caught.value
 
 
@@ -139,7 +139,7 @@ def test_an_engine_lost_in_its_turn_ends_the_run_at_the_position_before():
         ended.append(position)
         raise error
 
-    trainer._end_without_engine = end
+    trainer._raise_engine_lost = end
     with pytest.raises(EngineLost), Trainer.engine_awake(trainer):
         raise EngineLost("gone")
     assert ended == ["position"] and "engine.sleep" not in notes and "trainer._reload" not in notes
