@@ -97,7 +97,7 @@ def pairs(table):
     [(*pair, 1.0) for pair in pairs(EQUAL)] + [(*pair, 0.0) for pair in pairs(DIFFERENT)],
 )
 def test_accuracy_by_math_verify(answer, gold, expected, monkeypatch):
-    monkeypatch.setattr(math_answer, "_SECONDS", 60)  # a busy machine is not what is tested
+    monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 60)  # a busy machine is not what is tested
     assert reward("accuracy", f"\\boxed{{{answer}}}", answer=gold) == expected
     assert reward("accuracy", f"<think>{gold}</think><answer>{answer}</answer>", answer=gold) == expected
 
@@ -270,7 +270,7 @@ def test_last_code_block(text, expected):
 
 def test_a_gold_answer_that_is_not_read_in_time_is_no_error_in_the_data(monkeypatch):
     """On a machine that is busy it would end the run; an answer that takes too long is wrong."""
-    monkeypatch.setattr(math_answer, "_SECONDS", 0)  # whatever it takes
+    monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 0)  # whatever it takes
     monkeypatch.setattr(math_answer, "parse", lambda text, **_: [7] if "77125" in text else [])
     (accuracy,) = get_rewards(["accuracy"])
     with pytest.raises(TimeoutError, match=r"did not parse '\$88125\$' within"):

@@ -214,7 +214,7 @@ REFUSED = {
     "--top-entropy-quantile 1.5": "--top-entropy-quantile (1.5) must lie between 0 and 1",
     "--clip-cov-lb 2": "--clip-cov-lb needs --clip-cov-ratio",
     "--clip-cov-ratio 1e-3 --clip-cov-lb 9": "--clip-cov-lb (9.0) must be less than --clip-cov-ub (5.0)",
-    "--kl-cov-ratio 1e-3": "--kl-cov-ratio penalises how far the policy has moved",
+    "--kl-cov-ratio 1e-3": "--kl-cov-ratio penalises the change of the policy since the rollout, which is zero",
     "--kl-cov-coef 2": "--kl-cov-coef needs --kl-cov-ratio",
     "--m2po-threshold 0.04 --top-p 0.9 --temperature 0.7": "leave out --m2po-threshold",
     "--beta -1": "--beta (-1.0) must not be negative",
