@@ -39,7 +39,9 @@ CONFLICTS = {
     "--reward-funcs a --reward-model a=http://h:1 --reward-model-pattern b=(.)": "there is no --reward-model b",
     "--reward-funcs a --reward-model a=http://h:1 --reward-model-template a=absent.txt": "cannot be read",
     "--reward-funcs a --reward-model a=model --reward-model-plugin a=mine": "a judge must be a server",
-    "--reward-funcs a --reward-model a=http://h:1 --reward-model-plugin a=b --reward-model-pattern a=(.)": "remove --reward-model-template and --reward-model-pattern",
+    "--reward-funcs a --reward-model a=http://h:1 --reward-model-plugin a=b --reward-model-pattern a=(.)": (
+        "remove --reward-model-template"
+    ),
     "--reward-model-template a=judge.txt": "--reward-model-template needs --reward-model",
     "--reward-model-timeout 5": "--reward-model-timeout needs --reward-model",
     # ends and schedules

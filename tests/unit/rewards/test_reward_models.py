@@ -267,7 +267,7 @@ def test_a_key_is_read_from_the_environment_for_its_model_alone(double, pool, te
 def test_one_of_several_models_is_named(double, pool, template):
     two = double("judge", models=["small", "large"])
     flags = f"--reward-funcs say --reward-model-template say={template} --reward-model say={two.url}"
-    with pytest.raises(GrpoError, match=r"2 models \(small, large\): name one, http://.*#MODEL"):
+    with pytest.raises(GrpoError, match=r"2 models \(small, large\): choose one with http://.*#MODEL"):
         pool(flags)
     pool(f"{flags}#large").score(samples(1))
     assert two.calls[-1][1]["model"] == "large"
@@ -327,7 +327,7 @@ def start_classifier(directory: Path | str) -> None:
 
 
 def test_a_directory_that_cannot_score_is_refused(classifier, tiny_models, tmp_path, pool):
-    with pytest.raises(GrpoError, match=r"is Qwen3ForCausalLM, no \.\.\.ForSequenceClassification"):
+    with pytest.raises(GrpoError, match=r"has Qwen3ForCausalLM, not \.\.\.ForSequenceClassification"):
         pool(f"--reward-funcs cls --reward-model cls={tiny_models['qwen3']}")
     with pytest.raises(GrpoError, match="not a Hugging Face model directory"):
         start_classifier(tmp_path / "absent")
@@ -361,7 +361,7 @@ def test_a_directory_that_cannot_score_is_refused(classifier, tiny_models, tmp_p
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{{ completion", "line 1 is not Jinja"),
+        ("{{ completion", "line 1 is not valid Jinja"),
         ("{{ completion }} {{ answer }}", "unknown variable answer: the variables are prompt, completion, row"),
         ("Rate this: {{ prompt }}", "the template does not contain the completion"),
     ],
