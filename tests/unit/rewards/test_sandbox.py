@@ -260,7 +260,7 @@ def test_no_sandbox_at_all(monkeypatch):
 
     monkeypatch.setattr(Sandbox, "run", failing)
     module.sandbox.cache_clear()
-    with pytest.raises(GrpoError, match=r"namespaces: unshare: .*permitted\): leave --code-sandbox strict out"):
+    with pytest.raises(GrpoError, match=r"namespaces: unshare: .*permitted\): remove --code-sandbox strict"):
         module.sandbox(strict=True)
     with pytest.raises(GrpoError, match=r"namespaces: unshare: .*; limits: ModuleNotFoundError.*rewards\.md"):
         module.sandbox(strict=False)
