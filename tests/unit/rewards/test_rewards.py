@@ -151,7 +151,7 @@ def clean_registry(monkeypatch):
 
 
 def test_unknown_name():
-    with pytest.raises(GrpoError, match=r'"exact_macth" \(did you mean "exact_match"\?\); there are accuracy, code, '):
+    with pytest.raises(GrpoError, match=r'"exact_macth" \(did you mean "exact_match"\?\); known: accuracy, code, '):
         get_rewards(["format", "exact_macth"])
 
 
@@ -199,7 +199,7 @@ def test_plugins(clean_registry, tmp_path):
         ("import no_such_module\n", r"p\.py: line 2: ModuleNotFoundError"),
         (
             "@register_reward('format')\ndef f(sample): ...\n",
-            r"p\.py: line 2: GrpoError: the reward name .format. is taken",
+            r"p\.py: line 2: GrpoError: the reward name .format. is already registered",
         ),
     ],
 )
