@@ -117,11 +117,13 @@ def card(record: Record, number: int) -> str:
     done, wanted = run.rows[-1]["iteration"], record.args.get("train_iters")
     seconds = sum(row.get("time/step") or 0.0 for row in run.rows)
     facts = [f"{done} of {wanted} updates", _duration(seconds), str(record.environment.get("device", ""))]
-    figures = [("Training reward", _from_to(run, "reward/mean", 0.1))]
-    figures += [(f"Held-out {kind}", _from_to(run, f"eval/{kind}_accuracy", 0.0)) for kind in ("greedy", "sampled")]
+    figures = [("Training reward", _start_and_end(run, "reward/mean", 0.1))]
     figures += [
-        ("Entropy, nats", _from_to(run, "entropy", 0.1)),
-        ("Length, tokens", _from_to(run, "completion/length_mean", 0.1)),
+        (f"Held-out {kind}", _start_and_end(run, f"eval/{kind}_accuracy", 0.0)) for kind in ("greedy", "sampled")
+    ]
+    figures += [
+        ("Entropy, nats", _start_and_end(run, "entropy", 0.1)),
+        ("Length, tokens", _start_and_end(run, "completion/length_mean", 0.1)),
     ]
     rates, gaps = run.series("perf/tokens_per_second")[1], run.series("mismatch/mean_abs")[1]
     figures.append(("Tokens per second", f"{median(rates):,.0f}" if rates else None))
@@ -135,7 +137,7 @@ def card(record: Record, number: int) -> str:
     )
 
 
-def _from_to(run: Run, name: str, share: float) -> str | None:
+def _start_and_end(run: Run, name: str, share: float) -> str | None:
     """Return a metric at the start and at the end of a run, as means over ``share`` of its values (at least one)."""
     values = run.series(name)[1]
     if not values:

@@ -205,16 +205,16 @@ def reinforce_plus_plus_baseline_advantages(rewards: Float32, group_ids: Int64) 
 
 def _check_pass_at_k(pass_at_k: int | None, num_generations: int, kl_in_reward: bool) -> None:
     if pass_at_k is None:
-        raise GrpoError("--advantage-estimator pass_at_k needs --pass-at-k: of how many completions the best counts")
+        raise GrpoError("--advantage-estimator pass_at_k needs --pass-at-k, the number k of completions")
     if not 2 <= pass_at_k <= num_generations:
         raise GrpoError(
-            f"--pass-at-k ({pass_at_k}) must lie between 2 and --num-generations ({num_generations}): the best of k is "
-            "looked for among the completions of a prompt, and for k = 1 there is --advantage-estimator rloo"
+            f"--pass-at-k ({pass_at_k}) must lie between 2 and --num-generations ({num_generations}): k "
+            "completions are drawn from those of a prompt; for k = 1 use --advantage-estimator rloo"
         )
     if kl_in_reward:
         raise GrpoError(
-            "--kl-in-reward and --advantage-estimator pass_at_k cannot both be given: only the best of k counts, so "
-            "the others would leave the reference at no cost: leave the KL in the loss"
+            "--kl-in-reward and --advantage-estimator pass_at_k cannot both be given: only the best "
+            "of k counts, so the KL penalty would not apply to the others: remove --kl-in-reward"
         )
 
 

@@ -3,10 +3,10 @@
 from argparse import Namespace
 from typing import Any, get_args
 
-from megatron_grpo.algorithm.advantages import ADVANTAGES
+from megatron_grpo.algorithm.advantages import ADVANTAGES, group_advantages
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.registry import Entry, Level, Loss, Registry, call
+from megatron_grpo.algorithm.registry import Entry, Estimator, Level, Loss, Registry, call
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, positive, within
@@ -107,8 +107,8 @@ def check_loss(args: Namespace) -> None:
     if args.entropy_coef < 0:
         raise GrpoError(f"--entropy-coef ({args.entropy_coef}) must not be negative")
     loss = LOSSES.get(args.loss_type)
-    _check_read(args, LOSSES, loss)
-    _check_blocks(args, loss)
+    _check_unread_flags(args, LOSSES, loss)
+    _check_micro_batch_flags(args, loss)
     _check_ratio(args, loss)
     _check_covariance(args)
 
@@ -121,7 +121,7 @@ def _check_ranges(args: Namespace, registry: Registry[Any]) -> None:
             within(args, dest, *declared.within)
 
 
-def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
+def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
     """Refuse flags that this loss or estimator does not read, and parameters without a flag."""
     for dest in registry.flags:
         if dest in args.explicit and dest not in entry.parameters:
@@ -134,19 +134,19 @@ def _check_read(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
             )
 
 
-def _check_blocks(args: Namespace, loss: Loss) -> None:
+def _check_micro_batch_flags(args: Namespace, loss: Loss) -> None:
     """Require --micro-batch-size with a token budget if the loss averages over blocks; refuse it for other losses."""
     given = "micro_batch_size" in args.explicit
     if not args.max_tokens_per_microbatch:
         return
     if loss.aggregation == "bnpo" and not given:
         raise GrpoError(
-            f"--loss-type {loss.name} needs --micro-batch-size: it averages over blocks of so many completions"
+            f"--loss-type {loss.name} needs --micro-batch-size: it averages over blocks of this number of completions"
         )
     if loss.aggregation != "bnpo" and given:
         raise GrpoError(
             f"--micro-batch-size ({args.micro_batch_size}) and --max-tokens-per-microbatch "
-            f"({args.max_tokens_per_microbatch}) cannot both be given: each says how micro-batches are made"
+            f"({args.max_tokens_per_microbatch}) cannot both be given: each sets the size of micro-batches"
         )
 
 
@@ -155,8 +155,8 @@ def _check_ratio(args: Namespace, loss: Loss) -> None:
     level = args.importance_sampling_level
     if loss.level == "token" != level:
         raise GrpoError(
-            f"--importance-sampling-level {level} has no effect with --loss-type {loss.name}, which has a form of its "
-            "own: leave it out"
+            f"--importance-sampling-level {level} has no effect with --loss-type {loss.name}, which defines its own "
+            "ratio: leave it out"
         )
     if loss.level is not None:
         if "importance_sampling_level" in args.explicit and level != loss.level:
@@ -176,31 +176,31 @@ def _check_ratio(args: Namespace, loss: Loss) -> None:
     sequences = args.importance_sampling_level != "token" and "epsilon" in loss.parameters
     if sequences and args.epsilon == 0.2:
         raise GrpoError(
-            "--epsilon 0.2 never clips the ratio of a sequence, a geometric mean that hardly leaves 1: give --epsilon "
-            "3e-4 --epsilon-high 4e-4"
+            "--epsilon 0.2 never clips the ratio of a sequence, a geometric mean close to 1: give --epsilon 3e-4 "
+            "--epsilon-high 4e-4"
         )
-    excludes(args, "delta", "dual_clip", "they are the same bound of the loss where the advantage is negative")
+    excludes(args, "delta", "dual_clip", "both set the bound of the loss for negative advantages")
     for dest in ("delta", "dual_clip"):
         bound = getattr(args, dest)
         if bound is not None and bound <= 1 + args.epsilon_high:
             raise GrpoError(
-                f"{flag(dest)} ({bound}) must be greater than 1 + --epsilon-high ({1 + args.epsilon_high:g}), where "
-                "the ratio is clipped already"
+                f"{flag(dest)} ({bound}) must be greater than 1 + --epsilon-high ({1 + args.epsilon_high:g}), the "
+                "upper clip of the ratio"
             )
 
 
 def _check_covariance(args: Namespace) -> None:
     for dest in ("clip_cov_lb", "clip_cov_ub"):
         if dest in args.explicit and args.clip_cov_ratio is None:
-            raise GrpoError(f"{flag(dest)} needs --clip-cov-ratio: how many tokens are left out")
+            raise GrpoError(f"{flag(dest)} needs --clip-cov-ratio, the share of tokens to mask")
     if not args.clip_cov_lb < args.clip_cov_ub:
         raise GrpoError(f"--clip-cov-lb ({args.clip_cov_lb}) must be less than --clip-cov-ub ({args.clip_cov_ub})")
     needs(args, "kl_cov_coef", "kl_cov_ratio", "it is the factor of the penalty")
     excludes(args, "clip_cov_ratio", "kl_cov_ratio", "both act on the tokens of the largest covariances")
     if args.kl_cov_ratio is not None and args.updates_per_rollout == 1:
         raise GrpoError(
-            "--kl-cov-ratio penalises how far the policy has moved since the rollout, and with one update per rollout "
-            "that is nowhere: give --steps-per-generation or --num-iterations, or --clip-cov-ratio"
+            "--kl-cov-ratio penalises the change of the policy since the rollout, which is zero with one update per "
+            "rollout: give --steps-per-generation or --num-iterations, or use --clip-cov-ratio"
         )
 
 
@@ -233,10 +233,10 @@ def check_advantages(args: Namespace) -> None:
         divides = "divides by the standard deviation over the batch" if entry.scale == "batch" else "has its own scale"
         raise GrpoError(
             f"--advantage-estimator {estimator} {divides}, so --scale-rewards {args.scale_rewards} has no effect: "
-            "leave it out, or take --advantage-estimator grpo"
+            "leave it out, or use --advantage-estimator grpo"
         )
     if args.scale_rewards == "gdpo":
-        _check_gdpo(args)
+        _check_gdpo(args, entry)
     if args.num_generations < 2 and entry.compares_group:
         others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
@@ -244,28 +244,28 @@ def check_advantages(args: Namespace) -> None:
             f"compares the completions of a prompt; {others} does not"
         )
     _check_ranges(args, ADVANTAGES)
-    _check_read(args, ADVANTAGES, entry)
+    _check_unread_flags(args, ADVANTAGES, entry)
     if entry.check is not None:
         call(entry.check, {}, args)
     _check_kl(args)
     _check_token_advantages(args)
 
 
-def _check_gdpo(args: Namespace) -> None:
-    if args.advantage_estimator != "grpo":
+def _check_gdpo(args: Namespace, entry: Estimator) -> None:
+    if entry.function is not group_advantages:
         raise GrpoError(
-            f"--scale-rewards gdpo normalises over groups and then over the batch, whatever --advantage-estimator "
-            f"{args.advantage_estimator} would make of the rewards: leave one of them out"
+            f"--scale-rewards gdpo computes the advantages itself, over groups and then over the batch, and replaces "
+            f"--advantage-estimator {args.advantage_estimator}: leave one of them out"
         )
     if args.reward_funcs and len(args.reward_funcs) < 2:
         raise GrpoError(
-            "--scale-rewards gdpo normalises several reward functions apart from each other, and --reward-funcs names "
-            "one: give --scale-rewards group, which is the same up to a constant"
+            "--scale-rewards gdpo normalises each reward function separately, but --reward-funcs names only one: give "
+            "--scale-rewards group, which is the same up to a constant"
         )
     if args.kl_in_reward:
         raise GrpoError(
-            "--kl-in-reward and --scale-rewards gdpo cannot both be given: gdpo normalises each reward function by "
-            "itself, and never forms the sum that the KL would be subtracted from"
+            "--kl-in-reward and --scale-rewards gdpo cannot both be given: gdpo normalises each reward function "
+            "separately, so that there is no sum from which the KL could be subtracted"
         )
 
 
@@ -273,17 +273,17 @@ def _check_kl(args: Namespace) -> None:
     if args.beta < 0:
         raise GrpoError(f"--beta ({args.beta}) must not be negative")
     needs(args, "kl_in_reward", "beta", "it is the KL's weight")
-    needs(args, "kl_estimator", "beta", "without the KL term there is nothing to estimate")
+    needs(args, "kl_estimator", "beta", "it estimates the KL term")
     if args.kl_in_reward:
         if "kl_estimator" in args.explicit and args.kl_estimator != "k1":
             raise GrpoError(
-                f"--kl-in-reward subtracts k1, whose gradient is that of the KL divergence; --kl-estimator "
-                f"{args.kl_estimator} in the reward would give that of something else: leave one of them out"
+                f"--kl-in-reward subtracts k1, which gives the gradient of the KL divergence; --kl-estimator "
+                f"{args.kl_estimator} in the reward does not: leave one of them out"
             )
     elif args.kl_estimator == "k1":
         raise GrpoError(
-            "--kl-estimator k1 in the loss does nothing: its gradient has mean zero. Give k2, k3 or unbiased, or "
-            "--kl-in-reward, where k1 is right"
+            "--kl-estimator k1 in the loss has no effect, because its gradient has mean zero: give k2, k3 or unbiased, "
+            "or use k1 with --kl-in-reward"
         )
 
 
@@ -306,6 +306,6 @@ def _check_token_advantages(args: Namespace) -> None:
         whole = flag("off_policy_sequence_mask_delta")
     if whole:
         raise GrpoError(
-            f"{whole} asks whether a completion's advantage is positive, but with {cause} each token has its own: "
+            f"{whole} needs the sign of a completion's advantage, but with {cause} each token has its own advantage: "
             "leave one of them out"
         )

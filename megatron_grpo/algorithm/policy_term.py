@@ -117,14 +117,14 @@ def update_statistics(
         kept &= masks.top_entropy(entropies, args.top_entropy_quantile)
     if args.clip_cov_ratio is not None:
         bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
-        draws = _draws(args, batch, completions, iteration)
+        draws = _random_numbers(args, batch, completions, iteration)
         kept &= masks.clip_cov(statistics["covariances"], *bounds, draws)
-    changed = {name: _at_tokens(batch, tokens, statistics[name], 0.0) for name in requested}
+    changed = {name: _scatter(batch, tokens, statistics[name], 0.0) for name in requested}
     if args.kl_cov_ratio is not None:
         chosen = masks.kl_cov(statistics["covariances"], args.kl_cov_ratio)
-        changed["kl_cov"] = _at_tokens(batch, tokens, args.kl_cov_coef * chosen, 0.0)
+        changed["kl_cov"] = _scatter(batch, tokens, args.kl_cov_coef * chosen, 0.0)
     if not kept.all():
-        changed["policy_mask"] = _at_tokens(batch, tokens, kept, 1.0)
+        changed["policy_mask"] = _scatter(batch, tokens, kept, 1.0)
     if changed:
         batch = replace(batch, **changed)
     if loss.update_advantages is not None:
@@ -144,7 +144,7 @@ def _check_engine_log_probs(args, rollout_log_probs: np.ndarray) -> None:
         )
 
 
-def _at_tokens(batch: RolloutBatch, tokens: np.ndarray, values: np.ndarray, elsewhere: float) -> np.ndarray:
+def _scatter(batch: RolloutBatch, tokens: np.ndarray, values: np.ndarray, elsewhere: float) -> np.ndarray:
     """Return an array [total] with ``values`` at the positions ``tokens``, and ``elsewhere`` at all others."""
     flat = np.full(len(batch.tokens), elsewhere, np.float32)
     flat[tokens] = values
@@ -170,7 +170,7 @@ def _with_update_advantages(
     return replace(batch, advantages=advantages, token_advantages=None)
 
 
-def _draws(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
+def _random_numbers(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
     """Return a random number for each token in the loss: a function of seed, update, completion and position."""
     lengths = batch.response_lengths
     seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in completions)

@@ -38,7 +38,7 @@ def latest_iteration(root: str | Path) -> int | None:
     if text == "release":  # written by Megatron-LM's converters
         return 0
     if not re.fullmatch(r"[0-9]+", text):
-        raise GrpoError(f"{file} holds {text[:40]!r}, not an iteration; in {root}: {_present(root)}")
+        raise GrpoError(f"{file} holds {text[:40]!r}, not an iteration; in {root}: {_list_others(root)}")
     return int(text)
 
 
@@ -58,7 +58,7 @@ def find(root: str | Path) -> tuple[int, Path]:
             return iteration, candidate
     raise GrpoError(
         f"{root / LATEST} names iteration {iteration}, but {directory} does not exist; "
-        f"to use another checkpoint, write its number to that file: {_present(root)}"
+        f"to use another checkpoint, write its number to that file: {_list_others(root)}"
     )
 
 
@@ -69,7 +69,7 @@ def verify(directory: Path) -> None:
         if missing and any(directory.glob("*.distcp")):
             raise GrpoError(
                 f"checkpoint {directory} is incomplete: {missing[0]} is missing; to use another checkpoint, write its "
-                f"number into {directory.parent / LATEST}: {_present(directory.parent, besides=directory)}"
+                f"number into {directory.parent / LATEST}: {_list_others(directory.parent, besides=directory)}"
             )
         if missing:
             raise GrpoError(
@@ -89,7 +89,7 @@ def verify(directory: Path) -> None:
             continue
         raise GrpoError(
             f"checkpoint {directory} is damaged: {problem}; to use another checkpoint, write its number into "
-            f"{directory.parent / LATEST}: {_present(directory.parent, besides=directory)}"
+            f"{directory.parent / LATEST}: {_list_others(directory.parent, besides=directory)}"
         )
 
 
@@ -157,7 +157,7 @@ def _iterations(root: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def _present(root: str | Path, besides: Path | None = None) -> str:
+def _list_others(root: str | Path, besides: Path | None = None) -> str:
     return ", ".join(path.name for path in _iterations(root) if path != besides) or "there is no other checkpoint"
 
 

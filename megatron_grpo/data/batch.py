@@ -259,7 +259,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: str | Path) -> "RolloutBatch":
-        """Read what `save` wrote and validate it; raises GrpoError when it is missing, damaged or something else."""
+        """Read and validate a file of `save`; GrpoError if it is missing, damaged or not a rollout."""
         try:
             with open(path, "rb") as file:
                 content = np.load(file, allow_pickle=False)
@@ -320,7 +320,7 @@ class RolloutBatch:
         return {name: array for name in FIELDS if (array := getattr(self, name)) is not None}
 
 
-def _declared() -> dict[str, ArrayField]:
+def _declared_arrays() -> dict[str, ArrayField]:
     """Return the arrays of `RolloutBatch` by name, each with the dtype of its annotation."""
     declared = {}
     for name, hint in get_type_hints(RolloutBatch, include_extras=True).items():
@@ -331,7 +331,7 @@ def _declared() -> dict[str, ArrayField]:
     return declared
 
 
-FIELDS = _declared()  # in the order of exchange
+FIELDS = _declared_arrays()  # in the order of exchange
 
 
 def _sizes(cu_seqlens: Int64) -> dict[str, int]:

@@ -128,8 +128,8 @@ def pack_completions(
         own_labels=own_labels,
         token_index=token_index,
         completion=sequence,
-        of_labels=_of_labels(batch, token_index, completion),
-        of_tokens=_of_tokens(batch, source),
+        of_labels=_label_values(batch, token_index, completion),
+        of_tokens=_token_values(batch, source),
     )
     for name, values in pack.of_labels.items():
         if FIELDS[name].complete and np.isnan(values).any():
@@ -141,7 +141,7 @@ def pack_completions(
     return pack
 
 
-def _of_labels(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:
+def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:
     """Return the values of the label tokens, [L] each; ``completion`` [L] is the completion in the batch."""
     values = {}
     for name, spec in FIELDS.items():
@@ -153,7 +153,7 @@ def _of_labels(batch: RolloutBatch, token_index: Int64, completion: Int64) -> di
     return values
 
 
-def _of_tokens(batch: RolloutBatch, source: Int64) -> dict[str, Array]:
+def _token_values(batch: RolloutBatch, source: Int64) -> dict[str, Array]:
     """Return the values of the tokens at ``source`` in the flat arrays, [T, ...] each."""
     values = {}
     for name, spec in FIELDS.items():

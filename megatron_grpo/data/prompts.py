@@ -107,7 +107,7 @@ class PromptDataset:
             try:
                 prompt = self.read(number)
             except LeftOut as left:
-                self._note(left)
+                self._count_left_out(left)
                 continue
             numbers.append(number)
             rates.append(prompt.row["pass_rate"] if self._rated else 1.0)
@@ -131,7 +131,7 @@ class PromptDataset:
         try:
             prompt = self.read(index)
         except LeftOut as left:
-            self._note(left)
+            self._count_left_out(left)
             if left.reason == "bad" and self._args.bad_rows == "raise":
                 raise self._bad_rows() from left
             if left.reason == "bad" and self._counts["bad"] <= _MAX_REPORTED:
@@ -182,7 +182,7 @@ class PromptDataset:
         counts = self._counts
         return [f"{did} {counts[name]:,} {what}" for name, (did, what) in lines.items() if counts[name]]
 
-    def _note(self, left: LeftOut) -> None:
+    def _count_left_out(self, left: LeftOut) -> None:
         self._counts[left.reason] += 1
         if left.reason == "bad" and len(self._bad) < _MAX_REPORTED:
             self._bad.append(str(left))

@@ -203,8 +203,8 @@ class RowFiles:
         )
         self.block_bounds = np.cumsum([0] + [len(b.rows) for b in blocks])  # bounds of the blocks of each file
         self.row_bounds = np.cumsum([0] + [int(b.rows.sum()) for b in blocks])  # bounds of the rows of each file
-        self._begins = np.cumsum(self.blocks.rows) - self.blocks.rows
-        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._first_rows = np.cumsum(self.blocks.rows) - self.blocks.rows
+        self._cached_blocks: OrderedDict[int, Any] = OrderedDict()
         self._bytes = 0
         self._largest = int(self.blocks.bytes.max(initial=0))
 
@@ -216,17 +216,17 @@ class RowFiles:
 
         Raises GrpoError for a damaged file.
         """
-        block = int(np.searchsorted(self._begins, number, "right")) - 1
+        block = int(np.searchsorted(self._first_rows, number, "right")) - 1
         number_of_file = int(np.searchsorted(self.block_bounds, block, "right")) - 1
         file = self.files[number_of_file]
-        if block not in self._held:
-            self._held[block] = file.read(block - int(self.block_bounds[number_of_file]))
+        if block not in self._cached_blocks:
+            self._cached_blocks[block] = file.read(block - int(self.block_bounds[number_of_file]))
             self._bytes += int(self.blocks.bytes[block])
             while self._bytes > self.held_bytes + self._largest:
-                self._bytes -= int(self.blocks.bytes[self._held.popitem(last=False)[0]])
-        self._held.move_to_end(block)
+                self._bytes -= int(self.blocks.bytes[self._cached_blocks.popitem(last=False)[0]])
+        self._cached_blocks.move_to_end(block)
         where = file.where(number - int(self.row_bounds[number_of_file]))
-        return file, self._held[block], number - int(self._begins[block]), where
+        return file, self._cached_blocks[block], number - int(self._first_rows[block]), where
 
 
 def open_rows(path: Path) -> JsonLines | ParquetRows:
@@ -259,7 +259,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     """
     try:
         text = line.decode("utf-8-sig")
-        row = json.loads(text, object_pairs_hook=_object)
+        row = json.loads(text, object_pairs_hook=_to_object)
         if "\\ud" in text or "\\uD" in text:  # a lone surrogate cannot be encoded, and fails here
             json.dumps(row, ensure_ascii=False).encode()
         if text.count("[") + text.count("{") > _MAX_DEPTH:
@@ -281,7 +281,7 @@ def _check_depth(row: Any) -> None:
         level = [value for values in inside for value in values if isinstance(value, dict | list)]
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

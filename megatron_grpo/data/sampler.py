@@ -196,7 +196,7 @@ def read_blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
     Raises GrpoError unless all paths follow a weight or none does.
     """
-    numbers = [_number(word) for word in words]
+    numbers = [_parse_number(word) for word in words]
     if all(number is None for number in numbers):
         return list(words), None
     if len(words) % 2 or None in numbers[::2] or any(number is not None for number in numbers[1::2]):
@@ -213,7 +213,7 @@ def read_blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     return list(words[1::2]), weights
 
 
-def _number(word: str) -> float | None:
+def _parse_number(word: str) -> float | None:
     try:
         return float(word)
     except ValueError:

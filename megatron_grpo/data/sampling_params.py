@@ -48,9 +48,9 @@ def constraint_refused(args: Namespace) -> str | None:
     user = uses_engine_log_probs(args)
     if user:
         return (
-            f"cannot go with {user}: the rollout log-probabilities are those of the constrained distribution, not of "
-            "the policy; leave one of them out"
+            f"cannot be used with {user}: the rollout log-probabilities are those of the constrained distribution, not "
+            "of the policy; leave one of them out"
         )
     if args.ignore_eos:
-        return "cannot go with --ignore-eos: a completion must end when it matches the constraint; leave one out"
+        return "cannot be used with --ignore-eos: a completion must end when it matches the constraint; leave one out"
     return None

@@ -97,7 +97,7 @@ def schedule(
         packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
     else:
         raise ValueError("schedule needs micro_batch_size or max_tokens")
-    ranks = _deal([sum(work[i] for i in pack) for pack in packs], dp_size)
+    ranks = _round_robin([sum(work[i] for i in pack) for pack in packs], dp_size)
     return [[sorted(packs[pack]) for pack in rank] for rank in ranks]
 
 
@@ -110,7 +110,7 @@ def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multipl
             f"ranks{groups}: make their number (--global-batch-size) a multiple of {unit}, or use "
             f"--max-tokens-per-microbatch"
         )
-    return _deal(work, n // micro_batch_size)
+    return _round_robin(work, n // micro_batch_size)
 
 
 def _budget_packs(sizes: list[int], work: list[float], dp_size: int, max_tokens: int, multiple: int) -> list[list[int]]:
@@ -142,7 +142,7 @@ def _budget_packs(sizes: list[int], work: list[float], dp_size: int, max_tokens:
     )
 
 
-def _deal(costs: Sequence[float], bins: int) -> list[list[int]]:
+def _round_robin(costs: Sequence[float], bins: int) -> list[list[int]]:
     """Deal items to bins, the same number to each, in rounds of the next `bins` largest items.
 
     In a round the largest item goes to the least loaded bin, the second largest to the second least loaded, and so on.

@@ -101,7 +101,7 @@ class Plan:
 
     def parameters(self, stage: int) -> Count:
         """Return the parameters on one rank of a pipeline stage."""
-        places = [place for chunk in self.stages[stage] for place in self._places(chunk)]
+        places = [place for chunk in self.stages[stage] for place in self._weight_keys(chunk)]
         etp, ep = self.args.expert_tensor_parallel_size, self.args.expert_model_parallel_size
         return self._count(places, self.args.tensor_model_parallel_size, etp, ep)
 
@@ -175,7 +175,7 @@ class Plan:
         longest = self.args.max_prompt_length + self.args.max_completion_length
         return self.args.max_tokens_per_microbatch or self.args.micro_batch_size * longest
 
-    def _places(self, chunk: Chunk) -> Iterator[int | str]:
+    def _weight_keys(self, chunk: Chunk) -> Iterator[int | str]:
         """Yield the keys in ``weights`` of a chunk's parameters."""
         if chunk.embedding or chunk.mtp:
             yield EMBEDDING
@@ -228,7 +228,7 @@ class Plan:
                     kept += inputs * ceil(len(whole) / every)
                     at_once = max(at_once, *(sum(whole[i : i + every]) for i in range(0, len(whole), every)), 0)
             else:
-                dropped = [_dropped(args, kind) for kind in chunk]
+                dropped = [_recomputed(args, kind) for kind in chunk]
                 kept += sum(whole) - sum(dropped)
                 at_once = max(at_once, *dropped, 0)
         return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size
@@ -339,7 +339,7 @@ def _layer(args: Namespace, sparse: bool) -> float:
     return norms * args.hidden_size / _sequence_split(args) + sum(_attention(args)) + mlp
 
 
-def _dropped(args: Namespace, sparse: bool) -> float:
+def _recomputed(args: Namespace, sparse: bool) -> float:
     """Return the elements of `_layer` that selective recomputation does not store (flash attention stores none)."""
     if args.recompute_granularity != "selective":
         return 0

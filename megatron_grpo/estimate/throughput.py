@@ -55,11 +55,11 @@ class ModelFlops:
             key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
         self.per_pair = 2 * heads * (key + value)
         numbers = [*range(1, args.num_layers + 1), *[args.num_layers] * extra]
-        self.windows = Counter(_window(args, number) for number in numbers)
+        self.windows = Counter(_window_size(args, number) for number in numbers)
 
     def forward(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
         """Return the FLOPs of a forward pass over sequences with ``lengths [n]`` and numbers of ``labels [n]``."""
-        pairs = sum(layers * _pairs(lengths, window) for window, layers in self.windows.items())
+        pairs = sum(layers * _attention_pairs(lengths, window) for window, layers in self.windows.items())
         return float(self.per_token * lengths.sum() + self.per_pair * pairs + self.per_label * labels.sum())
 
     def update(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
@@ -82,13 +82,13 @@ def _multiplications(args: Namespace, weight: Weight) -> int:
     return prod(weight.shard_shape(1)) * (1 if weight.expert is None else args.moe_router_topk)
 
 
-def _window(args: Namespace, layer_number: int) -> int | None:
+def _window_size(args: Namespace, layer_number: int) -> int | None:
     """Return the number of earlier tokens that layer ``layer_number`` (from 1) attends to; None for all."""
     windowed = is_layer_window_attention(args.window_size, args.window_attn_skip_freq, layer_number)
     return args.window_size[0] if windowed else None
 
 
-def _pairs(lengths: npt.NDArray[np.int64], window: int | None) -> int:
+def _attention_pairs(lengths: npt.NDArray[np.int64], window: int | None) -> int:
     """Return the number of (query, key) pairs under the causal mask, at most ``window`` tokens apart."""
     lengths = lengths.astype(np.int64)
     seen = lengths if window is None else np.minimum(lengths, window + 1)

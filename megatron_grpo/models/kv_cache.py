@@ -100,21 +100,21 @@ def generating(model: list[torch.nn.Module], cache: KVCache) -> Iterator[None]:
     """
     with contextlib.ExitStack() as undo:
         for module in (module for chunk in model for module in chunk.modules()):
-            _replace(undo, module, "training", False)
+            _patch(undo, module, "training", False)
         for chunk in unwrap_model(model):
             if not chunk.config.multi_latent_attention:
-                _replace(undo, chunk, "rotary_pos_emb", RopeByPosition(chunk.rotary_pos_emb, cache))
-            _replace(undo, chunk.decoder, "input_tensor", None)
+                _patch(undo, chunk, "rotary_pos_emb", RopeByPosition(chunk.rotary_pos_emb, cache))
+            _patch(undo, chunk.decoder, "input_tensor", None)
         for attention, (keys, values) in zip(_attentions(model), cache.layers, strict=True):
             if attention.config.multi_latent_attention:
-                _replace(undo, attention, "rotary_pos_emb", RopeByPosition(attention.rotary_pos_emb, cache))
+                _patch(undo, attention, "rotary_pos_emb", RopeByPosition(attention.rotary_pos_emb, cache))
             # The fused kernels of latent attention need cosines and sines of consecutive positions.
-            _replace(undo, attention.config, "apply_rope_fusion", False)
-            _replace(undo, attention, "core_attention", CachedAttention(attention, cache, keys, values))
+            _patch(undo, attention.config, "apply_rope_fusion", False)
+            _patch(undo, attention, "core_attention", CachedAttention(attention, cache, keys, values))
         yield
 
 
-def _replace(undo: contextlib.ExitStack, owner, name: str, value) -> None:
+def _patch(undo: contextlib.ExitStack, owner, name: str, value) -> None:
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -167,12 +167,12 @@ class CachedAttention(torch.nn.Module):
         prompts, running = step.prompt_ends[-1], len(step.slots)
         out = q.new_zeros(*q.shape[:-1], channels)
         if prompts:
-            out[:prompts] = self._over_prompts(q[:prompts], k[:prompts], v[:prompts])
+            out[:prompts] = self._prefill_attention(q[:prompts], k[:prompts], v[:prompts])
         if running:
-            out[prompts : prompts + running] = self._over_cache(q[prompts : prompts + running])[..., :channels]
+            out[prompts : prompts + running] = self._decode_attention(q[prompts : prompts + running])[..., :channels]
         return out.flatten(1)[:, None]
 
-    def _over_prompts(self, q, k, v) -> torch.Tensor:
+    def _prefill_attention(self, q, k, v) -> torch.Tensor:
         """Compute causal attention within each prompt, with the kernels of training."""
         step = self.cache.step
         if self.softcap is not None:
@@ -185,7 +185,7 @@ class CachedAttention(torch.nn.Module):
             kernel = blocks(step.prompt_ends, 1, 0, self.left, self.scale)
         return attend(q, k, v, self.sinks(q), kernel)
 
-    def _over_cache(self, q) -> torch.Tensor:
+    def _decode_attention(self, q) -> torch.Tensor:
         """Compute attention of one query for each running completion over the cache: ``[n, heads, d]``."""
         step = self.cache.step
         q = torch.nn.functional.pad(q, (0, self.keys.shape[-1] - q.shape[-1]))

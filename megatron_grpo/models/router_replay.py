@@ -70,7 +70,7 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
     ``routed_experts`` are the pack's experts on the device, or None.
     """
     config = unwrap_model(chunk).config
-    for layer, replay in _replays(chunk):
+    for layer, replay in _router_records(chunk):
         if routed_experts is not None:
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
             replay.set_target_indices(own_tokens(config, routed_experts)[:, layer])
@@ -81,7 +81,7 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
 def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
     """Clear the replayed experts of all routers."""
     for chunk in model:
-        for _, replay in _replays(chunk):
+        for _, replay in _router_records(chunk):
             if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
                 replay.clear_router_replay_action()
                 replay.clear_indices()
@@ -98,7 +98,7 @@ def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> It
     if args.router_replay_mode != "R2":
         yield
         return
-    replays = [numbered for chunk in model for numbered in _replays(chunk)]
+    replays = [numbered for chunk in model for numbered in _router_records(chunk)]
     for _, replay in replays:
         replay.set_router_replay_action(RouterReplayAction.RECORD)
     yield
@@ -115,7 +115,7 @@ def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> It
     batch.routed_experts = experts
 
 
-def _replays(chunk: torch.nn.Module) -> Iterator[tuple[int, Replay]]:
+def _router_records(chunk: torch.nn.Module) -> Iterator[tuple[int, Replay]]:
     """Yield (number among the model's MoE layers, record of its router) for the decoder layers of a chunk."""
     model = unwrap_model(chunk)
     for layer in model.decoder.layers:

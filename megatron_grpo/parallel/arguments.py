@@ -30,7 +30,7 @@ TIMEOUT: FlagRow = (
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # Flags about experts that have no effect on dense models: launch scripts may keep them.
-_INERT_WITHOUT_EXPERTS = ("moe_token_dispatcher_type", "moe_layer_recompute")
+_NO_EFFECT_WITHOUT_EXPERTS = ("moe_token_dispatcher_type", "moe_layer_recompute")
 
 NEED_TRANSFORMER_ENGINE = (
     "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
@@ -229,7 +229,7 @@ def _check_experts(args: Namespace) -> None:
         args.recompute_modules = sorted({*(args.recompute_modules or []), "moe"})
     if experts is None:
         needing = [dest for dest in args.explicit if dest.startswith(("moe_", "expert_")) and getattr(args, dest)]
-        needing = [dest for dest in needing if dest not in _INERT_WITHOUT_EXPERTS and getattr(args, dest) != 1]
+        needing = [dest for dest in needing if dest not in _NO_EFFECT_WITHOUT_EXPERTS and getattr(args, dest) != 1]
         if args.router_replay_mode != "disabled":
             needing.append("router_replay_mode")
         if needing:

@@ -45,14 +45,14 @@ class TeacherServer(Client):
         return found
 
     def _run(self, work) -> Any:
-        async def and_close() -> Any:
+        async def run_and_close() -> Any:
             try:
                 return await work
             finally:
                 await self.close()
 
         try:
-            return asyncio.run(and_close())
+            return asyncio.run(run_and_close())
         except Fault as fault:
             raise GrpoError(
                 f"--teacher-server {self.url}: {fault}. Start the server with the teacher's model, or correct the "
@@ -66,14 +66,14 @@ class TeacherServer(Client):
         if (card.get("max_model_len") or longest) < longest:
             raise Fault(
                 f"its --max-model-len is {card['max_model_len']}, but --max-prompt-length + --max-completion-length + "
-                f"1 are {longest}: start the server with at least that"
+                f"1 are {longest}: start the server with at least this length"
             )
 
     async def _batch_log_probs(self, batch: RolloutBatch) -> np.ndarray:
-        room = asyncio.Semaphore(self._args.vllm_max_num_seqs)
+        slots = asyncio.Semaphore(self._args.vllm_max_num_seqs)
 
         async def one(start: int, end: int) -> list[float]:
-            async with room:
+            async with slots:
                 return await self._sequence_log_probs(batch.tokens[start:end].tolist())
 
         spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)

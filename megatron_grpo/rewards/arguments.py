@@ -12,28 +12,43 @@ SANDBOXES = ("auto", "strict")
 
 REWARDS: tuple[FlagRow, ...] = (
     ("--reward-funcs", [str], None, "names of reward functions; the reward is their weighted sum"),
-    ("--reward-weights", [float], None, "a weight for each of them [1 each]"),
+    ("--reward-weights", [float], None, "weight of each reward function [1 each]"),
     (
         "--reward-routing",
         [str],
         None,
-        "SOURCE=NAME,NAME: functions that score the rows of a data_source [all functions]",
+        "SOURCE=NAME,NAME: reward functions for the rows of this data_source [all functions]",
     ),
-    ("--reward-clip", float, None, "clip the value of each function to between minus this and this"),
+    ("--reward-clip", float, None, "clip the value of each reward function to [-x, x]"),
     ("--external-plugins", [str], None, "Python files that register rewards, judges, losses and advantage estimators"),
-    ("--reward-timeout", float, 10.0, "seconds that one call of a reward function may take"),
-    ("--reward-retries", int, 1, "how often a failed call is retried"),
-    ("--reward-workers", int, 1, "worker processes on each rank that scores"),
+    ("--reward-timeout", float, 10.0, "time limit of one call of a reward function, in seconds"),
+    ("--reward-retries", int, 1, "number of retries of a failed call"),
+    ("--reward-workers", int, 1, "worker processes of each rank that scores completions"),
     *REWARD_MODELS,
     ("--cosine-min-len-value-correct", float, 1.0, "cosine: reward of a right answer of length 0"),
-    ("--cosine-max-len-value-correct", float, 0.5, "cosine: of a right answer as long as --max-completion-length"),
-    ("--cosine-min-len-value-wrong", float, -0.5, "cosine: of a wrong answer of length 0"),
-    ("--cosine-max-len-value-wrong", float, 0.0, "cosine: of a wrong answer as long as --max-completion-length"),
-    ("--repetition-n-grams", int, 3, "repetition: length in words of the sequences that should not repeat"),
-    ("--soft-cache-length", int, None, "soft_overlong: tokens before --max-completion-length that get a penalty"),
-    ("--code-sandbox", SANDBOXES, SANDBOXES[0], "code: the strongest isolation available, or require namespaces"),
-    ("--code-timeout", float, 4.0, "code: seconds that one test may take"),
-    ("--code-memory", int, 512, "code: MiB that a process of a test may have"),
+    (
+        "--cosine-max-len-value-correct",
+        float,
+        0.5,
+        "cosine: reward of a right answer of --max-completion-length tokens",
+    ),
+    ("--cosine-min-len-value-wrong", float, -0.5, "cosine: reward of a wrong answer of length 0"),
+    ("--cosine-max-len-value-wrong", float, 0.0, "cosine: reward of a wrong answer of --max-completion-length tokens"),
+    ("--repetition-n-grams", int, 3, "repetition: n-gram size, in words"),
+    (
+        "--soft-cache-length",
+        int,
+        None,
+        "soft_overlong: length of the penalty range before --max-completion-length, in tokens",
+    ),
+    (
+        "--code-sandbox",
+        SANDBOXES,
+        SANDBOXES[0],
+        "code: use the strongest isolation available (auto), or require namespaces (strict)",
+    ),
+    ("--code-timeout", float, 4.0, "code: time limit of one test, in seconds"),
+    ("--code-memory", int, 512, "code: memory limit of each process of a test, in MiB"),
 )
 
 # The reward function that reads a flag. Without it, and without plug-ins that may read it, the flag is refused.
@@ -55,7 +70,9 @@ def check_rewards(args: Namespace) -> None:
     required(args, "reward_funcs", "name at least one reward function")
     functions = args.reward_funcs or []
     if len(set(functions)) < len(functions):
-        raise GrpoError(f"--reward-funcs {' '.join(functions)}: name each once, and weigh it by --reward-weights")
+        raise GrpoError(
+            f"--reward-funcs {' '.join(functions)}: name each function once; its weight is in --reward-weights"
+        )
     if args.reward_weights is None:
         args.reward_weights = [1.0] * len(functions)
     if len(args.reward_weights) != len(functions):
@@ -71,15 +88,15 @@ def check_rewards(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} has no effect without --reward-funcs {function}: leave it out")
     if "soft_overlong" in functions:
         if args.soft_cache_length is None:
-            raise GrpoError("--reward-funcs soft_overlong needs --soft-cache-length: where the punishment begins")
+            raise GrpoError("--reward-funcs soft_overlong needs --soft-cache-length: the length of the penalty range")
         if args.soft_cache_length > args.max_completion_length:
             raise GrpoError(
                 f"--soft-cache-length ({args.soft_cache_length}) must be at most --max-completion-length "
-                f"({args.max_completion_length}): it is the last part of it"
+                f"({args.max_completion_length}), because the penalty range is the last part of the completion"
             )
     if "code" in functions and args.code_timeout >= args.reward_timeout:
         raise GrpoError(
             f"--code-timeout ({args.code_timeout:g}) must be less than --reward-timeout ({args.reward_timeout:g}), "
-            "within which all tests of a completion are run"
+            "the time limit of all tests of a completion"
         )
     reward_routes(args.reward_routing, functions)

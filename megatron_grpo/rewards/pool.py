@@ -28,8 +28,8 @@ from megatron_grpo.utils.errors import GrpoError
 
 _CHUNK = 64  # calls per message: makes the cost of a message small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_PATIENCES = 3  # time limit of a call with retries, in units of --reward-model-timeout
-_GIVE_UP = 4  # time-outs of a function before its first value that end the run
+_MODEL_TIMEOUTS = 3  # time limit of a call to a reward model with all its retries, in units of --reward-model-timeout
+_MAX_TIMEOUTS = 4  # a function with so many time-outs and no value ends the run
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class GroupMember(NamedTuple):
 
 @dataclass(eq=False)
 class _Kind:
-    """Worker processes of one kind: they run functions, one call at a time, or query models, all calls at once."""
+    """Worker processes of one kind: for functions (one call at a time) or for models (concurrent calls)."""
 
     module: str
     functions: dict[int, Any]  # function number -> its name, or the specification of a model
     count: int
-    limit: float  # s without a report, after which a process counts as stuck
+    limit: float  # time-out in s: a process with calls and without a report for so long is stuck
     start_limit: float = _START_LIMIT
-    at_once: bool = False
+    concurrent: bool = False
     # (sample number, function numbers); the sample number of group-wise functions is that of the group's last sample.
     queue: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)
 
@@ -71,7 +71,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     kind: _Kind
     ready: bool = False
-    heard: float = field(default_factory=time.monotonic)
+    last_report: float = field(default_factory=time.monotonic)
     unread: bytes = b""
     # Calls that the process has received and not reported, in order: (sample number, function number).
     calls: dict[tuple[int, int], None] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class RewardPool:
     ):
         self.names, self.timeout, self.retries = list(names), timeout, retries
         self._clip = math.inf if clip is None else clip
-        self._everyone = tuple(range(len(self.names)))
+        self._all_functions = tuple(range(len(self.names)))
         self._group_wise: set[int] = set()  # function numbers, as the workers report them
         self._routes = {source: tuple(map(self.names.index, route)) for source, route in (routes or {}).items()}
         self.failures: list[Failure] = []  # of the samples that the last finish() returned
@@ -120,19 +120,24 @@ class RewardPool:
         models = models or {}
         specs = {number: models[name] for number, name in enumerate(self.names) if name in models}
         functions = {number: name for number, name in enumerate(self.names) if name not in models}
-        patience = _PATIENCES * (flags or {}).get("reward_model_timeout", 0.0)
+        model_limit = _MODEL_TIMEOUTS * (flags or {}).get("reward_model_timeout", 0.0)
         kinds = [
             _Kind("megatron_grpo.rewards.worker", functions, workers, timeout),
             _Kind(
-                "megatron_grpo.rewards.reward_models.worker", specs, 1, patience, _START_LIMIT + patience, at_once=True
+                "megatron_grpo.rewards.reward_models.worker",
+                specs,
+                1,
+                model_limit,
+                _START_LIMIT + model_limit,
+                concurrent=True,
             ),
         ]
         self._kinds = [kind for kind in kinds if kind.functions]
         self._failed_starts = 0
-        self._polled = 0.0
+        self._last_poll = 0.0
         self._clear()
         self._workers: list[_Worker] = []
-        self.close = weakref.finalize(self, _end, self._workers, os.getpid())  # called at exit at the latest
+        self.close = weakref.finalize(self, _kill_all, self._workers, os.getpid())  # called at exit at the latest
         self._workers += [self._start(kind) for kind in self._kinds for _ in range(kind.count)]
         while not all(worker.ready for worker in self._workers):
             self.poll(0.1)
@@ -142,13 +147,13 @@ class RewardPool:
         self._rows: list[tuple[Hashable, Sample, list[float]]] = []
         self._groups: dict[Hashable, dict[int, int]] = {}  # of incomplete groups: place -> sample number
         self._members: dict[int, list[int]] = {}  # of complete groups: the last sample's number -> all, by place
-        self._open = 0  # rewards that wait for a call
-        self._left: list[int] = []  # missing rewards of each sample
+        self._pending = 0  # number of missing rewards
+        self._missing: list[int] = []  # number of missing rewards of each sample
         self._tries: dict[tuple[int, int], int] = {}
-        self._failed: list[list[Failure]] = [[] for _ in self.names]
+        self._failures_by_function: list[list[Failure]] = [[] for _ in self.names]
         self._timeouts = [0] * len(self.names)
         self._succeeded = [0] * len(self.names)
-        self._asked = [0] * len(self.names)
+        self._requested = [0] * len(self.names)
 
     def score(self, samples: Sequence[Sample], group_size: int = 1) -> tuple[np.ndarray, list[Failure]]:
         """Return rewards float32 ``[len(samples), len(names)]`` (NaN: None or failed) and the failures among them.
@@ -167,18 +172,18 @@ class RewardPool:
         assert key not in self._samples, f"two samples with the key {key!r}"
         number = self._samples[key] = len(self._rows)
         self._rows.append((key, sample, [math.nan] * len(self.names)))
-        functions = self._routes[sample.row.get("data_source")] if self._routes else self._everyone
-        self._left.append(len(functions))
+        functions = self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
+        self._missing.append(len(functions))
         self._enqueue(number, [function for function in functions if function not in self._group_wise])
-        together = [function for function in functions if function in self._group_wise]
-        if together:
+        group_wise = [function for function in functions if function in self._group_wise]
+        if group_wise:
             group, place, size = member or GroupMember((key,), 0, 1)
             members = self._groups.setdefault(group, {})
             members[place] = number
             if len(members) == size:
                 self._members[number] = [members[i] for i in sorted(self._groups.pop(group))]
-                self._enqueue(number, together)
-        if time.monotonic() - self._polled > 0.01:
+                self._enqueue(number, group_wise)
+        if time.monotonic() - self._last_poll > 0.01:
             self.poll()
 
     def _enqueue(self, number: int, functions: list[int]) -> None:
@@ -186,11 +191,11 @@ class RewardPool:
             if numbers := tuple(function for function in functions if function in kind.functions):
                 kind.queue.append((number, numbers))
         for function in functions:
-            size = len(self._scored_by(number, function))
-            self._open += size
-            self._asked[function] += size
+            size = len(self._samples_of(number, function))
+            self._pending += size
+            self._requested[function] += size
 
-    def _scored_by(self, number: int, function: int) -> list[int]:
+    def _samples_of(self, number: int, function: int) -> list[int]:
         """Return the numbers of the samples that a call scores."""
         return self._members[number] if function in self._group_wise else [number]
 
@@ -199,16 +204,18 @@ class RewardPool:
 
         Rows are in the order of ``keys``, or of submission. ``failures`` then lists the missing rewards.
         """
-        while self._open:
+        while self._pending:
             self.poll(0.2)
-        incomplete = [key for key in keys or () if self._left[self._samples[key]]]
-        assert not incomplete, f"samples {incomplete} belong to groups of which other samples were not submitted"
-        for function, failed in enumerate(self._failed):
-            if failed and len(failed) == self._asked[function]:
+        incomplete = [key for key in keys or () if self._missing[self._samples[key]]]
+        assert not incomplete, f"samples {incomplete} belong to incomplete groups"
+        for function, failed in enumerate(self._failures_by_function):
+            if failed and len(failed) == self._requested[function]:
                 self._stop(function, f"failed on all {len(failed)} samples")
         values = np.array([row for _, _, row in self._rows], np.float32).reshape(-1, len(self.names))
         order = range(len(values)) if keys is None else [self._samples[key] for key in keys]
-        self.failures = sorted((f for failed in self._failed for f in failed), key=lambda f: self._samples[f.key])
+        self.failures = sorted(
+            (f for failed in self._failures_by_function for f in failed), key=lambda f: self._samples[f.key]
+        )
         self._clear()
         return values[np.asarray(order, dtype=np.int64)]
 
@@ -218,28 +225,28 @@ class RewardPool:
         The samples stay submitted.
         """
         numbers = [self._samples[key] for key in keys]
-        while any(self._left[number] for number in numbers):
+        while any(self._missing[number] for number in numbers):
             self.poll(0.2)
         return np.array([self._rows[number][2] for number in numbers], np.float32).reshape(-1, len(self.names))
 
     def poll(self, wait: float = 0.0) -> int:
-        """Read reports (wait up to ``wait`` seconds for one), stop calls that exceed their time, send further calls.
+        """Read reports (wait up to ``wait`` seconds for one), stop calls that exceed their time limit, send new calls.
 
-        Returns the number of rewards that wait for a call. The class docstring lists the reasons for GrpoError.
+        Returns the number of missing rewards. The class docstring lists the reasons for GrpoError.
         """
         self._dispatch()
         readable = wait_readable([worker.reports for worker in self._workers], wait)
-        self._polled = time.monotonic()
+        self._last_poll = time.monotonic()
         for worker in list(self._workers):
             if worker.reports in readable:
                 self._read(worker)
-            elif not worker.ready and self._polled - worker.heard > worker.kind.start_limit:
+            elif not worker.ready and self._last_poll - worker.last_report > worker.kind.start_limit:
                 self._replace(worker, "timeout", f"took longer than {worker.kind.start_limit:g} s")
-            elif worker.calls and self._polled - worker.heard > worker.kind.limit:
-                flag = "--reward-model-timeout" if worker.kind.at_once else "--reward-timeout"
+            elif worker.calls and self._last_poll - worker.last_report > worker.kind.limit:
+                flag = "--reward-model-timeout" if worker.kind.concurrent else "--reward-timeout"
                 self._replace(worker, "timeout", f"took longer than {worker.kind.limit:g} s ({flag})")
         self._dispatch()
-        return self._open
+        return self._pending
 
     def _start(self, kind: _Kind) -> _Worker:
         root = str(Path(__file__).resolve().parents[2])
@@ -259,19 +266,19 @@ class RewardPool:
     def _dispatch(self) -> None:
         for worker in self._workers:
             kind, queue = worker.kind, worker.kind.queue
-            if not queue or not worker.ready or (worker.calls and not kind.at_once):
+            if not queue or not worker.ready or (worker.calls and not kind.concurrent):
                 continue
             # Chunks shrink towards the end, so that the workers finish together.
-            size = len(queue) if kind.at_once else min(_CHUNK, max(1, len(queue) // (2 * kind.count)))
+            size = len(queue) if kind.concurrent else min(_CHUNK, max(1, len(queue) // (2 * kind.count)))
             chunk = [queue.popleft() for _ in range(size)]
             if not worker.calls:
-                worker.heard = time.monotonic()
+                worker.last_report = time.monotonic()
             try:
                 worker.tasks.write(
                     pickle.dumps([(number, self._payload(number, todo), todo) for number, todo in chunk])
                 )
                 worker.tasks.flush()
-            except BrokenPipeError:  # _read detects a dead process; only its running call fails
+            except BrokenPipeError:  # _read detects a dead process, and only its running call fails
                 queue.extendleft(reversed(chunk))
             else:
                 worker.calls |= {(number, function): None for number, functions in chunk for function in functions}
@@ -289,7 +296,7 @@ class RewardPool:
                 worker.process.wait(1.0)
             self._replace(worker, "died", f"ended its process (exit status {worker.process.returncode})")
             return
-        worker.heard = time.monotonic()
+        worker.last_report = time.monotonic()
         *lines, worker.unread = (worker.unread + data).split(b"\n")
         for first, *content in map(json.loads, lines):
             if first == "ready":
@@ -305,7 +312,7 @@ class RewardPool:
 
     def _report(self, call: tuple[int, int], kind: str, content: list[Any]) -> None:
         number, function = call
-        members = self._scored_by(number, function)
+        members = self._samples_of(number, function)
         if kind == "value":
             values = content[0] if function in self._group_wise else [content[0]]
             for member, value in zip(members, values, strict=True):
@@ -322,21 +329,21 @@ class RewardPool:
             next(kind for kind in self._kinds if function in kind.functions).queue.appendleft((number, (function,)))
         else:
             reason, *tail = content
-            failed = self._failed[function]
+            failed = self._failures_by_function[function]
             for key, sample, _ in (self._rows[member] for member in members):
                 failed.append(Failure(self.names[function], key, sample.source, reason, sample.completion[:80], *tail))
             self._close_call(members)
             self._timeouts[function] += kind == "timeout"
-            if self._timeouts[function] >= _GIVE_UP and not self._succeeded[function]:
-                self._stop(function, f"gave no value and timed out on {len(failed)} samples")
+            if self._timeouts[function] >= _MAX_TIMEOUTS and not self._succeeded[function]:
+                self._stop(function, f"returned no value and timed out on {len(failed)} samples")
 
     def _close_call(self, members: Sequence[int]) -> None:
-        self._open -= len(members)
+        self._pending -= len(members)
         for number in members:
-            self._left[number] -= 1
+            self._missing[number] -= 1
 
     def _stop(self, function: int, what: str) -> NoReturn:
-        first = min(self._failed[function], key=lambda failure: self._samples[failure.key])
+        first = min(self._failures_by_function[function], key=lambda failure: self._samples[failure.key])
         self.close()
         raise GrpoError(
             f'reward "{first.reward}" {what}; the first, {first.source or f"sample {first.key}"}: {first.reason}; '
@@ -354,10 +361,10 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts == 3:
                 self.close()
-                raise GrpoError(f"a reward worker does not start: it {reason}; what it printed is above")
+                raise GrpoError(f"a reward worker does not start: it {reason}; its output is above")
         self._workers[slot] = self._start(worker.kind)
         calls = list(worker.calls)
-        blamed = len(calls) if worker.kind.at_once else 1
+        blamed = len(calls) if worker.kind.concurrent else 1
         worker.kind.queue.extendleft((number, (function,)) for number, function in reversed(calls[blamed:]))
         for call in calls[:blamed]:
             self._report(call, kind, [reason])
@@ -372,7 +379,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             stream.close()  # type: ignore[union-attr]
 
 
-def _end(workers: list[_Worker], owner: int) -> None:
+def _kill_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() == owner:  # a forked child has a copy of the pool, but not its processes
         for worker in workers:
             _kill(worker.process)

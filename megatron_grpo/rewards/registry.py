@@ -91,7 +91,7 @@ def _register(name: str, group_wise: bool, function: RewardFunction) -> RewardFu
     module = getattr(function, "__module__", "?")
     taken = getattr(_registry[name].function, "__module__", "?") if name in _registry else _BUILTIN.get(name)
     if name in _registry or taken not in (None, module):
-        raise GrpoError(f'the reward name "{name}" is taken by {taken}; choose another')
+        raise GrpoError(f'the reward name "{name}" is already registered by {taken}: choose another name')
     _registry[name] = _Entry(function, group_wise)
     return function
 
@@ -102,7 +102,7 @@ def is_group_wise(name: str) -> bool:
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
-    """Run the files of --external-plugins, each once, to register what they define; GrpoError if that fails."""
+    """Run the files of --external-plugins, each once, to register their definitions; GrpoError if one fails."""
     for path in map(Path, paths):
         if not path.is_file():
             raise GrpoError(f"--external-plugins {path}: no such file")
@@ -117,11 +117,11 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[spec.name]
-            raise GrpoError(f"--external-plugins {path}: {_where(error, path)}") from error
+            raise GrpoError(f"--external-plugins {path}: {_error_location(error, path)}") from error
         _loaded.add(path.resolve())
 
 
-def _where(error: BaseException, path: Path) -> str:
+def _error_location(error: BaseException, path: Path) -> str:
     """Return the error with the line of the plug-in that caused it, even if it was raised elsewhere."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     number, text = (frames[-1].lineno, frames[-1].line) if frames else (None, None)
@@ -148,14 +148,14 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
             close = difflib.get_close_matches(name, known, n=1)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             raise GrpoError(
-                f'--reward-funcs: no reward function "{name}"{hint}; there are {", ".join(known)}. '
-                "One of your own comes from --external-plugins FILE and @register_reward, a model from --reward-model"
+                f'--reward-funcs: unknown reward function "{name}"{hint}; known: {", ".join(known)}. '
+                "Register a function by @register_reward in a file of --external-plugins, or a model by --reward-model"
             )
-        functions.append(_bind(name, _registry[name].function, flags or {}))
+        functions.append(_fill_flags(name, _registry[name].function, flags or {}))
     return functions
 
 
-def _bind(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> RewardFunction:
+def _fill_flags(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> RewardFunction:
     values = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind != parameter.KEYWORD_ONLY:
@@ -164,7 +164,7 @@ def _bind(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> Rewa
             values[parameter.name] = flags[parameter.name]
         elif parameter.default is parameter.empty:
             raise GrpoError(
-                f'the reward "{name}" has a parameter {parameter.name}, and there is no flag '
+                f'the parameter {parameter.name} of the reward "{name}" has neither a default nor a flag '
                 f"--{parameter.name.replace('_', '-')}: give it a default"
             )
     return partial(function, **values) if values else function

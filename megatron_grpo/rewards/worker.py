@@ -43,12 +43,12 @@ def main() -> None:
             return
         for number, sample, todo in chunk:
             for function in todo:
-                report([number, function, *_call(functions[function], sample)])
+                report([number, function, *_call_report(functions[function], sample)])
 
 
 def begin() -> tuple[BinaryIO, Report]:
     """Return the stream of tasks and the function that sends a report; this process then ends with its parent."""
-    tasks, reports = _take_streams()
+    tasks, reports = _detach_streams()
     process = os.getpid()
 
     def report(line: list[Any]) -> None:
@@ -63,7 +63,7 @@ def begin() -> tuple[BinaryIO, Report]:
     return tasks, report
 
 
-def _take_streams() -> tuple[BinaryIO, BinaryIO]:
+def _detach_streams() -> tuple[BinaryIO, BinaryIO]:
     """Return stdin and stdout, and hide both from reward functions: they print to stderr and read an empty stdin."""
     tasks, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -71,7 +71,7 @@ def _take_streams() -> tuple[BinaryIO, BinaryIO]:
     return tasks, reports
 
 
-def _call(function: RewardFunction, sample: Sample | list[Sample]) -> list[Any]:
+def _call_report(function: RewardFunction, sample: Sample | list[Sample]) -> list[Any]:
     try:
         value = function(sample)
         if inspect.iscoroutine(value):
@@ -87,13 +87,13 @@ def value_report(value: Any) -> list[Any]:
     if value is None:
         return ["value", None]
     number = _finite(value)
-    return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, no finite number", ""]
+    return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, not a finite number", ""]
 
 
 def group_report(values: Any, size: int) -> list[Any]:
     """Return the report of a call that returned ``values`` for a group of ``size`` completions."""
     if not isinstance(values, list | tuple) and not hasattr(values, "__array__"):
-        return ["failed", f"returned {values!r:.80}, no list of {size} values: one for each completion", ""]
+        return ["failed", f"returned {values!r:.80}, not a list of {size} values, one for each completion", ""]
     reports = [value_report(value) for value in values]
     if len(reports) != size:
         return ["failed", f"returned {len(reports)} values for {size} completions", ""]

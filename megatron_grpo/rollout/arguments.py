@@ -142,11 +142,13 @@ def _check_servers(args: Namespace) -> None:
             or url.query
             or url.path.rstrip("/") not in ("", "/v1")
         ):
-            raise GrpoError(f"{flag(url_flag)}: {url.hostname or 'it'} is no server's address: give http://HOST:PORT")
+            raise GrpoError(
+                f"{flag(url_flag)}: {url.hostname or 'a value'} is not a server's address: give http://HOST:PORT"
+            )
         if url.username or url.password:
-            raise GrpoError(f"{flag(url_flag)} must not hold a password, which would be printed and saved")
+            raise GrpoError(f"{flag(url_flag)} must not contain a password: addresses are printed and saved")
     if len({(url.hostname, url.port) for url in urls}) < len(urls):
-        raise GrpoError(f"{flag(url_flag)} names a server twice: name each once")
+        raise GrpoError(f"{flag(url_flag)} names a server twice: give each server once")
     for dest in ENGINES_OWN:
         if dest in args.explicit and (kind, dest) != ("sglang", "sleep_level"):
             raise GrpoError(
@@ -279,10 +281,10 @@ def _check_megatron_engine(args: Namespace) -> None:
         ("fine_grained_activation_offloading", "activations would be offloaded during generation, too"),
     ):
         if getattr(args, dest):
-            raise GrpoError(f"{flag(dest)} cannot go with --rollout-engine megatron: {reason}; leave it out")
+            raise GrpoError(f"{flag(dest)} cannot be used with --rollout-engine megatron: {reason}; leave it out")
     if args.router_replay_mode == "R3":
         raise GrpoError(
-            "--router-replay-mode R3 cannot go with --rollout-engine megatron, whose routers are the trainer's: "
+            "--router-replay-mode R3 cannot be used with --rollout-engine megatron, whose routers are the trainer's: "
             "leave it out with one update per rollout, otherwise give R2"
         )
 

@@ -23,7 +23,7 @@ class PromptDispatcher:
     def __init__(self, engine: Engine, num_prompts: int, num_generations: int, capacity: int | None):
         self.first: Sequence[int] = range(0)
         self._num_generations, self._capacity = num_generations, capacity
-        self._left: Sequence[int] = range(0)  # shared by all replicas
+        self._remaining: Sequence[int] = range(0)  # shared by all replicas
         self._said: list[str] = []
         rollout = next(_rollouts)
         if engine.replica is None:
@@ -31,7 +31,7 @@ class PromptDispatcher:
         self.first = range(engine.replica, num_prompts, engine.num_replicas)
         if capacity is not None:
             at_once = max(1, capacity // num_generations)
-            self.first, self._left = self.first[:at_once], range(at_once * engine.num_replicas, num_prompts)
+            self.first, self._remaining = self.first[:at_once], range(at_once * engine.num_replicas, num_prompts)
         self._is_lead, self._alone = engine.is_lead, dist.get_world_size() == engine.num_replicas
         self._store = dist.PrefixStore(f"rollout/{rollout}", dist.distributed_c10d._get_default_store())
         self._words = (f"{engine.replica}/{draw}" for draw in itertools.count())
@@ -39,15 +39,15 @@ class PromptDispatcher:
     def further(self, under_way: int) -> list[int]:
         """Return the prompts that this replica starts now, given its number of running completions."""
         taken: list[int] = []
-        while self._left and under_way + len(taken) * self._num_generations < self._capacity:
-            number = self._draw()
-            if number >= len(self._left):
-                self._left = range(0)
+        while self._remaining and under_way + len(taken) * self._num_generations < self._capacity:
+            number = self._next_number()
+            if number >= len(self._remaining):
+                self._remaining = range(0)
             else:
-                taken.append(self._left[number])
+                taken.append(self._remaining[number])
         return taken
 
-    def _draw(self) -> int:
+    def _next_number(self) -> int:
         """Return the next number of the counter, equal on all ranks of the replica."""
         if self._alone:
             return self._store.add("next", 1) - 1

@@ -37,10 +37,10 @@ def has_signal(rewards: np.ndarray) -> bool:
 
 def prompts_to_draw(num_groups: int, over_sampling_ratio: float, max_resample_times: int) -> int:
     """Return how many prompts a rollout of ``num_groups`` can start at most: first round plus replacements."""
-    return _first_round(num_groups, over_sampling_ratio) + max_resample_times * num_groups
+    return _first_round_size(num_groups, over_sampling_ratio) + max_resample_times * num_groups
 
 
-def _first_round(num_groups: int, over_sampling_ratio: float) -> int:
+def _first_round_size(num_groups: int, over_sampling_ratio: float) -> int:
     return math.ceil(round(num_groups * over_sampling_ratio, 6))  # 1.1 x 10 is 11, without rounding errors
 
 
@@ -69,7 +69,7 @@ class Selection:
     ):
         self._num_generations, self._rounds = num_generations, max_resample_times
         self._scorer, self._reward_weights = scorer, reward_weights
-        self._num_first = _first_round(num_groups, over_sampling_ratio)
+        self._num_first = _first_round_size(num_groups, over_sampling_ratio)
         self._num_prompts = prompts_to_draw(num_groups, over_sampling_ratio, max_resample_times)
         self._replica, self._replicas = engine.replica, engine.num_replicas
         self._is_lead = engine.is_lead
@@ -83,7 +83,7 @@ class Selection:
         self._undecided: deque[tuple[int, int]] = deque()  # (group, the step at which it is decided)
         self._decided = 0
         self._kept: list[int] = []
-        self._alike: list[int] = []
+        self._without_signal: list[int] = []
         self._step = 0
         self._alone = dist.get_world_size() == engine.num_replicas
         store = dist.distributed_c10d._get_default_store()
@@ -103,8 +103,8 @@ class Selection:
         while self._undecided and (self._undecided[0][1] <= self._step or not (under_way or begun)):
             group, _ = self._undecided.popleft()
             self._decided += 1
-            if self._rounds and not self._learns_from(group):
-                self._alike.append(group)
+            if self._rounds and not self._has_signal(group):
+                self._without_signal.append(group)
                 short = len(self._kept) + len(self._round) - self._decided < self._quota
                 if short and self._round[group] < self._rounds:
                     begun.append(self._fresh.popleft())
@@ -116,7 +116,7 @@ class Selection:
         self._step += 1
         return begun
 
-    def _learns_from(self, group: int) -> bool:
+    def _has_signal(self, group: int) -> bool:
         """Return whether the group has signal; the lead rank decides from the rewards and publishes it in the store."""
         word = str(group)
         if not self._is_lead:
@@ -131,7 +131,7 @@ class Selection:
 
     def places(self) -> dict[int, int]:
         """Return {group: place in the rollout} of the groups that this replica keeps; call it after generation."""
-        filled = self._kept + self._alike[: self._quota - len(self._kept)]
+        filled = self._kept + self._without_signal[: self._quota - len(self._kept)]
         return {group: self._replica + i * self._replicas for i, group in enumerate(sorted(filled))}
 
     def close(self) -> tuple[list[int], dict[str, float]]:
@@ -139,7 +139,7 @@ class Selection:
         status = torch.zeros(2, self._num_prompts, dtype=torch.int64)
         if self._is_lead:
             kept = self.places()
-            for group in [*self._kept, *self._alike]:
+            for group in [*self._kept, *self._without_signal]:
                 status[0, group] = _KEPT if group in kept else _REPLACED
             for group, number in self._round.items():
                 status[1, group] = number + 1

@@ -30,7 +30,7 @@ from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
 from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import EXCLUDED, METAVARS, add_core_flags, core_config, help_text
-from megatron_grpo.utils.errors import GrpoError, speaks_for_host
+from megatron_grpo.utils.errors import GrpoError, prints_for_host
 from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
@@ -143,7 +143,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2."""
-        if speaks_for_host():
+        if prints_for_host():
             print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -170,7 +170,7 @@ def build_parser() -> Parser:
     for title, rows in FLAGS.items():
         groups[title] = parser.add_argument_group(title)
         for name, kind, default, text, *_ in rows:
-            groups[title].add_argument(name, default=default, help=help_text(text, default), **_reading(kind))
+            groups[title].add_argument(name, default=default, help=help_text(text, default), **_value_options(kind))
     add_core_flags(parser)
     synonyms = parser.add_argument_group("from Megatron-LM scripts")
     synonyms.add_argument(
@@ -211,10 +211,12 @@ def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag,
         raise GrpoError(f"{owner}: {flag.name} cannot be a flag: args.{flag.dest} is derived; choose another")
     if not isinstance(flag.kind, tuple) and flag.kind not in (int, float, str, bool, dict, [int], [float], [str]):
         raise GrpoError(f"{owner}: {flag.name} cannot be read as {flag.kind!r}: give int, float, str, bool or choices")
-    group.add_argument(flag.name, default=flag.default, help=help_text(flag.help, flag.default), **_reading(flag.kind))
+    group.add_argument(
+        flag.name, default=flag.default, help=help_text(flag.help, flag.default), **_value_options(flag.kind)
+    )
 
 
-def _reading(kind: Any) -> dict[str, Any]:
+def _value_options(kind: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for this kind of value."""
     if kind is bool:
         return {"action": "store_true"}
@@ -249,7 +251,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     defaults = vars(parser.parse_args([]))
     args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
     if unknown:
-        parser.error(_explain(unknown, parser))
+        parser.error(_explain_unknown(unknown, parser))
     explicit = frozenset(dest for dest in defaults if getattr(args, dest) is not NOT_GIVEN)
     for dest in defaults.keys() - explicit:
         setattr(args, dest, defaults[dest])
@@ -259,7 +261,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def _explain(unknown: Sequence[str], parser: Parser) -> str:
+def _explain_unknown(unknown: Sequence[str], parser: Parser) -> str:
     """Return one line about an unknown argument: the reason why the flag does not exist, or the closest flag."""
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:

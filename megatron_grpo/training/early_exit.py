@@ -19,16 +19,16 @@ class EarlyExit:
     def __init__(self, duration_in_mins: float | None, on_signal: bool):
         self._limit = None if duration_in_mins is None else time.monotonic() + 60 * duration_in_mins
         self._signalled = False
-        self._asked = on_signal or self._limit is not None
+        self._enabled = on_signal or self._limit is not None
         if on_signal:
-            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _note(self, number, frame) -> None:
+    def _on_signal(self, number, frame) -> None:
         self._signalled = True
 
     def reason(self) -> str | None:
         """Return the reason to end the run now, or None; equal on all ranks. Collective."""
-        if not self._asked:
+        if not self._enabled:
             return None
         late = self._limit is not None and time.monotonic() >= self._limit
         votes = torch.tensor([self._signalled, late], dtype=torch.int32)

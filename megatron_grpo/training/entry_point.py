@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.utils.errors import GrpoError, speaks_for_host
+from megatron_grpo.utils.errors import GrpoError, prints_for_host
 
 
 def run(main) -> None:
@@ -25,14 +25,14 @@ def run(main) -> None:
         main()
     except GrpoError as error:
         code = 1
-        if _speaks(after_rank_0=True):
-            print(f"\n{_program()}: {_who()}error: {error}", file=sys.stderr, flush=True)
+        if _prints_error(after_rank_0=True):
+            print(f"\n{_program_name()}: {_rank_prefix()}error: {error}", file=sys.stderr, flush=True)
     except Exception as error:
         code = 1
-        if _speaks(after_rank_0=False):
+        if _prints_error(after_rank_0=False):
             gone = peer_has_ended(error)
-            what = "another rank has ended: torchrun's report says which, and how" if gone else "unexpected error"
-            print(f"\n{_program()}: {_who()}{what}", file=sys.stderr)
+            what = "another rank has ended: see torchrun's report of that rank" if gone else "unexpected error"
+            print(f"\n{_program_name()}: {_rank_prefix()}{what}", file=sys.stderr)
             traceback.print_exc()
     except KeyboardInterrupt:
         code = 130
@@ -45,19 +45,19 @@ def run(main) -> None:
     os._exit(code)
 
 
-def _program() -> str:
+def _program_name() -> str:
     return os.path.basename(sys.argv[0])
 
 
-def _who() -> str:
+def _rank_prefix() -> str:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return f"[rank {rank}] " if world > 1 and rank > 0 else ""
 
 
-def _speaks(after_rank_0: bool) -> bool:
+def _prints_error(after_rank_0: bool) -> bool:
     """Return whether this rank prints its error: only the first rank does, because the others fail as a consequence."""
     if not dist.is_initialized():
-        return speaks_for_host()
+        return prints_for_host()
     if after_rank_0 and dist.get_rank() > 0:
         time.sleep(2.0)
     try:

@@ -70,7 +70,7 @@ class Offloader:
         if self.gradients:
             self.optimizer.zero_grad()  # gradients outside the buffers: float32 copies of 16-bit gradients
         self._collect()
-        for data, host in self._pieces():
+        for data, host in self._slices():
             host.copy_(data, non_blocking=True)
         torch.cuda.synchronize()
         for storage, _ in self._copied + self._dropped:
@@ -94,7 +94,7 @@ class Offloader:
                 f"the trainer freed {size:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
                 "the inference server or program that still holds memory there, and resume with --load"
             ) from error
-        for data, host in self._pieces():
+        for data, host in self._slices():
             data.copy_(host, non_blocking=True)
         for storage, _ in self._dropped:
             _bytes_of(storage).zero_()
@@ -127,7 +127,7 @@ class Offloader:
                 if wanted:
                     moving.append((storage, storage.nbytes()))
 
-    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (bytes on the device, bytes on the host) of all copied storages, split at the ends of host blocks."""
         position = 0
         for storage, size in self._copied:
@@ -183,6 +183,6 @@ def _host_block(held: int) -> torch.Tensor:
         return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device().type == "cuda")
     except RuntimeError as error:
         raise GrpoError(
-            f"--offload-*: the host has no more page-locked memory for this process than {held / 2**30:.2f} GiB: "
+            f"--offload-*: this process can allocate only {held / 2**30:.2f} GiB of page-locked host memory: "
             "offload less, or use a host with more memory or a higher limit of locked memory (ulimit -l)"
         ) from error

@@ -52,7 +52,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    _keep_what_is_there(args, resume)
+    _check_save_directory(args, resume)
     if resume:
         _check_position(args)
     if args.dry_run:
@@ -144,13 +144,13 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     )
 
 
-def _keep_what_is_there(args, resume: bool) -> None:
+def _check_save_directory(args, resume: bool) -> None:
     """Raise GrpoError if --save holds logs and checkpoints of another run, which this run would replace."""
     there = checkpoint.latest_iteration(args.save) if args.save else None
     if there is not None and not (resume and Path(args.load).resolve() == Path(args.save).resolve()):
         raise GrpoError(
             f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
-            "to go on from it, or choose another folder"
+            "to resume it, or choose another directory"
         )
 
 
@@ -162,9 +162,9 @@ def _check_position(args) -> None:
     iteration, per_rollout = checkpoint.latest_iteration(args.load), args.updates_per_rollout
     if iteration % per_rollout:
         raise GrpoError(
-            f"{args.load} holds a checkpoint of iteration {iteration}, which is no multiple of the updates per rollout "
-            f"({per_rollout} = --steps-per-generation {args.steps_per_generation} x --num-iterations "
-            f"{args.num_iterations}): give both as before, or take the weights alone with --finetune"
+            f"{args.load} holds a checkpoint of iteration {iteration}, which is not a multiple of the updates per "
+            f"rollout ({per_rollout} = --steps-per-generation {args.steps_per_generation} x --num-iterations "
+            f"{args.num_iterations}): give both as before, or load only the weights with --finetune"
         )
 
 
@@ -172,7 +172,9 @@ def _check_destinations(args) -> None:
     """Raise GrpoError for output directories without write access."""
     export = Path(args.save_hf) if args.save_hf else None
     if export and export.exists() and not hf.is_replaceable(export):
-        raise GrpoError(f"--save-hf {export} exists and is no Hugging Face model directory: choose another place")
+        raise GrpoError(
+            f"--save-hf {export} exists and is not a Hugging Face model directory: choose another directory"
+        )
     places = {
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,
@@ -187,9 +189,11 @@ def _check_destinations(args) -> None:
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise GrpoError(f"{flag} {directory} cannot be made: {error.strerror}; choose another place") from error
+            raise GrpoError(
+                f"{flag} {directory} cannot be created: {error.strerror}; choose another directory"
+            ) from error
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another place")
+            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
 
 
 def _merge_architecture(args, resume: bool) -> None:

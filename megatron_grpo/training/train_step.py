@@ -15,7 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
-from megatron_grpo.algorithm.loss_metrics import update_metrics
+from megatron_grpo.algorithm.loss_metrics import is_extreme, update_metrics
 from megatron_grpo.data.pack import Pack
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule
@@ -145,7 +145,7 @@ def _data_parallel_totals(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict
     dist.all_reduce(values[1:], dist.ReduceOp.MAX, group=group)
     rows = zip(names, *values.tolist(), strict=True)
     return {
-        name: high if name.endswith("/max") else -low if name.endswith("/min") else sum_
+        name: sum_ if not is_extreme(name) else high if name.endswith("/max") else -low
         for name, sum_, high, low in rows
     }
 

@@ -160,7 +160,7 @@ class Trainer:
         10. `_check_probe`: the probe's log-probabilities are compared with the trainer's
 
         Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
-        only without --offload-model. If the engine is lost in steps 2 to 8, `_end_without_engine` ends the run.
+        only without --offload-model. If the engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
         """
         memory, position = {"train": self._memory()}, self._position()
         probe = None
@@ -179,7 +179,7 @@ class Trainer:
             yield
             self.engine.sleep()
         except EngineLost as error:
-            self._end_without_engine(error, position)
+            self._raise_engine_lost(error, position)
         memory["asleep"] = self._memory()
         self._reload()
         if probe is not None:
@@ -222,7 +222,7 @@ class Trainer:
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return (total - free) / 2**30
 
-    def _end_without_engine(self, error: EngineLost, position: dict[str, Any]) -> NoReturn:
+    def _raise_engine_lost(self, error: EngineLost, position: dict[str, Any]) -> NoReturn:
         """Raise EngineLost with the cause and the checkpoint for a resume. Collective.
 
         The run is saved in its state at ``position`` if all ranks answer and each can reload its tensors. A device does
@@ -236,11 +236,11 @@ class Trainer:
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
                 able = False
-        lost = EngineLost(f"{str(error).rstrip('.')}. {self._save_if(able, position)}")
+        lost = EngineLost(f"{str(error).rstrip('.')}. {self._try_save(able, position)}")
         lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
         raise lost from error
 
-    def _save_if(self, able: bool, position: dict[str, Any]) -> str:
+    def _try_save(self, able: bool, position: dict[str, Any]) -> str:
         """Save the run in its state at ``position`` if all ranks are ``able``; return a sentence on how to resume."""
         save = self.args.save
         if not save:
@@ -250,7 +250,7 @@ class Trainer:
             self.save(position)
             newest = self.iteration
         if newest == self.iteration:
-            return f"The run is saved at iteration {newest}: --load {save} goes on from there"
+            return f"The run is saved at iteration {newest}: --load {save} resumes from it"
         if newest is None:
             return "The run could not be saved, and there is no checkpoint: start it again"
         return f"The run could not be saved; the newest checkpoint is iteration {newest}: --load {save} resumes from it"
@@ -267,8 +267,8 @@ class Trainer:
         if stale or gap > limit:
             versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
-                f"the engine does not hold the trainer's weights: it sampled with version {versions}, last sent was "
-                f"{self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, allowed {limit:g}. "
+                f"the engine does not hold the trainer's weights: it sampled with version {versions}, the last sync "
+                f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g}. "
                 "The last checkpoint is good; report this with the model's config.json and the versions in the banner"
             )
 

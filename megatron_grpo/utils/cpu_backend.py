@@ -28,7 +28,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _names_cuda(value: object) -> bool:
+def _is_cuda_device(value: object) -> bool:
     return (isinstance(value, torch.device) and value.type == "cuda") or (
         isinstance(value, str) and value.startswith("cuda")
     )
@@ -47,7 +47,7 @@ def patch_factories() -> None:
 
     def on_cpu(factory):
         def create(*args, **kwargs):
-            if _names_cuda(kwargs.get("device")):
+            if _is_cuda_device(kwargs.get("device")):
                 kwargs["device"] = CPU
             kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
@@ -96,10 +96,10 @@ def patch_streams() -> None:
         def __init__(self, *args, **kwargs):
             pass
 
-        def _nothing(self, *args, **kwargs):
+        def _return_self(self, *args, **kwargs):
             return self
 
-        wait_stream = wait_event = synchronize = record_event = record = wait = _nothing
+        wait_stream = wait_event = synchronize = record_event = record = wait = _return_self
 
         def __eq__(self, other):
             return isinstance(other, Stream)

@@ -17,7 +17,7 @@ class EngineLost(GrpoError):
     saved = False  # True if the run's newest checkpoint holds its newest update
 
 
-def speaks_for_host() -> bool:
+def prints_for_host() -> bool:
     """Return whether this process prints an error that all processes of its host have; only local rank 0 does.
 
     The other processes wait 30 seconds: torchrun ends all processes when one exits, which would cut off the message.

@@ -52,7 +52,7 @@ class Client:
         except (aiohttp.ClientError, OSError) as error:
             raise Fault(f"{path}: {error or type(error).__name__}", retryable=True) from error
         if status in (401, 403):
-            raise Fault(f"the API key is refused: give the one that the server was started with by {self.key_flag}")
+            raise Fault(f"the server refuses the API key: give the key of the server's {self.key_flag}")
         if status >= 400:
             # A repeated request has the same client error (4xx), except 408 and 429, which report an overloaded server.
             retryable = status >= 500 or status in (408, 429)

@@ -80,7 +80,7 @@ def table(args: Namespace) -> list[Weight]:
     dims, family = dimensions(args), families.for_args(args)
     if args.mtp_num_layers and not family.mtp_mappings:
         raise GrpoError(f"model family {family.name} has no multi-token prediction: leave out --mtp-num-layers")
-    before, layered, after = _around_layers(family.mappings)
+    before, layered, after = _split_at_layers(family.mappings)
 
     def weights(mappings: Sequence[ParameterMapping], kind: int | None, **numbers: int) -> Iterator[Weight]:
         for mapping in mappings:
@@ -214,7 +214,7 @@ def owning_stages(weights: Sequence[Weight], held: Container[str]) -> dict[str, 
     return {weight.name: owner for weight, owner in zip(weights, owners.tolist(), strict=True)}
 
 
-def _around_layers(
+def _split_at_layers(
     mappings: Sequence[ParameterMapping],
 ) -> tuple[list[ParameterMapping], list[ParameterMapping], list[ParameterMapping]]:
     """Split a table into the mappings before, of, and after the decoder layers."""

@@ -175,13 +175,13 @@ class Weight:
         return self.axis or 0
 
     @property
-    def _in_front(self) -> tuple[int, ...]:
+    def _expert_index(self) -> tuple[int, ...]:
         """Return the index on the additional first axis of the Hugging Face tensors; () if there is none."""
         return (self.expert,) if self.all_experts and self.expert is not None else ()
 
     def part_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor's part of this parameter, with the parameter's order of axes."""
-        shapes = [shape[len(self._in_front) :] for shape in self.hf.values()]
+        shapes = [shape[len(self._expert_index) :] for shape in self.hf.values()]
         return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes] if self.transposed else shapes
 
     def slices(self, tp_rank: int, tp_size: int) -> Sequence[Slice]:
@@ -210,7 +210,7 @@ class Weight:
                 block = read(name, self._index(len(shard.shape), first, last))
                 block = block.mT if self.transposed else block
                 for (_, start, stop, step), offset in run:
-                    lines = _along(axis, slice(start - first, stop - first, step))
+                    lines = _axis_slice(axis, slice(start - first, stop - first, step))
                     part = block[lines]
                     shard.narrow(axis, offset, part.shape[axis]).copy_(part)
         for offset, span in placed:
@@ -224,7 +224,7 @@ class Weight:
             axis = {axes - 1: axes - 2, axes - 2: axes - 1}.get(axis, axis)
         index = [slice(None)] * axes
         index[axis] = slice(first, last)
-        return (*self._in_front, *index)
+        return (*self._expert_index, *index)
 
     def split(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the Hugging Face tensors, in the order of `hf`, from the shards of all tensor-parallel ranks.
@@ -244,7 +244,7 @@ class Weight:
             if len(parts) > 1:
                 tensor = tensor.new_empty(shape)
                 for (_, start, stop, step), part in parts:
-                    tensor[_along(axis, slice(start, stop, step))] = part
+                    tensor[_axis_slice(axis, slice(start, stop, step))] = part
             whole.append(tensor.mT if self.transposed else tensor)
         return whole
 
@@ -269,7 +269,7 @@ class Weight:
         at[self.lines_axis] = lines[at[self.lines_axis]]
         if self.transposed:
             at[-2:] = at[:-3:-1]
-        at = [torch.full_like(positions, expert) for expert in self._in_front] + at
+        at = [torch.full_like(positions, expert) for expert in self._expert_index] + at
         flat = torch.zeros_like(positions)
         for number, shape in enumerate(self.hf.values()):
             there = sum(index * prod(shape[axis + 1 :]) for axis, index in enumerate(at))
@@ -284,7 +284,7 @@ def _slices(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, 
     return tuple(_cut(order, tp_rank * share, (tp_rank + 1) * share))
 
 
-def _along(axis: int, lines: slice) -> tuple[slice, ...]:
+def _axis_slice(axis: int, lines: slice) -> tuple[slice, ...]:
     return (slice(None),) * axis + (lines,)
 
 

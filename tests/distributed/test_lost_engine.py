@@ -64,7 +64,7 @@ def test_a_run_that_lost_the_engine_of_one_rank_goes_on_as_if_it_had_not(flags, 
     done = run(["1", "8"], save, check=False)
     assert done.returncode == 1
     message = f"error: {what} failed on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 MiB. The run is "
-    message += f"saved at iteration 1: --load {save} goes on from there"
+    message += f"saved at iteration 1: --load {save} resumes from it"
     assert done.stdout.count("error: ") == 1, done.stdout
     assert done.stdout.splitlines()[-1].endswith(message), done.stdout
     assert "GPU 0 has a total capacity" in done.stdout  # the traceback of the rank that failed

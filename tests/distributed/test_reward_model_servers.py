@@ -113,7 +113,7 @@ def test_scores_are_transformers_and_none_is_lost_with_a_server(classifier, talk
             if key == len(texts) + len(chats) // 2:  # some are on their way, others will find nobody
                 served.kill()
             pool.submit(key, sample)
-        while "asked again" not in said:
+        while "retrying" not in said:
             assert pool.poll(0.1)
             said += capfd.readouterr().err
         served.start()

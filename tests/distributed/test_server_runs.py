@@ -69,7 +69,7 @@ def test_a_run_that_lost_all_servers_goes_on_as_if_it_had_not(flags, double, tmp
     assert done.returncode == 1
     message = f"error: no server is left to generate ({double.url}: "
     assert done.stdout.count(message) == 1, done.stdout
-    assert f"The run is saved at iteration 1: --load {save} goes on from there" in done.stdout
+    assert f"The run is saved at iteration 1: --load {save} resumes from it" in done.stdout
     assert 'pretrain_grpo.py", line' not in done.stdout  # the only traceback is torchrun's own
     assert "Unclosed" not in done.stdout  # aiohttp's complaint of a connection that nobody closed
     assert latest_iteration(save) == 1

@@ -258,7 +258,7 @@ REWARDS: list[Case] = [
     (
         "nothing registered",
         plugin("def mine(sample):\n    return 1.0\n"),
-        r'no reward function "mine".*comes from --external-plugins FILE and @register_reward',
+        r'unknown reward function "mine".*by @register_reward in a file of --external-plugins',
     ),
 ]
 
@@ -377,7 +377,7 @@ CHECKPOINTS: list[Case] = [
     (
         "another reuse",
         lambda b: b.resume("--num-iterations", "4"),
-        r"checkpoint of iteration 2, which is no multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
+        r"checkpoint of iteration 2, not a multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
     ),
     ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or restart the data"),
     (
@@ -396,11 +396,15 @@ CHECKPOINTS: list[Case] = [
         lambda b: ["--save", str(b.run())],
         r"--save .*run holds the checkpoint of iteration 2 .*: add --load",
     ),
-    ("save to a file", lambda b: ["--save", str(b.train)], r"--save .*train\.jsonl .*; choose another place"),
-    ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*jsonl/run .*; choose another place"),
-    ("save in /proc", flags("--save /proc/run"), r"--save /proc/run .*; choose another place"),
-    ("curves to a file", lambda b: ["--tensorboard-dir", str(b.train)], r"--tensorboard-dir .* choose another place"),
-    ("foreign export", lambda b: ["--save-hf", str(b.thesis())], r"--save-hf .*thesis .*: choose another place"),
+    ("save to a file", lambda b: ["--save", str(b.train)], r"--save .*train\.jsonl .*; choose another directory"),
+    ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*jsonl/run .*; choose another directory"),
+    ("save in /proc", flags("--save /proc/run"), r"--save /proc/run .*; choose another directory"),
+    (
+        "curves to a file",
+        lambda b: ["--tensorboard-dir", str(b.train)],
+        r"--tensorboard-dir .* choose another directory",
+    ),
+    ("foreign export", lambda b: ["--save-hf", str(b.thesis())], r"--save-hf .*thesis .*: choose another directory"),
 ]
 
 
@@ -414,14 +418,14 @@ FAILING_REWARDS: list[Case] = [
     (
         "always hangs",
         failing("while True: pass", "--reward-timeout", "0.3"),
-        r'"mine" gave no value and timed out on 4 samples; .*longer than 0\.3 s \(--reward-timeout\)',
+        r'"mine" returned no value and timed out on 4 samples; .*longer than 0\.3 s \(--reward-timeout\)',
     ),
-    ("always gives text", failing("return '1'"), r"\"mine\" failed on all 8 .*returned '1', no finite number"),
+    ("always gives text", failing("return '1'"), r"\"mine\" failed on all 8 .*returned '1', not a finite number"),
     ("always dies", failing("import os; os._exit(3)"), r'"mine" failed on all 8 .*ended its process.*status 3'),
     (
         "gold that is no mathematics",
         lambda b: b.resume("--reward-funcs", "accuracy", *b.data(*['{"prompt": "1", "answer": "blue"}'] * 8)),
-        r"\"accuracy\" on .*bad\.jsonl:\d: .*no mathematical expression in .*'blue'; for text use exact_match",
+        r"\"accuracy\" on .*bad\.jsonl:\d: .*no mathematical expression in .*'blue': use --reward-funcs exact_match",
     ),
     (
         "no gold",

@@ -98,10 +98,10 @@ def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any
         files = sorted(path.rglob("*.json"))
         if not files:
             raise GrpoError(f"{path}: the folder has no .json files")
-        yield from ((str(file), partial(_object, file)) for file in files)
-    elif path.suffix == ".json" and path.is_file() and _begins(path) == b"[":
+        yield from ((str(file), partial(_read_object, file)) for file in files)
+    elif path.suffix == ".json" and path.is_file() and _starts_with(path) == b"[":
         try:
-            entries = _json(path)
+            entries = _parse_json(path)
         except GrpoError as error:
             raise GrpoError(f"{path}: {error}") from error
         yield from ((f"{path}, entry {number}", partial(_as_object, row)) for number, row in enumerate(entries, 1))
@@ -112,20 +112,20 @@ def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any
             yield where, partial(file.row, block, index)
 
 
-def _begins(path: Path) -> bytes:
+def _starts_with(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
 
 
-def _json(path: Path) -> Any:
+def _parse_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise GrpoError(f"not valid JSON ({error})") from error
 
 
-def _object(path: Path) -> dict[str, Any]:
-    return _as_object(_json(path))
+def _read_object(path: Path) -> dict[str, Any]:
+    return _as_object(_parse_json(path))
 
 
 def _as_object(row: Any) -> dict[str, Any]:

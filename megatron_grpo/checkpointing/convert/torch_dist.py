@@ -36,7 +36,7 @@ _LAYER = re.compile(r"((decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.+)
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _TO_FUSED = {norm: fused for fused, norm in FUSED_NORMS.items()}
 # Tensors of a training checkpoint that are not the model's (keys other than these hold pickled objects, not tensors).
-_NOT_THE_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
+_NON_MODEL_KEYS = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class Place(NamedTuple):
@@ -118,13 +118,13 @@ class Checkpoint:
             self.tensors: dict[str, TensorStorageMetadata] = {
                 key: value
                 for key, value in metadata.state_dict_metadata.items()
-                if isinstance(value, TensorStorageMetadata) and not _NOT_THE_MODEL.match(key)
+                if isinstance(value, TensorStorageMetadata) and not _NON_MODEL_KEYS.match(key)
             }
             self._stored: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         except (OSError, EOFError, UnpicklingError, AttributeError, ImportError) as error:
             raise GrpoError(f"{self.directory / '.metadata'} cannot be read: {error!r}") from None
         self._check_files()
-        self._file = cache(self._map)
+        self._file = cache(self._map_file)
         self._chunks = cache(self._chunks_by_index)
 
     def _check_format(self) -> None:
@@ -175,14 +175,14 @@ class Checkpoint:
             for endings in (("",), ("_w", "_v")):  # megatron-core's singleton_local_shards: gate and up
                 places = [place._replace(key=place.key + ending) for ending in endings]
                 if all(place.key in self.tensors for place in places):
-                    self._check(weight, places)
+                    self._check_shape(weight, places)
                     return places
         raise GrpoError(
             f"checkpoint {self.directory} lacks {place_of(args, weight.name).key} (the model's {weight.name}): its "
             "architecture is not that of its stored arguments or of --hf-config"
         )
 
-    def _check(self, weight: Weight, places: Sequence[Place]) -> None:
+    def _check_shape(self, weight: Weight, places: Sequence[Place]) -> None:
         rows, *columns = weight.shard_shape(1)
         for place in places:
             stored = self.tensors[place.key]
@@ -250,6 +250,6 @@ class Checkpoint:
         bytes_ = memory[start : start + meta.untyped_storage().nbytes()]
         return torch.empty(0, dtype=meta.dtype).set_(bytes_, meta.storage_offset(), meta.shape, meta.stride())
 
-    def _map(self, name: str) -> torch.UntypedStorage:
+    def _map_file(self, name: str) -> torch.UntypedStorage:
         file = self.directory / name
         return torch.UntypedStorage.from_file(str(file), shared=False, nbytes=file.stat().st_size)

@@ -8,15 +8,15 @@ from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.rewards.sandbox.sandbox import Limits, sandbox
 from megatron_grpo.utils.errors import GrpoError
 
-_SHARE = 0.8  # share of --reward-timeout for the tests; the sandbox itself needs the rest
-_FORMS = '"assert ..", {"stdin": .., "stdout": ..} or {"call": NAME, "args": [..], "returns": ..}'
+_TESTS_SHARE = 0.8  # share of --reward-timeout for the tests; the rest is for the sandbox
+_TEST_FORMATS = '"assert ..", {"stdin": .., "stdout": ..} or {"call": NAME, "args": [..], "returns": ..}'
 
 
 @register_reward("code")
 def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory: int, reward_timeout: float) -> float:
     """Return the share of row["tests"] that the completion's last block of Python (```python .. ```) passes, else 0.
 
-    row["tests"] is a list, or JSON text of a list. A test has one of three forms:
+    row["tests"] is a list, or JSON text of a list. A test has one of three formats:
     - "assert f(1) == 2": Python code to run after the program
     - {"stdin": .., "stdout": ..}: the comparison ignores white space at the ends of lines and of the output
     - {"call": NAME, "args": [..], "returns": ..}: the comparison is of JSON values
@@ -27,8 +27,8 @@ def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory:
     program = last_code_block(sample.completion)
     if program is None:
         return 0.0
-    limits = Limits(code_timeout, _SHARE * reward_timeout, code_memory)
-    results = sandbox(code_sandbox == "strict").run(program, [_question(test) for test in tests], limits)
+    limits = Limits(code_timeout, _TESTS_SHARE * reward_timeout, code_memory)
+    results = sandbox(code_sandbox == "strict").run(program, [_without_expected_result(test) for test in tests], limits)
     return sum(map(passes, tests, results)) / len(tests)
 
 
@@ -47,7 +47,7 @@ def _tests(column: Any) -> list[dict[str, Any]]:
         tests = [{"assert": test} if isinstance(test, str) else test for test in tests]
         if all(map(_is_test, tests)):
             return tests
-    raise GrpoError(f'the row\'s "tests" must be a list of {_FORMS}, found {column!r:.200}')
+    raise GrpoError(f'the row\'s "tests" must be a list of {_TEST_FORMATS}, found {column!r:.200}')
 
 
 def _is_test(test: Any) -> bool:
@@ -57,7 +57,7 @@ def _is_test(test: Any) -> bool:
     return False
 
 
-def _question(test: dict[str, Any]) -> dict[str, Any]:
+def _without_expected_result(test: dict[str, Any]) -> dict[str, Any]:
     """Return the test without its expected result, which must be hidden from the program."""
     return {key: value for key, value in test.items() if key not in ("stdout", "returns")}
 

@@ -10,7 +10,7 @@ from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
+_UNICODE_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 
 
 @register_reward("countdown")
@@ -23,22 +23,25 @@ def countdown(sample: Sample) -> float:
     Source of the game's form: TinyZero (Pan et al. 2025, github.com/Jiayi-Pan/TinyZero).
     """
     numbers, target = sample.row.get("nums"), sample.row.get("target")
-    if not _whole([target]) or not isinstance(numbers, list) or not numbers or not _whole(numbers):
-        raise GrpoError(f'the row needs whole "nums" (a list) and "target", found {numbers!r:.80} and {target!r:.80}')
+    if not _are_integers([target]) or not isinstance(numbers, list) or not numbers or not _are_integers(numbers):
+        raise GrpoError(
+            f'the row needs "nums" (a list of integers) and "target" (an integer), found {numbers!r:.80} and '
+            f"{target!r:.80}"
+        )
     answer = final_answer(sample.completion)
     if answer is None:
         return 0.0
     used: list[int] = []
     try:
-        tree = ast.parse(answer.partition("=")[0].translate(_SIGNS).strip(), mode="eval")
+        tree = ast.parse(answer.partition("=")[0].translate(_UNICODE_SIGNS).strip(), mode="eval")
         value = _value(tree.body, used)
-    # The text is no expression, or is nested too deeply for Python's parser.
+    # The text is not an expression, or is nested too deeply for Python's parser.
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     return float(value == target and Counter(used) == Counter(numbers))
 
 
-def _whole(values: list) -> bool:
+def _are_integers(values: list) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 

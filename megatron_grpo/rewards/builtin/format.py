@@ -1,4 +1,4 @@
-"""Rewards for the format of a completion: a thought, then an answer in tags or a tool call."""
+"""Rewards for the format of a completion: reasoning, then an answer in tags or a tool call."""
 
 import re
 
@@ -17,7 +17,7 @@ def format_reward(sample: Sample) -> float:
     Each tag occurs once, with only white space before, between and after the two parts. If the prompt ends with
     "<think>", as with some chat templates, this tag counts as the beginning of the completion.
     """
-    text = _with_opened_thought(sample)
+    text = _with_think_tag(sample)
     return float(all(text.count(tag) == 1 for tag in _TAGS) and _FORMAT.fullmatch(text) is not None)
 
 
@@ -28,12 +28,12 @@ def react_format(sample: Sample) -> float:
     Each of these four markers occurs once. If the prompt ends with "<think>", this tag counts as the beginning of the
     completion.
 
-    Source: Yao et al. 2022, ReAct (arXiv:2210.03629); here the thought is in tags.
+    Source: Yao et al. 2022, ReAct (arXiv:2210.03629); here the reasoning is in tags.
     """
-    text = _with_opened_thought(sample)
+    text = _with_think_tag(sample)
     once = all(text.count(part) == 1 for part in (*_THINK, "Action:", "Action Input:"))
     return float(once and _REACT.fullmatch(text) is not None)
 
 
-def _with_opened_thought(sample: Sample) -> str:
+def _with_think_tag(sample: Sample) -> str:
     return ("<think>" if sample.prompt.rstrip().endswith("<think>") else "") + sample.completion

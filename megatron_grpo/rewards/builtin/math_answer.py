@@ -16,10 +16,10 @@ from megatron_grpo.utils.errors import GrpoError
 
 # Time limit of each step of math-verify (SIGALRM: main thread only). An expression that sympy cannot evaluate in time
 # is a wrong answer. The pool's limit of the whole call is above the sum of these limits.
-_SECONDS = 3
+_STEP_TIMEOUT = 3
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 # Thousands separated by a space: math-verify would parse 1\,234 as the mixed number 1 + 234.
-_SPACED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;!: ]|~| )\d{3})+(?!\d)")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;!: ]|~| )\d{3})+(?!\d)")
 # A separate word after removal of LaTeX commands and their text: the text is prose, and math-verify searches it.
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{3,}(?=[\s.,:;!?]|$)")
 _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -31,16 +31,16 @@ def read(text: str) -> tuple[Any, ...]:
 
     TimeoutError if parsing takes too long. The cache does not keep time-outs, because a slow machine can cause them.
     """
-    text = _SPACED.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
+    text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
     if not _DELIMITED.search(text) and not _WORD.search(_COMMAND.sub(" ", text)):
         text = f"${text.rstrip('.')}$"
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
-        found = tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=_SECONDS))
+        found = tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=_STEP_TIMEOUT))
     except TimeoutException:  # a BaseException; parse raises it in some cases and returns [] in others
         found = ()
-    if not found and time.monotonic() - begun >= _SECONDS:
-        raise TimeoutError(f"math-verify did not read {text[:200]!r} within {_SECONDS} s")
+    if not found and time.monotonic() - start >= _STEP_TIMEOUT:
+        raise TimeoutError(f"math-verify did not parse {text[:200]!r} within {_STEP_TIMEOUT} s")
     return found
 
 
@@ -56,11 +56,12 @@ def accuracy(sample: Sample) -> float:
     gold = read(last_boxed(text) or text.rpartition("####")[2])
     if not gold:
         raise GrpoError(
-            f"math-verify finds no mathematical expression in the gold answer {text[-200:]!r}; for text use exact_match"
+            f"math-verify finds no mathematical expression in the gold answer {text[-200:]!r}: use "
+            "--reward-funcs exact_match for text"
         )
     answer = final_answer(sample.completion)
     try:
-        return float(answer is not None and verify(list(gold), list(read(answer)), timeout_seconds=_SECONDS))
+        return float(answer is not None and verify(list(gold), list(read(answer)), timeout_seconds=_STEP_TIMEOUT))
     except TimeoutError:
         return 0.0
 

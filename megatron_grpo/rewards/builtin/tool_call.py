@@ -25,8 +25,8 @@ def tool_call(sample: Sample) -> float:
 
     Source of the two parts, names and arguments: ToolRL (Qian et al. 2025, arXiv:2504.13958), simplified.
     """
-    expected = _expected(sample.row.get("tool_calls"))
-    made = [_read(text) for text in _CALL.findall(sample.completion)]
+    expected = _expected_calls(sample.row.get("tool_calls"))
+    made = [_parse_call(text) for text in _CALL.findall(sample.completion)]
     if not expected:
         return float(not made)
     calls = Counter(call for call in made if call) & Counter(expected)
@@ -34,10 +34,10 @@ def tool_call(sample: Sample) -> float:
     return (names.total() + calls.total()) / (2 * max(len(made), len(expected)))
 
 
-def _expected(column: Any) -> list[tuple[str, str]]:
+def _expected_calls(column: Any) -> list[tuple[str, str]]:
     calls = json_column(column)
     if isinstance(calls, list):
-        read = [_read(json.dumps(call)) for call in calls]
+        read = [_parse_call(json.dumps(call)) for call in calls]
         if all(read):
             return [call for call in read if call]
     raise GrpoError(
@@ -45,10 +45,10 @@ def _expected(column: Any) -> list[tuple[str, str]]:
     )
 
 
-def _read(text: str) -> tuple[str, str] | None:
+def _parse_call(text: str) -> tuple[str, str] | None:
     """Return name and arguments of a call, or None; arguments are JSON with sorted keys, with 2 for 2.0."""
     try:
-        call = json.loads(text, parse_float=_number)
+        call = json.loads(text, parse_float=_parse_number)
     except (ValueError, RecursionError):
         return None
     match call:
@@ -57,6 +57,6 @@ def _read(text: str) -> tuple[str, str] | None:
     return None
 
 
-def _number(text: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -57,7 +57,7 @@ class TemplateJudge:
         try:
             text = self._template.render(prompt=sample.prompt, completion=sample.completion, row=sample.row)
         except jinja2.UndefinedError as error:
-            raise GrpoError(f"the template of --reward-model-template asks for what the row lacks: {error}") from error
+            raise GrpoError(f"--reward-model-template: the row lacks a value of the template: {error}") from error
         return {
             "messages": [{"role": "user", "content": text}],
             "temperature": 0.0,
@@ -69,7 +69,7 @@ class TemplateJudge:
         try:
             return float(found[-1])
         except (IndexError, ValueError) as error:
-            what = f"{found[-1]!r} is no number" if found else f"nothing matches {self._pattern.pattern!r}"
+            what = f"{found[-1]!r} is not a number" if found else f"no match of {self._pattern.pattern!r}"
             raise NoScore(f"{what} in the judge's answer, which ends in {answer[-100:]!r}") from error
 
 
@@ -78,7 +78,9 @@ def register_judge(name: str) -> Callable[[Callable[[], Judge]], Callable[[], Ju
 
     def register(judge: Callable[[], Judge]) -> Callable[[], Judge]:
         if name in _judges:
-            raise GrpoError(f'the judge name "{name}" is taken by {_judges[name].__module__}; choose another')
+            raise GrpoError(
+                f'the judge name "{name}" is already registered by {_judges[name].__module__}: choose another name'
+            )
         _judges[name] = judge
         return judge
 
@@ -90,8 +92,8 @@ def get_judge(name: str) -> Judge:
     if name not in _judges:
         known = ", ".join(sorted(_judges)) or "none"
         raise GrpoError(
-            f'--reward-model-plugin: no judge "{name}", only {known}: register it by @register_judge in a file of '
-            "--external-plugins"
+            f'--reward-model-plugin: unknown judge "{name}" (known: {known}): register it by @register_judge in '
+            "a file of --external-plugins"
         )
     return _judges[name]()
 
@@ -101,19 +103,21 @@ def check_template(text: str) -> None:
     try:
         names = jinja2.meta.find_undeclared_variables(_JINJA.parse(text))
     except jinja2.TemplateSyntaxError as error:
-        raise GrpoError(f"line {error.lineno} is not Jinja: {error.message}") from error
+        raise GrpoError(f"line {error.lineno} is not valid Jinja: {error.message}") from error
     unknown = sorted(names - set(_FIELDS))
     if unknown:
-        raise GrpoError(f"it asks for {unknown[0]}, and there are only {', '.join(_FIELDS)}")
+        raise GrpoError(f"unknown variable {unknown[0]}: the variables are {', '.join(_FIELDS)}")
     if "completion" not in names:
-        raise GrpoError("it does not show the completion: add {{ completion }}")
+        raise GrpoError("the template does not contain the completion: add {{ completion }}")
 
 
 def check_pattern(pattern: str) -> None:
-    """Check a pattern; GrpoError if it is no regular expression, or does not have exactly one group."""
+    """Check a pattern; GrpoError if it is not a regular expression, or does not have exactly one group."""
     try:
         groups = re.compile(pattern).groups
     except (re.error, OverflowError, RecursionError) as error:
-        raise GrpoError(f"{pattern!r} is no regular expression: {error}") from error
+        raise GrpoError(f"{pattern!r} is not a regular expression: {error}") from error
     if groups != 1:
-        raise GrpoError(f"{pattern!r} has {groups} groups: put the score, and only that, in one (...); (?:...) groups")
+        raise GrpoError(
+            f"{pattern!r} has {groups} groups: put only the score in a group (...), and use (?:...) elsewhere"
+        )

@@ -20,8 +20,8 @@ from megatron_grpo.rewards.reward_models.judge import Judge, TemplateJudge, get_
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import Client, Fault
 
-_LONGEST_PAUSE = 5.0  # maximum seconds between two retries
-_TOLD_AFTER = 1.0  # seconds without an answer before a message: shorter interruptions are not reported
+_MAX_PAUSE = 5.0  # maximum seconds between two retries
+_REPORT_AFTER = 1.0  # seconds without an answer before a message: shorter interruptions are not reported
 
 
 class RewardModel(ABC):
@@ -39,7 +39,7 @@ class RewardModel(ABC):
     async def score(self, sample: Sample) -> float | None:
         """Return the score of a sample, or None for "not scored"; Fault if the model gives no score."""
 
-    def shown(self, sample: Sample) -> str | list[dict[str, Any]]:
+    def model_input(self, sample: Sample) -> str | list[dict[str, Any]]:
         """Return the input of a classifier: a text, or a chat for the classifier's chat template."""
         prompt = parse_prompt(sample.row, self.flags["prompt_key"], self.flags["system_prompt"])
         if isinstance(prompt, str):
@@ -48,10 +48,10 @@ class RewardModel(ABC):
             return sample.prompt + sample.completion
         return [*prompt, {"role": "assistant", "content": sample.completion}]
 
-    def without_template(self, reason: str) -> None:
+    def disable_template(self, reason: str) -> None:
         """Use plain text instead of chats as input from now on, and print the reason."""
         self._has_template = False
-        print(f"reward model {self.spec.name} is shown chats as plain text: {reason}", flush=True)
+        print(f"reward model {self.spec.name} receives chats as plain text: {reason}", flush=True)
 
 
 class ServedModel(RewardModel, Client):
@@ -67,17 +67,19 @@ class ServedModel(RewardModel, Client):
         Client.__init__(self, address, os.environ.get(spec.key_variable))
         RewardModel.__init__(self, spec, flags)
         self.key_flag = f"--api-key: {spec.key_variable} in the environment"
-        self._patience = flags["reward_model_timeout"]
-        self._room = asyncio.Semaphore(flags["reward_model_concurrency"])
-        self._away_since: float | None = None  # time of the first retryable fault after the last answer
-        self._told = False
+        self._timeout = flags["reward_model_timeout"]
+        self._slots = asyncio.Semaphore(flags["reward_model_concurrency"])
+        self._failing_since: float | None = None  # time of the first retryable fault after the last answer
+        self._reported = False
 
     async def check(self) -> None:
         try:
-            cards = (await self._ask("GET", "/v1/models"))["data"]
+            cards = (await self._request("GET", "/v1/models"))["data"]
             names = [card["id"] for card in cards]
             if not self._model and len(names) != 1:
-                raise Fault(f"it has {len(names)} models ({', '.join(names)[:200]}): name one, {self.url}#MODEL")
+                raise Fault(
+                    f"the server has {len(names)} models ({', '.join(names)[:200]}): choose one with {self.url}#MODEL"
+                )
             self._model = self._model or names[0]
             await self.check_kind()
         except Fault as fault:
@@ -88,31 +90,31 @@ class ServedModel(RewardModel, Client):
     async def check_kind(self) -> None:
         """Check the kind of the server's model; Fault if it is another kind."""
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         first = None
-        async with self._room:
+        async with self._slots:
             for pause in _pauses():
                 try:
-                    answer = await self.call(method, path, body, self._patience)
+                    answer = await self.call(method, path, body, self._timeout)
                 except Fault as fault:
                     if not fault.retryable:
                         raise
                     now = time.monotonic()
                     first = first or now
-                    self._away_since = self._away_since or now
-                    if not self._told and now - self._away_since > _TOLD_AFTER:
-                        self._told = True
-                        self._tell(f"{fault}; it is asked again for {self._patience:g} s (--reward-model-timeout)")
-                    if now - min(first, self._away_since) >= self._patience:
-                        raise Fault(f"{fault}; it was asked for {self._patience:g} s", retryable=True) from fault
-                    await asyncio.sleep(min(pause, self._patience / 4))
+                    self._failing_since = self._failing_since or now
+                    if not self._reported and now - self._failing_since > _REPORT_AFTER:
+                        self._reported = True
+                        self._log(f"{fault}; retrying for {self._timeout:g} s (--reward-model-timeout)")
+                    if now - min(first, self._failing_since) >= self._timeout:
+                        raise Fault(f"{fault}; retried for {self._timeout:g} s", retryable=True) from fault
+                    await asyncio.sleep(min(pause, self._timeout / 4))
                 else:
-                    if self._told and self._away_since:
-                        self._tell(f"answers again, after {time.monotonic() - self._away_since:.1f} s")
-                    self._away_since, self._told = None, False
+                    if self._reported and self._failing_since:
+                        self._log(f"answers again, after {time.monotonic() - self._failing_since:.1f} s")
+                    self._failing_since, self._reported = None, False
                     return answer
 
-    def _tell(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         print(f"reward model {self.spec.name} at {self.url}: {what}", flush=True)
 
 
@@ -120,7 +122,7 @@ def _pauses() -> Iterator[float]:
     pause = 0.25
     while True:
         yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
 class ServedClassifier(ServedModel):
@@ -128,25 +130,25 @@ class ServedClassifier(ServedModel):
 
     async def check_kind(self) -> None:
         try:
-            _logit(await self.call("POST", "/classify", self._body("a"), self._patience))
+            _logit(await self.call("POST", "/classify", self._body("a"), self._timeout))
         except Fault as fault:
             raise Fault(
-                f"{fault}. Is it a classifier, started by `vllm serve DIR --runner pooling`? A generative model can be "
-                "a judge, by --reward-model-template"
+                f"{fault}. Is it a classifier, started by `vllm serve DIR --runner pooling`? For a generative model "
+                "add --reward-model-template"
             ) from fault
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            _logit(await self.call("POST", "/classify", self._body(chat), self._patience))
+            _logit(await self.call("POST", "/classify", self._body(chat), self._timeout))
         except Fault as fault:
             if fault.retryable:
                 raise
-            self.without_template(str(fault))
+            self.disable_template(str(fault))
 
     async def score(self, sample: Sample) -> float:
-        return _logit(await self._ask("POST", "/classify", self._body(self.shown(sample))))
+        return _logit(await self._request("POST", "/classify", self._body(self.model_input(sample))))
 
-    def _body(self, shown: str | list[dict[str, Any]]) -> dict[str, Any]:
-        what = {"input": shown} if isinstance(shown, str) else {"messages": shown}
+    def _body(self, model_input: str | list[dict[str, Any]]) -> dict[str, Any]:
+        what = {"input": model_input} if isinstance(model_input, str) else {"messages": model_input}
         return {"model": self._model, "use_activation": False} | what
 
 
@@ -155,8 +157,8 @@ def _logit(answer: Any) -> float:
         case {"data": [{"probs": [int() | float() as logit]}]}:
             return logit
         case {"data": [{"probs": [*classes]}]}:
-            raise Fault(f"it tells {len(classes)} classes apart: serve a classifier with one score (num_labels 1)")
-    raise Fault(f"its answer is no classifier's: {answer!r:.200}")
+            raise Fault(f"the classifier has {len(classes)} classes: serve one with a single score (num_labels 1)")
+    raise Fault(f"the answer is not from a classifier: {answer!r:.200}")
 
 
 class ServedJudge(ServedModel):
@@ -169,25 +171,25 @@ class ServedJudge(ServedModel):
     async def check_kind(self) -> None:
         body = {"model": self._model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         try:
-            _text(await self.call("POST", "/v1/chat/completions", body, self._patience))
+            _text(await self.call("POST", "/v1/chat/completions", body, self._timeout))
         except Fault as fault:
             if self.spec.plugin and fault.status != 404:
                 return  # the plug-in's requests may differ from this one
             raise Fault(
-                f"{fault}. Is it a generative model with a chat template? A classifier has no --reward-model-template "
-                "and no --reward-model-plugin"
+                f"{fault}. Is it a generative model with a chat template? For a classifier remove "
+                "--reward-model-template and --reward-model-plugin"
             ) from fault
 
     async def score(self, sample: Sample) -> float | None:
         body = {"model": self._model} | self._judge.request(sample)
-        return self._judge.score(sample, _text(await self._ask("POST", "/v1/chat/completions", body)))
+        return self._judge.score(sample, _text(await self._request("POST", "/v1/chat/completions", body)))
 
 
 def _text(answer: Any) -> str:
     match answer:
         case {"choices": [{"message": {"content": str() | None as text}}, *_]}:
             return text or ""  # None: the answer is only reasoning
-    raise Fault(f"its answer is no chat completion: {answer!r:.200}")
+    raise Fault(f"the answer is not a chat completion: {answer!r:.200}")
 
 
 class LocalClassifier(RewardModel):
@@ -216,22 +218,22 @@ class LocalClassifier(RewardModel):
         if info["missing_keys"]:
             raise GrpoError(
                 f"--reward-model {self.spec.name}={directory}: its files lack {sorted(info['missing_keys'])[0]}, which "
-                "would be random: take a trained classifier"
+                "would have random weights: give a trained classifier"
             )
         self._model.eval()
-        self._longest = getattr(self._model.config, "max_position_embeddings", None)
+        self._max_length = getattr(self._model.config, "max_position_embeddings", None)
         if self._tokenizer.chat_template is None:
-            self.without_template(f"{Path(directory).name} has no chat template")
+            self.disable_template(f"{Path(directory).name} has no chat template")
 
     async def score(self, sample: Sample) -> float:
-        shown = self.shown(sample)
-        if isinstance(shown, str):
-            ids = self._tokenizer(shown)["input_ids"]
+        model_input = self.model_input(sample)
+        if isinstance(model_input, str):
+            ids = self._tokenizer(model_input)["input_ids"]
         else:
-            text = self._tokenizer.apply_chat_template(shown, tokenize=False)
+            text = self._tokenizer.apply_chat_template(model_input, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds special tokens
-        if self._longest and len(ids) > self._longest:
-            raise Fault(f"{len(ids)} tokens are more than the {self._longest} that it reads")
+        if self._max_length and len(ids) > self._max_length:
+            raise Fault(f"the input has {len(ids)} tokens, the classifier's limit is {self._max_length}")
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, future))
         if self._running is None:
@@ -276,7 +278,7 @@ def check_models(models: Mapping[str, RewardModelSpec], max_tokens: int) -> None
     """Check reward models; GrpoError if a reward function has the same name, or if a plug-in is unknown."""
     for name, spec in models.items():
         if name in known_rewards():
-            raise GrpoError(f"--reward-model {name}: a reward function has this name; choose another")
+            raise GrpoError(f"--reward-model {name}: a reward function has this name: choose another name")
         if spec.is_judge:
             build_judge(spec, max_tokens)
 

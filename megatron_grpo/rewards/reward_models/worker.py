@@ -36,7 +36,7 @@ async def _serve(tasks: BinaryIO, report: Report) -> None:
     calls: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks
 
     async def call(number: int, function: int, sample: Sample) -> None:
-        report([number, function, *await _outcome(models[function], sample)])
+        report([number, function, *await _score_report(models[function], sample)])
 
     while True:
         try:
@@ -50,7 +50,7 @@ async def _serve(tasks: BinaryIO, report: Report) -> None:
                 task.add_done_callback(calls.discard)
 
 
-async def _outcome(model: RewardModel, sample: Sample) -> list[Any]:
+async def _score_report(model: RewardModel, sample: Sample) -> list[Any]:
     try:
         return value_report(await model.score(sample))
     except Fault as fault:

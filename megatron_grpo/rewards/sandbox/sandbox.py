@@ -16,14 +16,14 @@ from typing import Any
 from megatron_grpo.utils.errors import GrpoError
 
 _DRIVER = Path(__file__).with_name("sandbox_driver.py")
-_PATIENCE = 20.0  # s for the start and the response, in addition to the time limit of the tests
+_DRIVER_TIMEOUT = 20.0  # s for the start and the answer of the driver, in addition to the time limit of the tests
 _PROBE = "import collections, heapq, itertools, math, random, re\nassert input() == '1'\nprint(math.pi)\n"
 
 # Kinds of isolation, strongest first, and a description of each.
 KINDS = {
-    "namespaces": "Linux namespaces (no network, no files but Python's, no other processes) and limits",
-    "limits": "limits on time, memory, processes and files ONLY: it reaches the network, and what this user may read; "
-    "--code-sandbox strict refuses that",
+    "namespaces": "Linux namespaces (without network, other processes, and files except Python's) and limits",
+    "limits": "limits on time, memory, processes and files ONLY: the code can use the network and read all files of "
+    "this user; --code-sandbox strict refuses this isolation",
 }
 
 
@@ -65,7 +65,7 @@ class Sandbox:
             assert self._process.stdin
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
-            return json.loads(self._line(limits.seconds_in_all + _PATIENCE))
+            return json.loads(self._read_line(limits.seconds_in_all + _DRIVER_TIMEOUT))
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the sandbox failed: {error} {self.close()}".strip()) from error
 
@@ -90,16 +90,16 @@ class Sandbox:
             cwd="/",
         )
 
-    def _line(self, seconds: float) -> bytes:
+    def _read_line(self, seconds: float) -> bytes:
         assert self._process and self._process.stdout
         deadline, data = time.monotonic() + seconds, b""
         while not data.endswith(b"\n"):
             ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
             if not ready:
-                raise SandboxError(f"it did not answer within {seconds:g} s")
+                raise SandboxError(f"the driver did not answer within {seconds:g} s")
             part = os.read(self._process.stdout.fileno(), 1 << 20)
             if not part:
-                raise SandboxError("it ended")
+                raise SandboxError("the driver ended")
             data += part
         return data
 
@@ -110,7 +110,7 @@ def sandbox(strict: bool) -> Sandbox:
 
     GrpoError if none passes. ``strict`` allows namespaces only.
     """
-    said = []
+    reasons = []
     for kind in list(KINDS)[: 1 if strict else None]:
         candidate = Sandbox(kind)
         try:
@@ -119,10 +119,12 @@ def sandbox(strict: bool) -> Sandbox:
             result = {"fault": str(error)}
         if result.get("stdout", "").startswith("3.14159"):
             return candidate
-        said.append(f"{kind}: {result.get('fault', 'the program printed something else')}")
+        reasons.append(f"{kind}: {result.get('fault', 'the program printed something else')}")
         candidate.close()
-    cure = "leave --code-sandbox strict out to do with limits alone" if strict else "docs/rewards.md says what it takes"
-    raise GrpoError(f"generated code cannot be isolated on this machine ({'; '.join(said)}): {cure}")
+    cure = (
+        "remove --code-sandbox strict to run with limits only" if strict else "docs/rewards.md lists the requirements"
+    )
+    raise GrpoError(f"generated code cannot be isolated on this machine ({'; '.join(reasons)}): {cure}")
 
 
 def isolation_here(strict: bool) -> str:

@@ -31,7 +31,7 @@ from sandbox_namespaces import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
-    drop_rights,
+    drop_privileges,
     enter_namespaces,
     mount,
     prctl,
@@ -66,7 +66,7 @@ class Test:
                 os.closerange(3, ANSWER)
                 os.closerange(ANSWER + 1, 1 << 16)
                 confine(job, folder)
-                play(job["program"], test)
+                run_program(job["program"], test)
             except SystemExit as error:
                 finish(0 if error.code in (None, 0) else 1)
             except BaseException as error:
@@ -99,8 +99,8 @@ class Test:
             for descriptor, _ in poll.poll(min(left, 0.005) * 1000):
                 if descriptor == self.into:
                     poll.unregister(descriptor)
-                    self._feed() and poll.register(descriptor, select.POLLOUT)
-                elif not self._take(descriptor):
+                    self._write_input() and poll.register(descriptor, select.POLLOUT)
+                elif not self._read_output(descriptor):
                     poll.unregister(descriptor)
             if max(map(len, self.written.values())) > self.limit:
                 return f"printed more than {self.limit // 1024} KiB"
@@ -110,16 +110,16 @@ class Test:
         for descriptor in self.written:  # read the rest of the pipes, without waiting for leftover children
             os.set_blocking(descriptor, False)
             with contextlib.suppress(BlockingIOError):
-                while self._take(descriptor) and len(self.written[descriptor]) <= self.limit:
+                while self._read_output(descriptor) and len(self.written[descriptor]) <= self.limit:
                     pass
         if exit_code == 0:
             return None
         last = self.written[self.err].decode(errors="replace").strip().rpartition("\n")[2]
         if exit_code < 0:
-            return f"was ended by {signal.Signals(-exit_code).name}"
+            return f"was killed by {signal.Signals(-exit_code).name}"
         return last[:300] or f"ended with exit status {exit_code}"
 
-    def _feed(self) -> bool:
+    def _write_input(self) -> bool:
         try:
             self.input = self.input[os.write(self.into, self.input) :]
         except BlockingIOError:
@@ -134,7 +134,7 @@ class Test:
         os.close(self.into)
         self.into = None
 
-    def _take(self, descriptor: int) -> bool:
+    def _read_output(self, descriptor: int) -> bool:
         data = os.read(descriptor, 1 << 16)
         self.written[descriptor] += data
         if descriptor == self.err:  # only the end is used
@@ -143,7 +143,7 @@ class Test:
 
     def close(self) -> None:
         """End the process and its descendants; close the pipes."""
-        end_all(self.pid)
+        kill_all(self.pid)
         for descriptor in [*self.written, *([self.into] if self.into is not None else [])]:
             os.close(descriptor)
 
@@ -152,7 +152,7 @@ def confine(job: dict, folder: str) -> None:
     """Isolate the child process: start a new session, change to its folder, drop privileges, set limits."""
     os.setsid()
     os.chdir(folder)
-    drop_rights()
+    drop_privileges()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     memory, file = job["memory_mb"] * MIB, job["file_mb"] * MIB
@@ -161,7 +161,7 @@ def confine(job: dict, folder: str) -> None:
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_FSIZE, file),
-        (resource.RLIMIT_NPROC, job["processes"] + job["processes_there"]),
+        (resource.RLIMIT_NPROC, job["processes"] + job["other_processes"]),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -170,7 +170,7 @@ def confine(job: dict, folder: str) -> None:
     os.environ.clear()
 
 
-def play(program: str, test: dict) -> None:
+def run_program(program: str, test: dict) -> None:
     """Run the program in the child process, then the call or the assert of the test."""
     sys.stdin, sys.stdout, sys.stderr = (open(n, "rw"[n > 0], encoding="utf-8", errors="replace") for n in range(3))  # noqa: SIM115
     module = types.ModuleType("__main__" if "stdin" in test else "program")
@@ -198,8 +198,8 @@ def finish(status: int) -> None:
     os._exit(status)
 
 
-def end_all(pid: int) -> None:
-    """Kill all processes that a test left: as process 1 all others, else the descendants of this process."""
+def kill_all(pid: int) -> None:
+    """Kill all remaining processes of a test: process 1 kills all others, else all descendants of this process."""
     while True:
         if os.getpid() == 1:
             with contextlib.suppress(ProcessLookupError):
@@ -224,12 +224,12 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(found for child in children for found in descendants(child))]
 
 
-def counted_apart() -> bool:
+def nproc_limit_is_separate() -> bool:
     """Return whether RLIMIT_NPROC ignores the user's processes outside, as in a user namespace since Linux 5.14."""
     child = os.fork()
     if child == 0:
         try:
-            drop_rights()
+            drop_privileges()
             resource.setrlimit(resource.RLIMIT_NPROC, (8, 8))
             if os.fork():
                 os.wait()
@@ -249,7 +249,7 @@ def processes_of(uid: int) -> int:
 
 
 @contextlib.contextmanager
-def throwaway_folder(size_mb: int, base: str):
+def temporary_folder(size_mb: int, base: str):
     """Provide an empty folder for one test and remove it: in memory at ``BOX`` if ``base`` is ``BOX``, else on disk."""
     if base == BOX:
         mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_mb}m,nr_inodes=4k,mode=777")
@@ -287,9 +287,9 @@ def results_of(job: dict, base: str) -> list[dict]:
     for description in job["tests"]:
         left = deadline - time.monotonic()
         if left <= 0:
-            results.append({"fault": f"the tests before took {job['seconds_in_all']:g} s"})
+            results.append({"fault": f"the earlier tests used up all {job['seconds_in_all']:g} s"})
             continue
-        with throwaway_folder(job["file_mb"], base) as folder:
+        with temporary_folder(job["file_mb"], base) as folder:
             test = Test(job, description, folder)
             try:
                 fault = test.run(min(job["seconds"], left))
@@ -307,12 +307,12 @@ def result(description: dict, test: Test, fault: str | None) -> dict:
         return {"stdout": test.written[test.out].decode(errors="replace")}
     answer = test.written[test.answer].decode(errors="replace")
     if not answer:
-        return {"fault": "ended before the test was through"}
+        return {"fault": "ended before the end of the test"}
     if "call" in description:
         try:
             return {"value": json.loads(answer)}
         except (ValueError, RecursionError):
-            return {"fault": "returned what is no JSON"}
+            return {"fault": "returned a value that JSON cannot represent"}
     return {"passed": answer == "true"}
 
 
@@ -320,18 +320,18 @@ def main() -> None:
     """Isolate this process and run jobs until stdin ends: ``sandbox_driver.py KIND PYTHON FOLDER``."""
     kind, python, base = sys.argv[1:]
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    there = processes_of(os.geteuid() or NOBODY)
+    others = processes_of(os.geteuid() or NOBODY)
     jobs, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     if kind == "namespaces":
         enter_namespaces(python)
         base = BOX
     else:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if counted_apart():
-        there = 0
+    if nproc_limit_is_separate():
+        others = 0
     prctl(PR_SET_DUMPABLE, 0)  # a program may run as the same user: it must neither read nor trace this process
     for line in jobs:
-        job = json.loads(line) | {"processes_there": there}
+        job = json.loads(line) | {"other_processes": others}
         reports.write(json.dumps(results_of(job, base)).encode() + b"\n")
         reports.flush()
 

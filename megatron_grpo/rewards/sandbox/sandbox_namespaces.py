@@ -58,7 +58,7 @@ def enter_namespaces(python: str) -> None:
     if os.geteuid() != 0:
         enter_user_namespace(proc, spaces)
         new_root(python)
-    elif nobody_may_mount():
+    elif unprivileged_mounts_work():
         # Outside a user namespace, generated code could create one and fill memory through mounts.
         check(libc.unshare(CLONE_NEWNS), "unshare")
         new_root(python)  # as root, because Python's folder may be readable by root only
@@ -88,7 +88,7 @@ def enter_user_namespace(proc: int, spaces: int) -> None:
         write("sys/user/max_user_namespaces", "0", proc)
 
 
-def nobody_may_mount() -> bool:
+def unprivileged_mounts_work() -> bool:
     """Return whether an unprivileged user can mount in a user namespace, found by trial. Needs root."""
     child = os.fork()
     if child == 0:
@@ -117,7 +117,7 @@ def new_root(python: str) -> None:
     check(libc.pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
     for path in dict.fromkeys(["/usr/lib", "/usr/lib64", "/lib", "/lib64", python]):
-        show(path)
+        mount_read_only(path)
     os.mkdir("/dev")
     for name in ("null", "zero", "urandom"):
         write(f"/dev/{name}", "")
@@ -128,7 +128,7 @@ def new_root(python: str) -> None:
     mount("", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
-def show(path: str) -> None:
+def mount_read_only(path: str) -> None:
     """Mount a directory of the old root at the same path, read-only; copy a symbolic link as a link."""
     old = "/old" + path
     if os.path.lexists(path) or not os.path.lexists(old):
@@ -155,7 +155,7 @@ def write(path: str, text: str, folder: int | None = None) -> None:
         os.close(file)
 
 
-def drop_rights() -> None:
+def drop_privileges() -> None:
     """Drop the privileges of root or of the user namespace, irrevocably."""
     if os.geteuid() == 0:
         become_nobody()

@@ -74,7 +74,7 @@ class MegatronEngine:
         counts = [len(work.sampled) for work in works]
         if not sum(counts):
             return []
-        step = self._step(works[self._member], self._padded(works))
+        step = self._step(works[self._member], self._padded_length(works))
         hidden = self._forward(step)
         values = torch.zeros(sum(counts), 2, dtype=torch.float64, device=device())  # exact for every token id
         if self._last and counts[self._member]:
@@ -92,7 +92,7 @@ class MegatronEngine:
         log_probs = running.log_probs if running.request.sampling.log_probs else None
         return Completion(running.request.id, running.token_ids, log_probs, running.finish_reason, self._version)
 
-    def _padded(self, works: list[Work]) -> int:
+    def _padded_length(self, works: list[Work]) -> int:
         """Return the number of tokens of this member's step, with padding to a multiple of the tensor-parallel size.
 
         The number is never 0, so that an idle member takes part in the exchange of experts.

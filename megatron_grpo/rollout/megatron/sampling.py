@@ -27,23 +27,23 @@ def sample(
     ``samplings``, ``prompts`` and ``outputs`` have one entry per row; only penalties read the ids.
     """
     # Steps that no row requests are skipped; the settings are on the host, so this needs no synchronisation.
-    asked = {name: [getattr(sampling, name) for sampling in samplings] for name in _SETTINGS}
-    columns = torch.tensor(list(asked.values())).to(logits.device, non_blocking=True)[:, :, None]
+    requested = {name: [getattr(sampling, name) for sampling in samplings] for name in _SETTINGS}
+    columns = torch.tensor(list(requested.values())).to(logits.device, non_blocking=True)[:, :, None]
     temperature, top_k, top_p, min_p, repetition, presence, frequency = columns
-    if any(set(asked[name]) - {off} for name, off in zip(_SETTINGS[4:], (1.0, 0.0, 0.0), strict=True)):
+    if any(set(requested[name]) - {off} for name, off in zip(_SETTINGS[4:], (1.0, 0.0, 0.0), strict=True)):
         logits = penalize(logits, prompts, outputs, repetition, presence, frequency)
     greedy = temperature == 0
     scaled = logits / temperature.masked_fill(greedy, 1.0)
     log_p = scaled.log_softmax(-1)
-    if all(value == 0 for value in asked["temperature"]):
+    if all(value == 0 for value in requested["temperature"]):
         tokens = logits.argmax(-1)
     else:
         kept = scaled
-        if any(asked["min_p"]):
+        if any(requested["min_p"]):
             kept = keep_min_p(kept, min_p)
-        if set(asked["top_k"]) - {-1}:
-            kept = keep_top_k(kept, top_k.long(), max(asked["top_k"]))
-        if set(asked["top_p"]) - {1.0}:
+        if set(requested["top_k"]) - {-1}:
+            kept = keep_top_k(kept, top_k.long(), max(requested["top_k"]))
+        if set(requested["top_p"]) - {1.0}:
             kept = keep_top_p(kept, top_p)
         # argmax of p / e, with e exponential, is a draw from p (Gumbel's trick), without a copy of p to the host.
         probabilities = kept.softmax(-1)

@@ -22,7 +22,7 @@ class WeightTransfer(Protocol):
     """Interface of the methods that send weights to the servers of a run."""
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        """Send ``weights`` to every serving server by ``servers.give_weights(version, ...)``.
+        """Send ``weights`` to every serving server by ``servers.update_servers(version, ...)``.
 
         The caller runs this on rank 0, while the other ranks iterate ``weights`` to the end. After an error the caller
         iterates the remaining weights on rank 0, too.
@@ -103,15 +103,15 @@ class ServerEngine:
         after: dict[str, dict[str, str] | None] = {}
         with led_by_rank_0():
             if self._pool:
-                self._pool.each(partial(_note_checksums, before))
-            can_tell = torch.tensor(bool(before) and None not in before.values())
-        dist.broadcast(can_tell, src=0, group=host_group())
-        if not can_tell:
+                self._pool.each(partial(_read_checksums, before))
+            has_checksums = torch.tensor(bool(before) and None not in before.values())
+        dist.broadcast(has_checksums, src=0, group=host_group())
+        if not has_checksums:
             return None
         self.update_weights(weights, self._version)
         with led_by_rank_0():
             if self._pool:
-                self._pool.each(partial(_note_checksums, after))
+                self._pool.each(partial(_read_checksums, after))
         return [line for url in after for line in _changed(url, before[url] or {}, after[url] or {})]
 
     def wake_weights(self) -> None:
@@ -144,8 +144,8 @@ class ServerEngine:
             self._pool.close()
 
 
-async def _note_checksums(notes: dict[str, dict[str, str] | None], server: Server) -> None:
-    notes[server.url] = await server.checksums()
+async def _read_checksums(checksums: dict[str, dict[str, str] | None], server: Server) -> None:
+    checksums[server.url] = await server.checksums()
 
 
 def _changed(url: str, before: dict[str, str], after: dict[str, str]) -> list[str]:

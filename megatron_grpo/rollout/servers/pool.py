@@ -30,7 +30,7 @@ class Job:
     requests: list[Request]
     seed: int
     failures: int = 0
-    unwanted: set[int] = field(default_factory=set)  # ids that were aborted
+    aborted: set[int] = field(default_factory=set)  # ids of aborted requests
 
 
 class ServerPool:
@@ -48,7 +48,7 @@ class ServerPool:
         self._queue: deque[Job] = deque()
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
         self._probes: dict[asyncio.Task, Server] = {}
-        self._left = time.monotonic()  # when the last poll ended
+        self._last_poll_end = time.monotonic()  # when the last poll ended
 
     # ---- at the start and between rollouts
 
@@ -70,7 +70,7 @@ class ServerPool:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, 4.0)
 
-        for outcome in self._all(check_one, self.servers):
+        for outcome in self._call_servers(check_one, self.servers):
             if outcome is not None:
                 raise outcome
 
@@ -78,24 +78,26 @@ class ServerPool:
         """Probe every server; return whether all servers that answer hold the same version of this run's weights."""
 
         async def probe(server: Server) -> Status:
-            if server.lost is None:
+            if server.exclusion_reason is None:
                 status = await self._status_with_retries(server)
             else:
                 status = await server.status(PROBE_TIMEOUT / 5)
-            if server.lost is not None or status.process != server.process:  # its flags may have changed
+            if server.exclusion_reason is not None or status.process != server.process:  # its flags may have changed
                 await server.check()
             return status
 
-        outcomes = list(zip(self.servers, self._all(probe, self.servers), strict=True))
+        outcomes = list(zip(self.servers, self._call_servers(probe, self.servers), strict=True))
         # Servers that answer come first, because the run ends as soon as no server is left.
         for server, outcome in sorted(outcomes, key=lambda pair: isinstance(pair[1], Fault)):
             if isinstance(outcome, Fault):
-                self._lose(server, str(outcome))
+                self._exclude(server, str(outcome))
                 continue
-            if server.lost is not None or outcome.process != server.process:
-                print_rank_0(f"server {server.url} is back, or was started anew: it gets the weights before it serves")
-                server.version, server.lost, server.process = None, None, outcome.process
-            server.alive, server.failures, server.next_look = time.monotonic(), 0, 0.0
+            if server.exclusion_reason is not None or outcome.process != server.process:
+                print_rank_0(
+                    f"server {server.url} answers again or has restarted: it receives the weights before it generates"
+                )
+                server.version, server.exclusion_reason, server.process = None, None, outcome.process
+            server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
         versions = {server.version for server in self.serving()}
         return len(versions) == 1 and None not in versions
 
@@ -115,27 +117,27 @@ class ServerPool:
 
     def serving(self) -> list[Server]:
         """Return the servers that are not excluded."""
-        return [server for server in self.servers if server.lost is None]
+        return [server for server in self.servers if server.exclusion_reason is None]
 
     def members(self) -> list[tuple[str, str]]:
         """Return (URL, process) of the serving servers, which can join the process group for weights."""
         return [(server.url, server.process) for server in self.serving()]
 
-    def give_weights(self, version: int, give: Callable[[Server], Awaitable[None]] | None = None) -> None:
-        """Await ``give`` for every serving server, concurrently, and set its weight version to ``version``.
+    def update_servers(self, version: int, load: Callable[[Server], Awaitable[None]] | None = None) -> None:
+        """Await ``load`` for every serving server, concurrently, and set its weight version to ``version``.
 
-        ``give`` is None if the servers hold the weights already.
+        ``load`` is None if the servers hold the weights already.
         """
 
-        async def give_one(server: Server) -> None:
+        async def update_one(server: Server) -> None:
             server.version = None  # even if this fails, the old weights are gone
-            if give:
-                await give(server)
-            await server.weights_are(version)
+            if load:
+                await load(server)
+            await server.finish_update(version)
             server.process = (await server.status(PROBE_TIMEOUT)).process
             server.version = version
 
-        self.each(give_one)
+        self.each(update_one)
 
     def sleep(self, keeps_weights: bool) -> None:
         """Put every serving server to sleep."""
@@ -147,17 +149,17 @@ class ServerPool:
 
         self.each(sleep_one, "go to sleep")
 
-    def each(self, function: Callable[[Server], Coroutine], purpose: str = "take the weights") -> None:
+    def each(self, function: Callable[[Server], Coroutine], purpose: str = "load the weights") -> None:
         """Await ``function`` for every serving server, concurrently; exclude a server that raises Fault.
 
         The first EngineLost cancels the other calls of ``function``.
         """
         servers = self.serving()
-        for server, outcome in zip(servers, self._all(function, servers), strict=True):
+        for server, outcome in zip(servers, self._call_servers(function, servers), strict=True):
             if isinstance(outcome, Fault):
-                self._lose(server, f"it did not {purpose}: {outcome}")
+                self._exclude(server, f"it did not {purpose}: {outcome}")
 
-    def _all(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
+    def _call_servers(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
         """Return for each server the result of ``function``, or the Fault or GrpoError that the call raised."""
 
         async def gather() -> list[Any]:
@@ -190,57 +192,57 @@ class ServerPool:
         """
         group: list[Request] = []
         for request in [*requests, None]:
-            if group and (request is None or len(group) == self.max_in_flight or not _alike(group[0], request)):
+            if group and (request is None or len(group) == self.max_in_flight or not _same_job(group[0], request)):
                 words = np.random.SeedSequence([seed, group[0].id]).generate_state(1)
                 self._queue.append(Job(group, int(words[0]) // 2))
                 group = []
             if request is not None:
                 group.append(request)
 
-    def poll(self, patience: float = 0.1) -> list[Completion]:
-        """Dispatch queued requests to servers with room; return completions after at most ``patience`` seconds."""
-        away = time.monotonic() - self._left  # time between polls does not count towards a server's time-out
+    def poll(self, timeout: float = 0.1) -> list[Completion]:
+        """Dispatch queued requests to servers with room; return completions after at most ``timeout`` seconds."""
+        away = time.monotonic() - self._last_poll_end  # time between polls does not count towards a server's time-out
         for server in self.servers:
-            server.alive += away
+            server.last_progress += away
         try:
-            return self._loop.run_until_complete(self._step(patience))
+            return self._loop.run_until_complete(self._step(timeout))
         finally:
-            self._left = time.monotonic()
+            self._last_poll_end = time.monotonic()
 
     def abort(self, ids: Iterable[int]) -> None:
         """Abort requests; close the connection of a job once all its requests are aborted."""
-        unwanted = set(ids)
+        aborted = set(ids)
         for job in self._queue:
-            job.unwanted |= unwanted
-        self._queue = deque(job for job in self._queue if not job.unwanted.issuperset(_ids(job)))
+            job.aborted |= aborted
+        self._queue = deque(job for job in self._queue if not job.aborted.issuperset(_ids(job)))
         for task, (job, server) in list(self._running.items()):
-            job.unwanted |= unwanted
-            if job.unwanted.issuperset(_ids(job)):
-                self._drop(task, server)
+            job.aborted |= aborted
+            if job.aborted.issuperset(_ids(job)):
+                self._cancel(task, server)
 
-    async def _step(self, patience: float) -> list[Completion]:
-        self._watch()
+    async def _step(self, timeout: float) -> list[Completion]:
+        self._start_probes()
         self._dispatch()
         if not self._running and not self._probes:
             if self._queue:  # all wait for a retry
-                await asyncio.sleep(patience)
+                await asyncio.sleep(timeout)
             return []
         done, _ = await asyncio.wait(
-            [*self._running, *self._probes], timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            [*self._running, *self._probes], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
         finished: list[Completion] = []
         for task in done:
             if task in self._probes:
-                self._probed(self._probes.pop(task), task)
+                self._handle_probe(self._probes.pop(task), task)
             elif task in self._running:  # else its server was excluded in this step
                 job, server = self._running.pop(task)
                 server.in_flight -= len(job.requests)
                 fault = task.exception()
                 if fault is None:
-                    server.failures, server.alive = 0, time.monotonic()
-                    finished += [completion for completion in task.result() if completion.id not in job.unwanted]
+                    server.failures, server.last_progress = 0, time.monotonic()
+                    finished += [completion for completion in task.result() if completion.id not in job.aborted]
                 elif isinstance(fault, Fault):
-                    self._failed(job, server, fault)
+                    self._handle_failure(job, server, fault)
                 else:
                     raise fault
             elif not task.cancelled():
@@ -257,40 +259,40 @@ class ServerPool:
                 break
             server, job = min(ready, key=lambda server: server.in_flight), self._queue.popleft()
             if not server.in_flight:
-                server.alive = time.monotonic()  # it was idle
+                server.last_progress = time.monotonic()  # it was idle
             server.in_flight += size
             self._running[self._loop.create_task(server.generate(job.requests, job.seed))] = (job, server)
         if self._queue and not any(server.version is not None for server in self.serving()):
-            raise EngineLost("no server holds the weights: a sync comes first")
+            raise EngineLost("no server holds the weights: sync the weights first")
 
-    def _failed(self, job: Job, server: Server, fault: Fault) -> None:
+    def _handle_failure(self, job: Job, server: Server, fault: Fault) -> None:
         self._queue.appendleft(job)
-        if server.lost is not None:
+        if server.exclusion_reason is not None:
             return
         if not fault.retryable:
-            self._lose(server, str(fault))
+            self._exclude(server, str(fault))
             return
         job.failures += 1
         if job.failures > RETRIES * len(self.servers):
             raise EngineLost(f"a request failed {job.failures} times, the last time at {server.url}: {fault}")
         if not server.failures:  # otherwise another request has reported the failure
             server.failures = 1
-            server.next_look = time.monotonic() + _pause(0)
+            server.next_probe = time.monotonic() + _pause(0)
 
-    def _watch(self) -> None:
+    def _start_probes(self) -> None:
         """Start the probes that are due; exclude servers without progress."""
         now = time.monotonic()
         for server in self.serving():
-            if (server.in_flight or server.failures) and now - server.alive > self.timeout:
-                self._lose(server, f"no sign of life for {self.timeout:g} s")
-            elif now >= server.next_look and server not in self._probes.values():
-                server.next_look = now + WATCH_INTERVAL
+            if (server.in_flight or server.failures) and now - server.last_progress > self.timeout:
+                self._exclude(server, f"no progress for {self.timeout:g} s")
+            elif now >= server.next_probe and server not in self._probes.values():
+                server.next_probe = now + WATCH_INTERVAL
                 self._probes[self._loop.create_task(server.status(PROBE_TIMEOUT))] = server
 
-    def _probed(self, server: Server, task: asyncio.Task) -> None:
+    def _handle_probe(self, server: Server, task: asyncio.Task) -> None:
         """Handle the result of a probe."""
         fault = task.exception()
-        if server.lost is not None:
+        if server.exclusion_reason is not None:
             return
         if isinstance(fault, RequestTimeout):
             server.failures = max(server.failures, 1)  # no new requests; running ones stay until the time-out
@@ -298,35 +300,35 @@ class ServerPool:
         if isinstance(fault, Fault):
             server.failures += 1
             if server.failures > RETRIES or not fault.retryable:
-                self._lose(server, str(fault))
+                self._exclude(server, str(fault))
             else:
-                server.next_look = time.monotonic() + _pause(server.failures - 1)
+                server.next_probe = time.monotonic() + _pause(server.failures - 1)
             return
         if fault is not None:
             raise fault
         status = task.result()
         if server.version is not None and status.process != server.process:
-            self._lose(server, "it was started anew, and has lost its weights")
+            self._exclude(server, "it has restarted and lost its weights")
             return
         if not server.in_flight or status.progress is None or status.progress != server.progress:
-            server.alive = time.monotonic()
+            server.last_progress = time.monotonic()
         server.progress = status.progress
         server.failures = 0
 
-    def _lose(self, server: Server, reason: str) -> None:
+    def _exclude(self, server: Server, reason: str) -> None:
         """Exclude a server until the next sync; put its requests at the front of the queue."""
-        if server.lost is None:
-            print_rank_0(f"server {server.url} is given up until the next weight sync: {reason}")
-        server.lost, server.version, server.failures = reason, None, 0
+        if server.exclusion_reason is None:
+            print_rank_0(f"server {server.url} is excluded until the next weight sync: {reason}")
+        server.exclusion_reason, server.version, server.failures = reason, None, 0
         for task, (job, owner) in list(self._running.items()):
             if owner is server:
-                self._drop(task, server)
+                self._cancel(task, server)
                 self._queue.appendleft(job)
         if not self.serving():
-            reasons = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
-            raise EngineLost(f"no server is left to generate ({reasons}): start them again")
+            reasons = "; ".join(f"{server.url}: {server.exclusion_reason}" for server in self.servers)
+            raise EngineLost(f"no server is left to generate ({reasons}): start the servers again")
 
-    def _drop(self, task: asyncio.Task, server: Server) -> None:
+    def _cancel(self, task: asyncio.Task, server: Server) -> None:
         job, _ = self._running.pop(task)
         server.in_flight -= len(job.requests)
         task.cancel()
@@ -336,7 +338,7 @@ class ServerPool:
         self._queue.clear()
         self._probes.clear()
         for task, (_, server) in list(self._running.items()):
-            self._drop(task, server)
+            self._cancel(task, server)
         if tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
                 task.cancel()
@@ -358,7 +360,7 @@ def _ids(job: Job) -> list[int]:
     return [request.id for request in job.requests]
 
 
-def _alike(first: Request, second: Request) -> bool:
+def _same_job(first: Request, second: Request) -> bool:
     if first.sampling.temperature == 0:  # vLLM refuses several greedy completions of one prompt
         return False
     same_prompt = second.prompt_ids is first.prompt_ids or list(second.prompt_ids) == list(first.prompt_ids)

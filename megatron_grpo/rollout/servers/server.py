@@ -1,6 +1,4 @@
-"""State and requests of one inference server, implemented by vllm/server.py and sglang/server.py; pool.py drives a pool
-of servers.
-"""
+"""State and requests of one inference server, for vllm/server.py and sglang/server.py."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -11,7 +9,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.utils.http_client import Client, Fault
 
-_RUN = uuid.uuid4().hex[:12]
+_RUN_ID = uuid.uuid4().hex[:12]
 
 
 class Status(NamedTuple):
@@ -27,11 +25,11 @@ class Server(Client, ABC):
     tensor_parallel_size: int = 1
     version: int | None = None  # of the weights; None: the server lacks this run's weights and must not generate
     process: str = ""  # the server process that holds the weights
-    lost: str | None = None  # the reason for its exclusion until the next weight sync
+    exclusion_reason: str | None = None  # excluded until the next weight sync; None: not excluded
     in_flight: int = 0  # completions
     failures: int = 0  # consecutive; above 0, the server receives no requests until a probe succeeds
-    next_look: float = 0.0
-    alive: float = 0.0  # time of the last sign of life
+    next_probe: float = 0.0  # time of the next probe
+    last_progress: float = 0.0  # time of the last answer with progress
     progress: float | None = None
 
     @abstractmethod
@@ -48,10 +46,10 @@ class Server(Client, ABC):
 
     @abstractmethod
     async def load_weights(self, directory: str, timeout: float) -> None:
-        """Load the safetensors files of ``directory``; call `weights_are` next."""
+        """Load the safetensors files of ``directory``; call `finish_update` next."""
 
     @abstractmethod
-    async def weights_are(self, version: int) -> None:
+    async def finish_update(self, version: int) -> None:
         """Finish a weight update: drop caches of the old weights and set the version."""
 
     async def call_if_able(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
@@ -77,13 +75,15 @@ class Server(Client, ABC):
         """Raise Fault if the end of a completion contradicts its ``Sampling``."""
         sampling = request.sampling
         if reason not in ("stop", "length") or not ids:
-            raise Fault(f"it ended a completion after {len(ids)} tokens for {reason!r}", retryable=True)
+            raise Fault(f"it ended a completion of {len(ids)} tokens with the reason {reason!r}", retryable=True)
         if not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise Fault(f"it sampled token {max(ids)} of a vocabulary of {vocab_size}: start it with the same model")
+            raise Fault(
+                f"it sampled token {max(ids)}, outside the vocabulary of {vocab_size}: start it with the same model"
+            )
         if reason == "length" and len(ids) != sampling.max_tokens:
             raise Fault(
-                f"it cut a completion at {len(ids)} of {sampling.max_tokens} tokens: start it for longer ones, and "
-                "without the model's generation_config.json"
+                f"it cut a completion at {len(ids)} of {sampling.max_tokens} tokens: start it with a longer "
+                "limit, and without the model's generation_config.json"
             )
         if reason == "stop" and not sampling.stop and ids[-1] not in sampling.stop_token_ids:
             raise Fault(
@@ -110,4 +110,4 @@ def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
 
 def weight_tag(version: int) -> str:
     """Return the name of this run's weights of ``version``; other runs and restarted servers have other names."""
-    return f"{_RUN}:{version}"
+    return f"{_RUN_ID}:{version}"

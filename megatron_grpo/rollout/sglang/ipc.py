@@ -30,12 +30,12 @@ class SglangIpcTransfer:
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
-            self._lend(bucket, servers)
+            self._share(bucket, servers)
             if torch.cuda.is_available():  # tests run on a CPU
                 torch.cuda.ipc_collect()  # frees the block, which no server maps any more
-        servers.give_weights(version)
+        servers.update_servers(version)
 
-    def _lend(self, bucket: Bucket, servers: ServerPool) -> None:
+    def _share(self, bucket: Bucket, servers: ServerPool) -> None:
         # Share a copy: a parameter with shared memory could not be offloaded to the host any more.
         block = in_one_block(bucket)
         torch.cuda.current_stream().synchronize()

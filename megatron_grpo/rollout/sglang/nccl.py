@@ -15,7 +15,7 @@ from megatron_grpo.parallel.initialize import free_port
 from megatron_grpo.rollout.servers.engine import Weights
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
-from megatron_grpo.rollout.weight_sync.nccl import STUCK, address_for, together
+from megatron_grpo.rollout.weight_sync.nccl import PEER_TIMEOUT, address_for, exchange
 from megatron_grpo.rollout.weight_sync.transfer import Bucket, buckets
 from megatron_grpo.utils.http_client import Fault
 
@@ -37,7 +37,7 @@ class SglangNcclTransfer:
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         for bucket in buckets(weights, BUCKET_BYTES):
             self._broadcast([(name, tensor.contiguous()) for name, tensor in bucket], servers)
-        servers.give_weights(version)
+        servers.update_servers(version)
         self._members = servers.members()
 
     def _join(self, servers: ServerPool) -> None:
@@ -47,7 +47,8 @@ class SglangNcclTransfer:
             offsets[server.url] = world_size
             world_size += server.tensor_parallel_size
         address, port = address_for(list(offsets)), free_port()
-        timeout = datetime.timedelta(seconds=servers.timeout + 2 * STUCK)  # longer than the time-out of `together`
+        # Longer than the time-out of `exchange`.
+        timeout = datetime.timedelta(seconds=servers.timeout + 2 * PEER_TIMEOUT)
         body = {
             "master_address": address,
             "master_port": port,
@@ -72,7 +73,7 @@ class SglangNcclTransfer:
             )
             c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
-        together(servers, join, join_here)
+        exchange(servers, join, join_here)
         self._members = members
 
     def _broadcast(self, bucket: Bucket, servers: ServerPool) -> None:
@@ -94,7 +95,7 @@ class SglangNcclTransfer:
                 work.wait()
             torch.cuda.current_stream().synchronize()  # wait() does not block the host
 
-        together(servers, receive, send)
+        exchange(servers, receive, send)
 
     def close(self) -> None:
         """Do nothing: the process group ends with the process."""

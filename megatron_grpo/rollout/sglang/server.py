@@ -18,7 +18,7 @@ from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
-_ASLEEP = "/asleep "  # separates version and released parts of memory in the name of the weights
+_RELEASED_SEPARATOR = "/asleep "  # separates version and released parts of memory in the name of the weights
 
 
 def build_sglang_servers(args) -> ServerEngine:
@@ -47,33 +47,37 @@ class SglangServer(Server):
     def __init__(self, url: str, args):
         super().__init__(url, args.sglang_server_api_key or os.environ.get("SGLANG_API_KEY"))
         self._args = args
-        self._asleep: list[str] = []
+        self._released: list[str] = []
 
     async def check(self) -> None:
         info = await self.call("GET", "/get_server_info", timeout=PROBE_TIMEOUT)
         if self._args.sleep_level and not info["enable_memory_saver"]:
-            raise Fault("it cannot sleep: start it with --enable-memory-saver, or leave --sleep-level out")
+            raise Fault("it cannot release its memory: start it with --enable-memory-saver, or remove --sleep-level")
         if self._args.sleep_level == 1 and not info["enable_weights_cpu_backup"]:
-            raise Fault("it would lose its weights: start it with --enable-weights-cpu-backup, or give --sleep-level 2")
+            raise Fault(
+                "it cannot keep its weights: start it with --enable-weights-cpu-backup, or give --sleep-level 2"
+            )
         self.tensor_parallel_size = info["tp_size"]
         longest = self._args.max_prompt_length + self._args.max_completion_length
         for name in ("context_length", "max_total_num_tokens"):
             if info.get(name) and info[name] < longest:
                 raise Fault(
                     f"its {name} is {info[name]}, but --max-prompt-length + --max-completion-length are {longest}: "
-                    "start it with at least that"
+                    "start it with at least this length"
                 )
         if info.get("skip_tokenizer_init") and self._args.stop_words:
-            raise Fault("it cannot look for --stop-words: start it without --skip-tokenizer-init")
+            raise Fault("it cannot detect --stop-words without a tokenizer: start it without --skip-tokenizer-init")
         if "weight_version" not in await self.call("GET", "/get_model_info", timeout=PROBE_TIMEOUT):
-            raise Fault("/get_model_info has no weight_version, so a restart would go unnoticed: take a newer SGLang")
+            raise Fault(
+                "/get_model_info has no weight_version, so that restarts cannot be detected: use a newer SGLang"
+            )
 
     async def status(self, timeout: float) -> Status:
         model = await self.call("GET", "/get_model_info", timeout=timeout)
         if self.in_flight:  # an idle server generates one token
             await self.call("GET", "/health_generate", timeout=timeout)
-        name, _, asleep = model["weight_version"].partition(_ASLEEP)
-        self._asleep = asleep.split()
+        name, _, released = model["weight_version"].partition(_RELEASED_SEPARATOR)
+        self._released = released.split()
         return Status(name, None)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
@@ -87,13 +91,13 @@ class SglangServer(Server):
         }
         body = {
             "input_ids": [prompt] * len(requests),
-            # With "n" all samples would have the same seed and be equal.
+            # With "n", all samples would have the same seed and be equal.
             "sampling_params": [one | {"sampling_seed": seed + place} for place in range(len(requests))],
             "return_logprob": sampling.log_probs,
         }
         answers = await self.call("POST", "/generate", body)
         if len(answers) != len(requests):
-            raise Fault(f"{len(requests)} completions were asked for, {len(answers)} came")
+            raise Fault(f"it returned {len(answers)} completions for {len(requests)} requests")
         return [
             self._completion(request, answer, len(prompt), version)
             for request, answer in zip(requests, answers, strict=True)
@@ -103,17 +107,17 @@ class SglangServer(Server):
         sampling, ids, meta = request.sampling, answer.get("output_ids"), answer["meta_info"]
         reason = (meta["finish_reason"] or {}).get("type", "")
         if ids is None:
-            raise Fault("it returns no output_ids: take a newer SGLang, or start it with --skip-tokenizer-init")
+            raise Fault("its answer has no output_ids: use a newer SGLang, or start it with --skip-tokenizer-init")
         if meta["prompt_tokens"] != prompt_length:
-            raise Fault(f"it made {meta['prompt_tokens']} tokens of a prompt of {prompt_length}")
+            raise Fault(f"it read {meta['prompt_tokens']} prompt tokens instead of {prompt_length}")
         if meta.get("weight_version", weight_tag(version)) != weight_tag(version):
-            raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not those that it was given")
+            raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not with {weight_tag(version)!r}")
         self.check_end(request, ids, reason, self._args.vocab_size)
         log_probs = None
         if sampling.log_probs:
             pairs = meta["output_token_logprobs"]
             if [pair[1] for pair in pairs] != ids:
-                raise Fault("its log-probabilities are of other tokens than those sampled")
+                raise Fault("its log-probabilities do not belong to the sampled tokens")
             log_probs = [pair[0] for pair in pairs]
         return Completion(request.id, ids, log_probs, reason, version)
 
@@ -133,31 +137,31 @@ class SglangServer(Server):
         ranks = enumerate(answer["ranks"])
         return {f"{name} of rank {i}": value for i, rank in ranks for name, value in rank["checksums"].items()}
 
-    async def weights_are(self, version: int) -> None:
-        await self._name(weight_tag(version), self._asleep)
-        await self._flush()
+    async def finish_update(self, version: int) -> None:
+        await self._set_weight_version(weight_tag(version), self._released)
+        await self._flush_cache()
 
     async def wake(self, part: str) -> None:
-        if part in self._asleep:
+        if part in self._released:
             await self.call("POST", "/resume_memory_occupation", {"tags": [part]}, timeout=PROBE_TIMEOUT)
-            await self._name(self.process, [other for other in self._asleep if other != part])
+            await self._set_weight_version(self.process, [other for other in self._released if other != part])
 
     async def sleep(self) -> None:
-        parts = [part for part in ("kv_cache", "weights") if part not in self._asleep]
+        parts = [part for part in ("kv_cache", "weights") if part not in self._released]
         if parts:
-            await self._flush()
+            await self._flush_cache()
             await self.call("POST", "/release_memory_occupation", {"tags": parts}, timeout=PROBE_TIMEOUT)
-            await self._name(self.process, [*self._asleep, *parts])
+            await self._set_weight_version(self.process, [*self._released, *parts])
 
-    async def _name(self, name: str, asleep: list[str]) -> None:
+    async def _set_weight_version(self, name: str, released: list[str]) -> None:
         """Store version and released parts of memory in the name of the weights, where a later run reads them.
 
         SGLang crashes on a second release of the same memory.
         """
-        name += _ASLEEP + " ".join(asleep) if asleep else ""
+        name += _RELEASED_SEPARATOR + " ".join(released) if released else ""
         await self.call("POST", "/update_weight_version", {"new_version": name}, timeout=PROBE_TIMEOUT)
-        self._asleep = asleep
+        self._released = released
 
-    async def _flush(self) -> None:
+    async def _flush_cache(self) -> None:
         """Drop the KV cache of the old weights as soon as the aborted requests have ended."""
         await self.call("POST", f"/flush_cache?timeout={PROBE_TIMEOUT:g}", timeout=2 * PROBE_TIMEOUT)

@@ -49,10 +49,8 @@ class VllmColocate:
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
         if torch.cuda.is_available():
-            hf_config["head_dtype"] = (
-                "float32"  # as models/head.py; vLLM applies soft cap and temperature in this dtype
-            )
-        with _random_state_kept(), _one_model_directory(hf_config) as directory, _private_shared_memory():
+            hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
+        with _preserve_random_state(), _config_directory(hf_config) as directory, _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
@@ -108,7 +106,7 @@ class VllmColocate:
         # vLLM's buffer holds zeros where a kernel does not report its choice.
         if experts is None or (experts.shape[2] > 1 and (experts[..., 0] == experts[..., 1]).any()):
             raise GrpoError(
-                "--router-replay-mode R3: vLLM does not tell which experts it chose, with the kernels that it uses "
+                "--router-replay-mode R3: vLLM does not report its choice of experts with the kernels that it uses "
                 "here: give R2"
             )
         return experts
@@ -120,7 +118,7 @@ class VllmColocate:
     def rollout(self, seed: int) -> Iterator[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
         self._rollouts, self._rollout_seed = self._rollouts + 1, seed
-        with raised_on_every_rank(), _random_state_kept():
+        with raised_on_every_rank(), _preserve_random_state():
             # vLLM draws from these generators for requests without a seed; all ranks of a replica must draw alike.
             torch.manual_seed(seed + self.replica)
             np.random.seed(seed + self.replica)
@@ -193,7 +191,9 @@ class VllmColocate:
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         if self._sleep_level and self._awake:
-            with contextlib.suppress(Exception):  # an engine that has failed
+            # After a failure of the engine, vLLM, torch and CUDA raise errors of any type here, and the run has already
+            # reported the first one. The process groups must be destroyed in any case.
+            with contextlib.suppress(Exception):
                 self._sleep()
         destroy_model_parallel()
 
@@ -203,7 +203,7 @@ def _build(args, directory: str):
 
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
-    on_a_cpu = _options_for_a_cpu(args) if not torch.cuda.is_available() else {}
+    on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     try:
         options = dict(
             model=directory,
@@ -230,7 +230,9 @@ def _build(args, directory: str):
         )
         return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise GrpoError(f"vLLM could not be started: {error}. The --vllm-* flags and config.json decide.") from error
+        raise GrpoError(
+            f"vLLM could not be started: {error}. Check the --vllm-* flags and the model's config.json"
+        ) from error
 
 
 def _seeds_requests(vllm_config) -> bool:
@@ -242,14 +244,14 @@ def _seeds_requests(vllm_config) -> bool:
     return vllm_config.use_v2_model_runner or not torch.cuda.is_available()
 
 
-def _options_for_a_cpu(args) -> dict:
+def _cpu_options(args) -> dict:
     """Return vLLM's options for a CPU; GrpoError for what its CPU build lacks and would report in the first rollout."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if args.router_replay_mode == "R3":
         raise GrpoError(
-            "--router-replay-mode R3: vLLM on a CPU does not tell which experts it chose (that is for its model "
-            "runner V2, which needs Triton): give R2, or take a GPU"
+            "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
+            "runner V2 and so Triton): give R2, or use a GPU"
         )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     flags = "--qk-head-dim + --qk-pos-emb-head-dim" if args.multi_latent_attention else "--kv-channels"
@@ -257,12 +259,12 @@ def _options_for_a_cpu(args) -> dict:
     if channels not in sizes:
         raise GrpoError(
             f"{flags} is {channels}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
-            "channels only: take a model with such heads, or a GPU"
+            "channels only: give a model with such heads, or use a GPU"
         )
     if args.num_experts and args.hidden_size % 32:
         raise GrpoError(
-            f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: take a "
-            "model with such a size, or a GPU"
+            f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: give a "
+            "model with such a size, or use a GPU"
         )
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
@@ -327,7 +329,7 @@ def _sampling_params(sampling: Sampling):
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """Context that restores the trainer's random state on exit: vLLM seeds and uses the process's global generators."""
     python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -366,7 +368,7 @@ def _private_shared_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_model_directory(hf_config: dict) -> Iterator[str]:
+def _config_directory(hf_config: dict) -> Iterator[str]:
     """Context with a directory that holds only ``config.json``, from which vLLM reads the architecture."""
     with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
         Path(directory, "config.json").write_text(json.dumps(hf_config))

@@ -25,7 +25,7 @@ def compare_weights(worker, weights: Weights) -> list[str]:
     """Return one line for each tensor of a worker's model that differs from ``weights`` (Hugging Face names)."""
     model = worker.model_runner.get_model()
     lines = _stale_copies(model)
-    with torch.no_grad(), _as_loaded(model) as names, _Compare(names) as compare:
+    with torch.no_grad(), _loading_shapes(model) as names, _Compare(names) as compare:
         model.load_weights(by_expert(model, compare.naming(weights)))
     counts = {name: int(torch.stack(parts).sum()) for name, parts in compare.differing.items()}
     lines += [f"{name}: {count:,} of its elements differ" for name, count in counts.items() if count]
@@ -55,7 +55,7 @@ class _Compare(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
-        if target.is_meta:  # an unknown arrangement, see `_held`
+        if target.is_meta:  # an unknown arrangement, see `_loadable_parameter`
             return target
         name = self.parameters.get(_storage(target))
         if name is None:
@@ -70,7 +70,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _as_loaded(model: torch.nn.Module) -> Iterator[dict[int, str]]:
+def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     """Context in which parameters have the shapes that ``load_weights`` expects; yields ``{storage: name}``.
 
     Their content is that of the kernels. For its own reloads, vLLM keeps the shapes and loaders that the parameters had
@@ -93,7 +93,7 @@ def _as_loaded(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 kept.append((layer, name, parameter))
                 if id(parameter) not in views:
                     like = restore_layer_refs(recorded[name], layer)
-                    view = _held(layer, name, parameter, like).detach()
+                    view = _loadable_parameter(layer, name, parameter, like).detach()
                     view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
                     view.weight_loader = _get_original_loader(like)  # a reload has wrapped it
                     views[id(parameter)] = view
@@ -106,7 +106,7 @@ def _as_loaded(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             layer._parameters[name] = parameter
 
 
-def _held(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _loadable_parameter(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a parameter in the arrangement in which it is loaded; a meta tensor if this cannot be restored."""
     experts = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
     if experts is not None and experts.name not in READABLE_EXPERTS:
@@ -114,11 +114,11 @@ def _held(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torc
     if experts is not None and experts.name == "CPU" and parameter.ndim == 3:
         parameter = _unpacked_experts(layer, parameter, like)
     elif name == "weight" and parameter.shape != like.shape and hasattr(layer, "cpu_linear"):
-        parameter = _by_the_kernel(layer, like)
+        parameter = _unpacked_weight(layer, like)
     return parameter if parameter.shape == like.shape else torch.empty_like(like)
 
 
-def _by_the_kernel(layer, like: torch.Tensor) -> torch.Tensor:
+def _unpacked_weight(layer, like: torch.Tensor) -> torch.Tensor:
     """Return the weight that a linear layer's CPU kernel has packed: its output for the identity, which is exact."""
     return layer.cpu_linear(torch.eye(like.shape[1], dtype=like.dtype), layer.weight, None).t()
 
@@ -129,7 +129,7 @@ def _stale_copies(model: torch.nn.Module) -> list[str]:
     for prefix, layer in model.named_modules():
         weight = layer._parameters.get("weight")
         if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
-            count = int((_by_the_kernel(layer, weight) != weight).sum())
+            count = int((_unpacked_weight(layer, weight) != weight).sum())
             lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
     return lines
 

@@ -20,7 +20,7 @@ def load_weights(worker, weights: Weights) -> None:
         if is_gpt_oss:
             _check_plain_experts(runner.get_model())
             runner.get_model().load_weights(weights)  # in place: a reload would lose the sinks (`_without_sinks`)
-        elif _loads_in_place(runner.get_model()):
+        elif _can_load_in_place(runner.get_model()):
             runner.get_model().load_weights(weights)  # a reload would hold each layer twice
         else:
             runner.reload_weights(weights_iterator=weights)
@@ -81,7 +81,7 @@ def _is_gpt_oss(model: torch.nn.Module) -> bool:
     return type(model).__name__ == "GptOssForCausalLM"
 
 
-def _loads_in_place(model: torch.nn.Module) -> bool:
+def _can_load_in_place(model: torch.nn.Module) -> bool:
     """Return whether a model on a GPU uses its weights as loaded: no quantization, no experts, no latent attention."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     plain = methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -92,8 +92,8 @@ def _check_plain_experts(model: torch.nn.Module) -> None:
     for method in _expert_methods(model):
         if method.unquantized_backend.name != "TRITON":
             raise GrpoError(
-                f"vLLM runs gpt-oss's experts by {method.unquantized_backend.name}, for which it rearranges weights "
-                "that it could not take anew: this program knows its Triton kernels only"
+                f"vLLM runs gpt-oss's experts with {method.unquantized_backend.name}, whose rearranged weights cannot "
+                "be loaded again: this program supports only vLLM's Triton kernels for gpt-oss"
             )
 
 

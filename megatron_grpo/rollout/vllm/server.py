@@ -44,20 +44,20 @@ class VllmServer(Server):
         if card["max_model_len"] < longest:
             raise Fault(
                 f"its --max-model-len is {card['max_model_len']}, but --max-prompt-length + --max-completion-length "
-                f"are {longest}: start it with at least that"
+                f"are {longest}: start it with at least this length"
             )
         try:
             info = await self.call("GET", "/server_info?config_format=json", timeout=self._start_timeout)
         except Fault as fault:
             if fault.retryable:
                 raise
-            raise Fault(f"{fault}: start it with VLLM_SERVER_DEV_MODE=1, without which it takes no weights") from fault
+            raise Fault(f"{fault}: start it with VLLM_SERVER_DEV_MODE=1, which enables loading weights") from fault
         self._check_config(info["vllm_config"], info.get("vllm_env", {}))
         await self._check_model()
         if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(
-                "/metrics does not tell when it was started (process_start_time_seconds), and it has no /weight_info: "
-                "a restart would go unnoticed; start it with one API server process"
+                "/metrics lacks the start time (process_start_time_seconds) and there is no /weight_info, so that "
+                "restarts cannot be detected: start it with one API server process"
             )
 
     @property
@@ -69,34 +69,35 @@ class VllmServer(Server):
         dtype = str(params_dtype(args))
         if model["dtype"] != dtype:
             dtype = dtype.removeprefix("torch.")
-            raise Fault(f"it computes in {model['dtype']}, the trainer in {dtype}: start it with --dtype {dtype}")
+            raise Fault(f"its dtype is {model['dtype']}, the trainer's {dtype}: start it with --dtype {dtype}")
         mode, right = model["logprobs_mode"], []
         right += ["raw_logprobs"] if args.temperature == 1 else []
         right += [] if probability_changes(args) else ["processed_logprobs"]
         if mode not in right and (args.mismatch_sample_rate > 0 or args.rollout_importance_sampling_mode):
             raise Fault(
-                f"it returns {mode}, which with --temperature {args.temperature:g} are not the log-probabilities that "
-                f"the trainer computes: start it with --logprobs-mode {right[0]}"
+                f"it returns {mode}, which differ from the trainer's log-probabilities with --temperature "
+                f"{args.temperature:g}: start it with --logprobs-mode {right[0]}"
             )
         wanted = {"nccl": "nccl", "sparse": "sparse_nccl"}.get(args.weight_sync_method)
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         if wanted not in (None, backend):
             raise Fault(
-                f"it takes no weights by --weight-sync-method {args.weight_sync_method}: start it with "
+                f"it cannot receive weights by --weight-sync-method {args.weight_sync_method}: start it with "
                 f"""--weight-transfer-config '{{"backend": "{wanted}"}}'"""
             )
         if config["device_config"]["device"] != "cpu":
             return
         if config["scheduler_config"]["enable_chunked_prefill"]:
             raise Fault(
-                "vLLM's CPU build ends when it cuts a prompt that has a seed: start it with --no-enable-chunked-prefill"
+                "vLLM's CPU build crashes when it splits a prompt that has a seed: start it with "
+                "--no-enable-chunked-prefill"
             )
         # rollout/vllm/load_weights.py handles these models in a training process; a stock server does not.
         if args.num_experts:
-            raise Fault("vLLM's CPU build cannot load experts anew as a server: take --vllm-mode colocate, or a GPU")
+            raise Fault("vLLM's CPU build cannot reload experts as a server: use --vllm-mode colocate, or a GPU")
         if not args.untie_embeddings_and_output_weights and not args.model_family.startswith("gemma"):
             raise Fault(
-                "vLLM's CPU build keeps the old output layer when it loads tied embeddings anew as a server: take "
+                "vLLM's CPU build keeps the old output layer when it reloads tied embeddings as a server: use "
                 "--vllm-mode colocate, or a GPU"
             )
         custom_ops = (config.get("compilation_config") or {}).get("custom_ops") or []
@@ -104,8 +105,8 @@ class VllmServer(Server):
             environment.get("VLLM_MLA_DISABLE") and "-rotary_embedding" in custom_ops
         ):
             raise Fault(
-                "vLLM's CPU build needs VLLM_MLA_DISABLE=1 and --compilation-config "
-                """'{"custom_ops": ["-rotary_embedding"]}' for latent attention: start it so"""
+                "latent attention on vLLM's CPU build: start it with VLLM_MLA_DISABLE=1 and --compilation-config "
+                """'{"custom_ops": ["-rotary_embedding"]}'"""
             )
 
     async def _check_model(self) -> None:
@@ -116,18 +117,20 @@ class VllmServer(Server):
         args = self._args
         ours = {
             "layers": args.num_layers,
-            "tokens in its vocabulary": args.vocab_size,
+            "vocabulary tokens": args.vocab_size,
             "channels": args.hidden_size,
         }
         for what, mine in ours.items():
             if theirs.get(what, mine) != mine:
-                raise Fault(f"its model has {theirs[what]} {what}, the trainer's {mine}: start it with the same model")
+                raise Fault(
+                    f"its model has {theirs[what]} {what}, the trainer's has {mine}: start it with the same model"
+                )
 
     async def status(self, timeout: float) -> Status:
         text = await self.call("GET", "/metrics", timeout=timeout)
         tokens = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", text, re.M)
         started = re.search(r"^process_start_time_seconds (\S+)$", text, re.M)
-        weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # vLLM 0.26 has none
+        weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # absent in vLLM 0.26
         process = f"{started[1] if started else ''} {weights['weight_version'] if weights else ''}".strip()
         return Status(process, sum(map(float, tokens)) if tokens else None)
 
@@ -150,37 +153,37 @@ class VllmServer(Server):
         }
         choices = (await self.call("POST", "/v1/completions", body))["choices"]
         if sorted(choice["index"] for choice in choices) != list(range(len(requests))):
-            raise Fault(f"{len(requests)} completions were asked for; numbers {[c['index'] for c in choices]} came")
+            raise Fault(f"it returned the completions {[c['index'] for c in choices]} for {len(requests)} requests")
         return [self._completion(requests[choice["index"]], choice, prompt, version) for choice in choices]
 
     def _completion(self, request: Request, choice: dict[str, Any], prompt: list[int], version: int) -> Completion:
         sampling, ids, reason = request.sampling, choice["token_ids"], choice["finish_reason"]
         if choice["prompt_token_ids"] != prompt:
-            raise Fault("it changed the ids of a prompt")
+            raise Fault("it changed the token ids of a prompt")
         self.check_end(request, ids, reason, self._args.vocab_size)
         log_probs = None
         if sampling.log_probs:
             if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:
-                raise Fault("its log-probabilities are of other tokens than those sampled")
+                raise Fault("its log-probabilities do not belong to the sampled tokens")
             log_probs = choice["logprobs"]["token_logprobs"]
         return Completion(request.id, ids, log_probs, reason, version)
 
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.vllm_server_timeout
         answer = await self.call_if_able("POST", "/weight_checker", {"action": "checksum"}, timeout)
-        return answer and answer["checksums"]  # vLLM 0.26 has none
+        return answer and answer["checksums"]  # absent in vLLM 0.26
 
     async def load_weights(self, directory: str, timeout: float) -> None:
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self.call("POST", "/collective_rpc", body, timeout=timeout)
 
-    async def weights_are(self, version: int) -> None:
+    async def finish_update(self, version: int) -> None:
         # reset_external also clears caches that the server's own flags offload or transfer.
         path = "/reset_prefix_cache?reset_external=true"
         if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
-            raise Fault("it could not drop its prefix cache: has it requests of others?")
+            raise Fault("it could not drop its prefix cache: stop all other clients of this server")
         body = {"new_version": weight_tag(version)}
-        await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # vLLM 0.26 has none
+        await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
 
 
 def model_sizes(text: str) -> dict[str, int]:
@@ -193,7 +196,7 @@ def model_sizes(text: str) -> dict[str, int]:
     embedding = re.search(r"\(embed_tokens\): VocabParallelEmbedding\((.*)\)", text)
     if embedding:
         numbers = dict(re.findall(r"(\w+)=(\d+)", embedding[1]))
-        for what, name in (("tokens in its vocabulary", "org_vocab_size"), ("channels", "embedding_dim")):
+        for what, name in (("vocabulary tokens", "org_vocab_size"), ("channels", "embedding_dim")):
             if name in numbers:
                 sizes[what] = int(numbers[name])
     return sizes

@@ -26,7 +26,7 @@ from megatron_grpo.weights.stream import Described, describe
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 PACKED = {"packed": True, "packed_buffer_size_bytes": 2**28, "packed_num_buffers": 2}
-STUCK = 30.0  # seconds that one side of an exchange waits after the other has failed
+PEER_TIMEOUT = 30.0  # seconds that one side of an exchange waits after the other has failed
 
 
 class NcclTransfer:
@@ -36,7 +36,7 @@ class NcclTransfer:
 
     def __init__(self, args):
         if not torch.cuda.is_available():
-            raise GrpoError(f"--weight-sync-method {args.weight_sync_method} needs GPUs: here take checkpoint")
+            raise GrpoError(f"--weight-sync-method {args.weight_sync_method} needs GPUs: on CPUs use checkpoint")
         self._args = args
         self._described: list[Described] = []
         self._group: Any = None  # vLLM's PyNcclCommunicator
@@ -50,7 +50,7 @@ class NcclTransfer:
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._described],
             "shapes": [list(tensor.shape) for tensor in self._described],
         }
-        update |= {} if _packing_at_start() else PACKED
+        update |= {} if _packing_in_init() else PACKED
         _update(servers, version, update, lambda: send_packed(weights, self._group))
 
     def _connect(self, servers: ServerPool) -> None:
@@ -72,7 +72,7 @@ class NcclTransfer:
         for url, _ in members:
             offsets[url], world = world, world + sizes[url]
         address, port = address_for([url for url, _ in members]), free_port()
-        packing = PACKED if self.packs and _packing_at_start() else {}
+        packing = PACKED if self.packs and _packing_in_init() else {}
 
         async def join(server: Server) -> None:
             place = {"master_address": address, "master_port": port, "rank_offset": offsets[server.url]}
@@ -83,7 +83,7 @@ class NcclTransfer:
             group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
             self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
 
-        together(servers, join, join_here)
+        exchange(servers, join, join_here)
         self._members = members
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class SparseTransfer(NcclTransfer):
     def __init__(self, args):
         super().__init__(args)
         if args.num_experts or args.multi_latent_attention:
-            raise GrpoError("--weight-sync-method sparse is for dense models without latent attention: take nccl")
+            raise GrpoError("--weight-sync-method sparse supports only dense models without latent attention: use nccl")
         self._sent: dict[str, torch.Tensor] = {}
         self.sent_elements = 0  # in the newest sync
 
@@ -152,7 +152,7 @@ def send_packed(weights: Weights, group) -> None:
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
-        _one_stream_after_the_other(weights, torch.cuda.current_stream()),
+        _order_streams(weights, torch.cuda.current_stream()),
         group=group,
         src=0,
         post_iter_func=lambda pair: pair[1],
@@ -194,15 +194,15 @@ def _update(servers: ServerPool, version: int, update: dict | None, broadcast: C
     async def finish(server: Server) -> None:
         await server.call("POST", "/finish_weight_update", timeout=servers.timeout)
 
-    together(servers, receive, broadcast if update is not None else lambda: None)
-    servers.give_weights(version, finish)
+    exchange(servers, receive, broadcast if update is not None else lambda: None)
+    servers.update_servers(version, finish)
 
 
-def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
+def exchange(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: Callable[[], None]) -> None:
     """Run ``theirs`` for every server, and ``ours`` in a thread; both sides block until the other joins.
 
-    A failed server is excluded. Raises EngineLost if ``ours`` fails, or still waits for a failed server after `STUCK`
-    seconds: a blocked NCCL call cannot be cancelled, so its thread remains until the process ends.
+    A failed server is excluded. Raises EngineLost if ``ours`` fails, or still waits for a failed server after
+    `PEER_TIMEOUT` seconds: a blocked NCCL call cannot be cancelled, so its thread remains until the process ends.
     """
     sending: Future[None] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -217,21 +217,21 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
         else:
             sending.set_result(None)
 
-    async def ask(server: Server) -> None:
+    async def run(server: Server) -> None:
         answer = asyncio.ensure_future(theirs(server))
         try:
-            await _done_or_failed(answer, sending)
+            await _wait_for_answer(answer, sending)
             if answer.done():
                 answer.result()
         except Fault as fault:
-            if not await _ends(sending):
+            if not await _sender_ends(sending):
                 raise EngineLost(f"server {server.url} failed in an exchange by NCCL: {fault}") from fault
             raise
         finally:
             answer.cancel()
 
     threading.Thread(target=send, daemon=True).start()
-    servers.each(ask)
+    servers.each(run)
     try:
         sending.result(servers.timeout)
     except TimeoutError as error:
@@ -242,33 +242,33 @@ def together(servers: ServerPool, theirs: Callable[[Server], Coroutine], ours: C
         raise EngineLost(f"the servers could not be reached by NCCL: {error}") from error
 
 
-async def _done_or_failed(answer: asyncio.Future, sending: Future) -> None:
-    """Wait for a server's answer, but at most `STUCK` seconds after a failure of the trainer's side."""
+async def _wait_for_answer(answer: asyncio.Future, sending: Future) -> None:
+    """Wait for a server's answer, but at most `PEER_TIMEOUT` seconds after a failure of the trainer's side."""
     failed = None
     while not answer.done():
         await asyncio.wait([answer], timeout=0.25)
         if sending.done() and sending.exception() is not None:
             failed = failed or time.monotonic()
-            if time.monotonic() > failed + STUCK:
+            if time.monotonic() > failed + PEER_TIMEOUT:
                 return
 
 
-async def _ends(sending: Future) -> bool:
-    """Return whether the trainer's side ends within `STUCK` seconds."""
-    deadline = time.monotonic() + STUCK
+async def _sender_ends(sending: Future) -> bool:
+    """Return whether the trainer's side ends within `PEER_TIMEOUT` seconds."""
+    deadline = time.monotonic() + PEER_TIMEOUT
     while not sending.done() and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return sending.done()
 
 
-def _packing_at_start() -> bool:
+def _packing_in_init() -> bool:
     """Return whether vLLM expects the packing parameters when the group is formed (0.26: in every update)."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo
 
     return "packed" in {field.name for field in fields(NCCLWeightTransferInitInfo)}
 
 
-def _one_stream_after_the_other(weights: Weights, last: torch.cuda.Stream) -> Weights:
+def _order_streams(weights: Weights, last: torch.cuda.Stream) -> Weights:
     """Yield ``weights``, each ordered after all earlier work on stream ``last`` and on vLLM's packing streams.
 
     ``last`` is the caller's stream, passed as an argument because the generator's body runs on a stream of vLLM.

@@ -52,13 +52,13 @@ class CheckpointTransfer:
             async def load(server: Server) -> None:
                 await server.load_weights(str(self._directory), servers.timeout)
 
-            servers.give_weights(version, load)
+            servers.update_servers(version, load)
         finally:
             self.close()
 
     def _write(self, weights: Weights) -> None:
         try:
-            _remove_those_of_dead_processes(self._shared)
+            _remove_stale_directories(self._shared)
             self._directory.mkdir()
             on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
             for number, part in enumerate(buckets(on_host, FILE_BYTES)):
@@ -75,7 +75,7 @@ class CheckpointTransfer:
 _PREFIX = "megatron_grpo-weights-"
 
 
-def _remove_those_of_dead_processes(shared: Path) -> None:
+def _remove_stale_directories(shared: Path) -> None:
     prefix = f"{_PREFIX}{socket.gethostname()}-"
     for directory in shared.glob(f"{prefix}*"):
         process = directory.name.removeprefix(prefix)

@@ -90,6 +90,6 @@ def compare_log_probs(
     if not means[worst] <= limit:
         raise GrpoError(
             f"--check-weight-sync: of {PROBE_TOKENS} sampled tokens for each of a few prompts, engine replica {worst} "
-            f"has other log-probabilities than the trainer: {means[worst]:.2g} nats on average, allowed are {limit:g}. "
-            f"{ENDING}"
+            f"has other log-probabilities than the trainer: {means[worst]:.2g} nats on average, the limit is "
+            f"{limit:g}. {ENDING}"
         )

@@ -71,11 +71,11 @@ def test_a_rows_own_sampling_wins(tmp_path):
         ({"structured_outputs": {"json": "{"}}, "", "json of structured_outputs"),
         ({"structured_outputs": {"regex": "a"}}, "--rollout-engine megatron", "needs --rollout-engine vllm: megatron"),
         ({"structured_outputs": {"regex": "a"}}, "--rollout-engine sglang", "needs --rollout-engine vllm: sglang"),
-        ({"structured_outputs": {"regex": "a"}}, "--ignore-eos", "cannot go with --ignore-eos"),
+        ({"structured_outputs": {"regex": "a"}}, "--ignore-eos", "cannot be used with --ignore-eos"),
         (
             {"structured_outputs": {"regex": "a"}},
             "--rollout-importance-sampling-mode token_mask",
-            "cannot go with --rollout-importance-sampling-mode",
+            "cannot be used with --rollout-importance-sampling-mode",
         ),
     ],
 )

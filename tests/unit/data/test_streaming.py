@@ -65,7 +65,7 @@ def test_every_row_is_found_in_any_order(tmp_path, write):
         file, block, index, where = files.find(int(number))
         assert file.row(block, index)["answer"] == number % 103
         assert where == (f"{path}:{number % 103 + 1}" if write is jsonl else f"{path}, row {number % 103 + 1}")
-        assert sum(files.blocks.bytes[b] for b in files._held) <= 12 * ROW
+        assert sum(files.blocks.bytes[b] for b in files._cached_blocks) <= 12 * ROW
     assert [row["answer"] for _, row in read_rows(path)] == list(range(103))
 
 

@@ -207,12 +207,12 @@ def test_the_engines_experts_reach_the_batch(vllm_double):
 
 @pytest.mark.vllm
 def test_an_engine_that_does_not_tell(vllm_double, monkeypatch):
-    with pytest.raises(GrpoError, match="does not tell which experts it chose, with the kernels"):
+    with pytest.raises(GrpoError, match="does not report its choice of experts with the kernels"):
         collect(vllm_double(told=False))
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM on a CPU")
 def test_vllm_on_a_cpu_is_refused():
-    with pytest.raises(GrpoError, match=r"--router-replay-mode R3: vLLM on a CPU .* give R2, or take a GPU"):
+    with pytest.raises(GrpoError, match=r"--router-replay-mode R3: vLLM on a CPU .* give R2, or use a GPU"):
         vllm_colocate._build(SimpleNamespace(kv_channels=32, router_replay_mode="R3"), "")

@@ -93,5 +93,5 @@ def test_a_wrong_key_and_a_short_server_are_refused(double, ask, monkeypatch):
     with pytest.raises(GrpoError, match=r"--max-model-len is 16, but .* \+ 1 are 17: start the server with at least"):
         ask(rollout())
     double.key = "other"
-    with pytest.raises(GrpoError, match=r"API key is refused: give the one .* TEACHER_API_KEY"):
+    with pytest.raises(GrpoError, match=r"refuses the API key: give the key .* TEACHER_API_KEY"):
         ask(rollout())

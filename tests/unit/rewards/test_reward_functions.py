@@ -97,7 +97,7 @@ def pairs(table):
     [(*pair, 1.0) for pair in pairs(EQUAL)] + [(*pair, 0.0) for pair in pairs(DIFFERENT)],
 )
 def test_accuracy_by_math_verify(answer, gold, expected, monkeypatch):
-    monkeypatch.setattr(math_answer, "_SECONDS", 60)  # a busy machine is not what is tested
+    monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 60)  # a busy machine is not what is tested
     assert reward("accuracy", f"\\boxed{{{answer}}}", answer=gold) == expected
     assert reward("accuracy", f"<think>{gold}</think><answer>{answer}</answer>", answer=gold) == expected
 
@@ -206,7 +206,7 @@ def test_countdown_is_exact_and_needs_an_answer():
 
 @pytest.mark.parametrize("row", [{}, {"nums": [1, 2]}, {"nums": [], "target": 1}, {"nums": ["1"], "target": 1}])
 def test_countdown_needs_its_row(row):
-    with pytest.raises(GrpoError, match=r'whole "nums" \(a list\) and "target"'):
+    with pytest.raises(GrpoError, match=r'"nums" \(a list of integers\) and "target" \(an integer\)'):
         reward("countdown", "<answer>1</answer>", **row)
 
 
@@ -270,10 +270,10 @@ def test_last_code_block(text, expected):
 
 def test_a_gold_answer_that_is_not_read_in_time_is_no_error_in_the_data(monkeypatch):
     """On a machine that is busy it would end the run; an answer that takes too long is wrong."""
-    monkeypatch.setattr(math_answer, "_SECONDS", 0)  # whatever it takes
+    monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 0)  # whatever it takes
     monkeypatch.setattr(math_answer, "parse", lambda text, **_: [7] if "77125" in text else [])
     (accuracy,) = get_rewards(["accuracy"])
-    with pytest.raises(TimeoutError, match=r"did not read '\$88125\$' within"):
+    with pytest.raises(TimeoutError, match=r"did not parse '\$88125\$' within"):
         accuracy(Sample("", "\\boxed{1}", {"answer": "88125"}))
     assert accuracy(Sample("", "\\boxed{88125}", {"answer": "77125"})) == 0
     math_answer.read.cache_clear()

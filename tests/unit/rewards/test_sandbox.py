@@ -56,8 +56,8 @@ FAULTS = {
     "raises": ("{}['a']", "KeyError: 'a'"),
     "does not compile": ("def f(:", r"SyntaxError: invalid syntax \(program.py, line 1\)"),
     "exits": ("import os\nos._exit(3)", "ended with exit status 3"),
-    "ends itself": ("import os\nos.kill(os.getpid(), 9)", "was ended by SIGKILL"),
-    "crashes": ("import os\nos.kill(os.getpid(), 11)", "was ended by SIGSEGV"),
+    "ends itself": ("import os\nos.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    "crashes": ("import os\nos.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
     "bombs": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "took longer than 1 s"),
     "allocates without end": ("x = []\nwhile True: x.append(bytes(1 << 24))", "MemoryError"),
     "recurses": ("def f(): f()\nf()", "RecursionError: .*"),
@@ -223,7 +223,9 @@ def test_with_limits_alone_a_killed_driver_costs_one_sample():
 def test_time_for_all_tests_together(box):
     limits = Limits(seconds=0.5, seconds_in_all=0.8)
     results = box.run("while True: pass", [{"stdin": ""}] * 3, limits)
-    assert results[0] == {"fault": "took longer than 0.5 s"} and results[2] == {"fault": "the tests before took 0.8 s"}
+    assert results[0] == {"fault": "took longer than 0.5 s"} and results[2] == {
+        "fault": "the earlier tests used up all 0.8 s"
+    }
 
 
 def test_the_sandbox_ends_with_its_worker(tmp_path):
@@ -258,7 +260,7 @@ def test_no_sandbox_at_all(monkeypatch):
 
     monkeypatch.setattr(Sandbox, "run", failing)
     module.sandbox.cache_clear()
-    with pytest.raises(GrpoError, match=r"namespaces: unshare: .*permitted\): leave --code-sandbox strict out"):
+    with pytest.raises(GrpoError, match=r"namespaces: unshare: .*permitted\): remove --code-sandbox strict"):
         module.sandbox(strict=True)
     with pytest.raises(GrpoError, match=r"namespaces: unshare: .*; limits: ModuleNotFoundError.*rewards\.md"):
         module.sandbox(strict=False)

@@ -192,10 +192,10 @@ def test_a_failing_servers_requests_go_to_the_other(start, weights, tmp_path, ca
         bad.stop()
     assert wait_for(pool, completions=first) == expected
     if fault in ("die", "die generating", "500 generating", "abort"):  # may pass, so it is tried again
-        assert pool.servers[1].lost or called(bad, "/v1/completions") >= 2
+        assert pool.servers[1].exclusion_reason or called(bad, "/v1/completions") >= 2
     else:
-        assert pool.servers[1].lost is not None
-        assert capsys.readouterr().out.count(f"server {bad.url} is given up until the next weight sync: ") == 1
+        assert pool.servers[1].exclusion_reason is not None
+        assert capsys.readouterr().out.count(f"server {bad.url} is excluded until the next weight sync: ") == 1
     pool.end_rollout()
     bad.fault = bad.fault if fault == "die" else ""
     pool.close()
@@ -206,7 +206,9 @@ def test_with_none_left_the_run_ends(start, weights, tmp_path):
     pool = synced_pool(doubles, weights, tmp_path)
     for double in doubles:
         double.stop()
-    with pytest.raises(EngineLost, match=r"no server is left to generate \(http://.*; http://.*\): start them again"):
+    with pytest.raises(
+        EngineLost, match=r"no server is left to generate \(http://.*; http://.*\): start the servers again"
+    ):
         finish(pool)
     with pytest.raises(EngineLost, match="no server is left"):
         pool.refresh()
@@ -267,9 +269,9 @@ def test_a_restart_in_a_rollout_is_noticed(start, weights, tmp_path, old):
     restarted.fault = ""
     assert wait_for(pool, completions=completions) == expected
     deadline = time.monotonic() + 60
-    while not pool.servers[1].lost and time.monotonic() < deadline:
+    while not pool.servers[1].exclusion_reason and time.monotonic() < deadline:
         pool.poll()
-    assert "started anew" in pool.servers[1].lost
+    assert "has restarted" in pool.servers[1].exclusion_reason
     pool.close()
 
 
@@ -279,19 +281,23 @@ def test_a_server_that_does_not_take_the_weights_is_given_up(start, weights, tmp
     bad.model = tiny_model(1).half()
     bad.model.lm_head = torch.nn.Linear(8, 8)
     CheckpointTransfer(str(tmp_path)).send(iter(weights.items()), 8, pool)
-    assert pool.servers[1].lost.startswith("it did not take the weights: /collective_rpc answered 400: ")
+    assert pool.servers[1].exclusion_reason.startswith("it did not load the weights: /collective_rpc answered 400: ")
     assert {c.weight_version for c in finish(pool)} == {8}
     assert not list(tmp_path.iterdir())
     pool.close()
 
 
 REFUSED = {
-    "401": ({"key": "right"}, {"vllm_server_api_key": "wrong"}, "the API key is refused: give the one that the server"),
+    "401": (
+        {"key": "right"},
+        {"vllm_server_api_key": "wrong"},
+        "the server refuses the API key: give the key of the server",
+    ),
     "development mode": ({"dev_mode": False}, {}, "start it with VLLM_SERVER_DEV_MODE=1"),
-    "layers": ({"layers": 3}, {}, "its model has 4 layers, the trainer's 2"),
-    "vocabulary": ({"tokens": 17}, {}, "its model has 17 tokens in its vocabulary, the trainer's 16"),
+    "layers": ({"layers": 3}, {}, "its model has 4 layers, the trainer's has 2"),
+    "vocabulary": ({"tokens": 17}, {}, "its model has 17 vocabulary tokens, the trainer's has 16"),
     "length": ({"max_model_len": 15}, {}, "its --max-model-len is 15, .* are 16"),
-    "dtype": ({"dtype": "torch.bfloat16"}, {}, "it computes in torch.bfloat16, the trainer in float32"),
+    "dtype": ({"dtype": "torch.bfloat16"}, {}, "its dtype is torch.bfloat16, the trainer's float32"),
     "raw": (
         {"logprobs_mode": "raw_logprobs"},
         {"temperature": 0.5},
@@ -299,7 +305,7 @@ REFUSED = {
     ),
     "logits": ({"logprobs_mode": "processed_logits"}, {}, "start it with --logprobs-mode raw_logprobs"),
     "chunks": ({"chunked": True}, {}, "--no-enable-chunked-prefill"),
-    "experts": ({}, {"num_experts": 4}, "cannot load experts anew"),
+    "experts": ({}, {"num_experts": 4}, "cannot reload experts"),
     "tied": ({}, {"untie_embeddings_and_output_weights": False}, "keeps the old output layer"),
     "latent": ({}, {"multi_latent_attention": True}, "VLLM_MLA_DISABLE=1"),
 }
@@ -320,7 +326,7 @@ def test_what_cannot_serve_is_refused_at_the_start(start, name):
     ("config", "changes", "message"),
     [
         ({"context_length": 15}, {}, "its context_length is 15, .* are 16"),
-        ({}, {"sleep_level": 2}, "it cannot sleep: start it with --enable-memory-saver"),
+        ({}, {"sleep_level": 2}, "it cannot release its memory: start it with --enable-memory-saver"),
         ({"enable_memory_saver": True}, {"sleep_level": 1}, "start it with --enable-weights-cpu-backup"),
         ({"skip_tokenizer_init": True}, {"stop_words": ["."]}, "start it without --skip-tokenizer-init"),
     ],
@@ -373,7 +379,7 @@ def test_weights_travel_in_bounded_pieces(tmp_path, weights, monkeypatch):
     seen = []
 
     class Servers:
-        def give_weights(self, version, give):
+        def update_servers(self, version, give):
             seen.extend(sorted(path.stat().st_size for path in tmp_path.glob("*/*.safetensors")))
             assert not dead.exists()
 
@@ -422,7 +428,7 @@ def test_sglang_servers_take_broadcasts(start, weights, one_process, monkeypatch
     joined, doubles[1].fault = called(doubles[0], "/init_weights_update_group"), "400 received"
     newer = {name: tensor + 1 for name, tensor in weights.items()}
     transfer.send(iter(newer.items()), 5, pool)
-    assert "no room" in pool.servers[1].lost
+    assert "no room" in pool.servers[1].exclusion_reason
     assert called(doubles[0], "/init_weights_update_group") == joined + 1
     assert_same(doubles[0].model, newer)
     doubles[1].fault = ""
@@ -455,7 +461,7 @@ def test_vllm_servers_are_asked_in_order_while_rank_0_sends(start):
 
     weight_transfer_nccl._update(pool, 5, {"names": []}, broadcast)
     assert sent == [True]
-    assert [server.version for server in pool.servers] == [5, None] and "no room" in pool.servers[1].lost
+    assert [server.version for server in pool.servers] == [5, None] and "no room" in pool.servers[1].exclusion_reason
     expected = "/start_weight_update /update_weights /finish_weight_update /reset_prefix_cache /update_weight_version"
     assert [path for path, _ in doubles[0].calls if path in expected] == expected.split()
     pool.close()
@@ -481,7 +487,7 @@ def test_sglang_servers_tell_which_tensor_changes(start, weights, one_process):
 def test_a_broadcast_that_a_server_has_left_loses_the_engine(start, monkeypatch):
     """At once, although another server waits for the broadcast, and the blocked call of this side goes on."""
     doubles, stop = [start("sglang"), start("sglang")], threading.Event()
-    monkeypatch.setattr(weight_transfer_nccl, "STUCK", 1.0)
+    monkeypatch.setattr(weight_transfer_nccl, "PEER_TIMEOUT", 1.0)
     pool, cancelled = make_pool(doubles, kind="sglang"), []
 
     async def theirs(server) -> None:
@@ -495,7 +501,7 @@ def test_a_broadcast_that_a_server_has_left_loses_the_engine(start, monkeypatch)
 
     message = f"server {doubles[0].url} failed in an exchange by NCCL: it is out of memory"
     with pytest.raises(EngineLost, match=re.escape(message)):
-        weight_transfer_nccl.together(pool, theirs, stop.wait)
+        weight_transfer_nccl.exchange(pool, theirs, stop.wait)
     assert cancelled == [doubles[1].url]
     stop.set()
     pool.close()
@@ -513,13 +519,13 @@ def test_a_server_that_fails_in_a_broadcast_that_ends_is_given_up(start, monkeyp
         time.sleep(0.2)
         done.append(True)
 
-    weight_transfer_nccl.together(pool, theirs, ours)
-    assert done and pool.servers[0].lost and pool.servers[1].lost is None
+    weight_transfer_nccl.exchange(pool, theirs, ours)
+    assert done and pool.servers[0].exclusion_reason and pool.servers[1].exclusion_reason is None
     pool.close()
 
 
 def test_a_broadcast_that_fails_here_does_not_wait_for_the_servers(start, monkeypatch):
-    monkeypatch.setattr(weight_transfer_nccl, "STUCK", 0.5)
+    monkeypatch.setattr(weight_transfer_nccl, "PEER_TIMEOUT", 0.5)
     pool = make_pool([start("sglang")], kind="sglang")
 
     async def theirs(server) -> None:
@@ -529,7 +535,7 @@ def test_a_broadcast_that_fails_here_does_not_wait_for_the_servers(start, monkey
         raise RuntimeError("NCCL error: unhandled system error")
 
     with pytest.raises(EngineLost, match="the servers could not be reached by NCCL: NCCL error"):
-        weight_transfer_nccl.together(pool, theirs, ours)
+        weight_transfer_nccl.exchange(pool, theirs, ours)
     pool.close()
 
 

@@ -37,7 +37,7 @@ class MemoryServer(Server):
     async def load_weights(self, directory, timeout):
         raise AssertionError
 
-    async def weights_are(self, version):
+    async def finish_update(self, version):
         pass
 
     async def checksums(self):
@@ -57,7 +57,7 @@ class Transfer:
         async def give(server):
             server.held |= tensors
 
-        servers.give_weights(version, give)
+        servers.update_servers(version, give)
         if self.sent == 1 and self.lost:
             servers.servers[1].held[self.lost] = torch.zeros(4)
 

@@ -87,10 +87,10 @@ def test_this_hosts_address_as_the_servers_see_it():
 def test_models_that_vllm_stacks_otherwise_are_refused(more, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = {"num_experts": None, "multi_latent_attention": False, "weight_sync_method": "sparse"}
-    with pytest.raises(GrpoError, match="take nccl"):
+    with pytest.raises(GrpoError, match="use nccl"):
         SparseTransfer(SimpleNamespace(**args | more))
 
 
 def test_needs_gpus():
-    with pytest.raises(GrpoError, match="needs GPUs: here take checkpoint"):
+    with pytest.raises(GrpoError, match="needs GPUs: on CPUs use checkpoint"):
         SparseTransfer(SimpleNamespace(weight_sync_method="sparse"))

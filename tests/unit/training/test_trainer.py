@@ -54,19 +54,19 @@ class Lost:
         self.done.append(position)
         self.write(self.iteration)
 
-    def _save_if(self, able, position):
-        return Trainer._save_if(self, able, position)
+    def _try_save(self, able, position):
+        return Trainer._try_save(self, able, position)
 
     def end(self) -> EngineLost:
         with pytest.raises(EngineLost) as caught:
-            Trainer._end_without_engine(self, EngineLost("no server is left"), {"rollouts": 7})
+            Trainer._raise_engine_lost(self, EngineLost("no server is left"), {"rollouts": 7})
         return caught.value
 
 
 def test_without_an_engine_the_run_is_saved_as_it_was_before(tmp_path, one_process):
     lost = Lost(tmp_path, newest=2)
     error = lost.end()
-    expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} goes on from there"
+    expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} resumes from it"
     assert str(error) == expected and error.saved
     assert lost.done == ["close", "reload", {"rollouts": 7}]
 
@@ -139,7 +139,7 @@ def test_an_engine_lost_in_its_turn_ends_the_run_at_the_position_before():
         ended.append(position)
         raise error
 
-    trainer._end_without_engine = end
+    trainer._raise_engine_lost = end
     with pytest.raises(EngineLost), Trainer.engine_awake(trainer):
         raise EngineLost("gone")
     assert ended == ["position"] and "engine.sleep" not in notes and "trainer._reload" not in notes
