@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -209,39 +210,53 @@ def wait_until(condition, seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def start(words: list[str], output: Path) -> tuple[Any, list[int]]:
+    """Start pretrain_grpo.py on two ranks, with --thorough by torchrun itself; returns (process, the ranks' ids)."""
+    if not ranks.thorough:
+        run = ranks.WarmRun(2, [str(REPO / "pretrain_grpo.py"), *words], ranks._environment(), str(output))
+        return run, run.pids
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "pretrain_grpo.py"]
+    with open(output, "w") as file:
+        process = subprocess.Popen(
+            [*command, *words],
+            cwd=REPO,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    wait_until(lambda: process.poll() is not None or len(children(process.pid)) == 2, 600, "two ranks")
+    return process, sorted(children(process.pid), key=lambda pid: b"RANK=1" in environment_of(pid))
+
+
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def test_a_rank_that_dies_ends_the_run_and_what_was_saved_goes_on(model, data, tmp_path):
     """Two pipeline stages, an engine over both ranks, and a reward of one's own; rank 1 is killed by SIGKILL."""
     (tmp_path / "own.py").write_text(PLUGIN)
+    (tmp_path / "output").touch()
     save = tmp_path / "save"
     words = f"""--load-hf {model} --train-data-path {data}/train.parquet --external-plugins {tmp_path}/own.py
         --reward-funcs few_digits --micro-batch-size 2 --global-batch-size 8 --beta 0 --save {save} --load {save}
         --save-interval 1 --max-checkpoints-to-keep 2 --pipeline-model-parallel-size 2
         --vllm-tensor-parallel-size 2""".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "pretrain_grpo.py"]
-    with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(
-            [*command, *COMMON, "100000", *words],
-            cwd=REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process, members = start([*COMMON, "100000", *words], tmp_path / "output")
     try:
         latest = save / "latest_checkpointed_iteration.txt"
         wait_until(
             lambda: process.poll() is not None or (latest.exists() and int(latest.read_text()) >= 2), 600, "a save"
         )
         assert process.poll() is None, (tmp_path / "output").read_text()
-        forked = children(process.pid)
-        started = forked + [child for rank in forked for child in children(rank)]
-        is_rank_1 = [b"RANK=1" in Path(f"/proc/{rank}/environ").read_bytes().split(b"\0") for rank in forked]
-        os.kill(forked[is_rank_1.index(True)], signal.SIGKILL)
+        started = members + [child for rank in members for child in children(rank)]
+        os.kill(members[1], signal.SIGKILL)
         assert process.wait(timeout=300) != 0
         wait_until(lambda: not any(map(alive, started)), 120, "the end of all processes")  # those that score included
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            for pid in members:
+                os.killpg(pid, signal.SIGKILL)
             process.wait()
 
     iteration, directory = checkpoint_directory.find(save)
