@@ -1,6 +1,7 @@
 """Flags and rules of prompts, tokenizers and micro-batches."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,13 @@ DATA: tuple[FlagRow, ...] = (
     ("--valid-data-path", [str], None, "JSON-lines or Parquet files of held-out prompts"),
     ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; "messages" if it is absent'),
     ("--system-prompt", str, None, "system message that precedes every prompt"),
+    ("--chat-template", str, None, "Jinja chat template, a file or the text itself [the tokenizer's]"),
+    (
+        "--chat-template-kwargs",
+        dict,
+        None,
+        'variables of the chat template, such as {"enable_thinking": false}; a row can set its own',
+    ),
     ("--max-prompt-length", int, 512, "maximum length of a prompt, tokens"),
     (
         "--truncation-strategy",
@@ -33,6 +41,7 @@ DATA: tuple[FlagRow, ...] = (
     ("--no-shuffle", bool, False, "use the prompts in the order of the files"),
     ("--tokenizer-type", TOKENIZERS, TOKENIZERS[0], "kind of tokenizer"),
     ("--tokenizer-model", str, None, "directory or file of the tokenizer [--load-hf]"),
+    ("--trust-remote-code", bool, False, "run the Python code in the tokenizer's directory (Kimi-K2, Moonlight)"),
     (
         "--tiktoken-pattern",
         ("v1", "v2"),
@@ -77,7 +86,24 @@ def check_data(args: Namespace) -> None:
         if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
     positive(args, "tiktoken_num_special_tokens")
+    for dest in ("chat_template", "chat_template_kwargs", "trust_remote_code"):
+        if getattr(args, dest) and args.tokenizer_type != "HuggingFaceTokenizer":
+            raise GrpoError(f"{flag(dest)} needs --tokenizer-type HuggingFaceTokenizer")
+    if args.chat_template:
+        args.chat_template = read_chat_template(args.chat_template)
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
+
+
+def read_chat_template(given: str) -> str:
+    """Return the text of --chat-template: the content of a file, or the value itself if it is a template."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrpoError(
+            f"--chat-template {given}: neither a template, which has {{{{ or {{%, nor a file that can be read ({error})"
+        ) from error
 
 
 def check_pass_rates(args: Namespace) -> None:

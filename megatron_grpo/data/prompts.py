@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_grpo.data.routing import check_source, reward_routes
 from megatron_grpo.data.row_files import RowFiles
-from megatron_grpo.data.row_prompt import parse_prompt, parse_tools, pass_rate
+from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools, pass_rate
 from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
 from megatron_grpo.data.sampling_params import Sampling
@@ -218,7 +218,8 @@ class PromptDataset:
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt)
         else:
-            ids = self._tokenizer.apply_chat_template(prompt, tools)
+            variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row)
+            ids = self._tokenizer.apply_chat_template(prompt, tools, variables)
         if not ids:
             raise GrpoError("the prompt has no tokens")
         limit = self._args.max_prompt_length

@@ -86,6 +86,17 @@ def parse_tools(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> l
     return tools if isinstance(column, str) else _without_nulls(tools)
 
 
+def parse_template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row's ``chat_template_kwargs``, an object or its JSON text; {} without one."""
+    column = row.get("chat_template_kwargs")
+    variables = json_column(column)
+    if column is None:
+        return {}
+    if not isinstance(variables, dict):
+        raise GrpoError(f'"chat_template_kwargs" must be an object, or JSON text of one, found {column!r:.200}')
+    return variables if isinstance(column, str) else _without_nulls(variables)
+
+
 def pass_rate(row: Mapping[str, Any]) -> float:
     """Return the row's pass rate, the fraction of a policy's attempts that solved it (0 to 1).
 

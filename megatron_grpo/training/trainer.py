@@ -359,7 +359,7 @@ class Trainer:
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             # With these files a checkpoint can be resumed and exported without the original model directory.
             if dist.get_rank() == 0:
-                hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR))
+                hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR), self.args.chat_template)
             # A reference model that was never updated can be loaded from its origin again.
             updated = self.reference is not None and self.reference.updated
             checkpoint.save_checkpoint(

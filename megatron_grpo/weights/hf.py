@@ -46,6 +46,8 @@ _ASSETS = (
     "chat_template*",
     "*.model",
     "*.tiktoken",
+    "tokenization*.py",  # run with --trust-remote-code only
+    "tool_declaration*.py",  # imported by Kimi-K2's tokenizer
 )
 # Subfolder of a Megatron checkpoint directory that holds these files, beside the iterations.
 ASSETS_DIR = "hf_assets"
@@ -57,17 +59,18 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     return read_json_object(Path(hf_dir) / "config.json", f"{hf_dir} is not a Hugging Face model directory")
 
 
-def copy_assets(source: str | Path, target_dir: str | Path) -> None:
+def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str | None = None) -> None:
     """Copy tokenizer files, chat template, config.json and generation_config.json from a directory into another.
 
     `source` may be a single file, such as a SentencePiece model. Nothing is copied when `source` is `target_dir`. Each
-    file is replaced atomically, so a killed process leaves no partial file. Raises GrpoError when a file cannot be
-    copied.
+    file is replaced atomically, so a killed process leaves no partial file. `chat_template` replaces the template of
+    `source`. Raises GrpoError when a file cannot be written.
     """
     source, target_dir = Path(source), Path(target_dir)
-    if source.resolve() == target_dir.resolve():  # a resumed run reads these files from its --save directory
-        return
-    paths = [source] if source.is_file() else [path for pattern in _ASSETS for path in source.glob(pattern)]
+    same = source.resolve() == target_dir.resolve()  # a resumed run reads these files from its --save directory
+    paths = (
+        [] if same else [source] if source.is_file() else [path for pattern in _ASSETS for path in source.glob(pattern)]
+    )
     try:
         target_dir.mkdir(parents=True, exist_ok=True)
         for path in paths:
@@ -75,6 +78,10 @@ def copy_assets(source: str | Path, target_dir: str | Path) -> None:
                 partial = target_dir / f".{path.name}.partial"
                 shutil.copyfile(path, partial)
                 os.replace(partial, target_dir / path.name)
+        if chat_template is not None:  # transformers prefers this file to the template in tokenizer_config.json
+            partial = target_dir / ".chat_template.jinja.partial"
+            partial.write_text(chat_template)
+            os.replace(partial, target_dir / "chat_template.jinja")
     except OSError as error:
         raise GrpoError(f"tokenizer files cannot be copied from {source} to {target_dir}: {error}") from error
 
@@ -225,7 +232,7 @@ def save_hf(
 
     def finish() -> None:
         if dist.get_rank() == 0:
-            finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir)
+            finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir, args.chat_template)
 
     on_all_ranks(start, out_dir)
     checksums: dict[str, dict[int, int]] = {}
@@ -252,11 +259,12 @@ def finish_export(
     config: dict,
     dtype: torch.dtype,
     tokenizer_dir: str | Path | None,
+    chat_template: str | None = None,
 ) -> None:
     """Write index, checksums, config.json and tokenizer beside the tensor files; rename `partial` to `out_dir`."""
     write_index(partial, files)
     write_checksums(partial, checksums)
-    _write_config(partial, config, dtype, tokenizer_dir)
+    _write_config(partial, config, dtype, tokenizer_dir, chat_template)
     _replace(partial, out_dir)
 
 
@@ -282,9 +290,11 @@ def is_replaceable(path: Path) -> bool:
     )
 
 
-def _write_config(out_dir: Path, config: dict, dtype: torch.dtype, tokenizer_dir: str | Path | None) -> None:
+def _write_config(
+    out_dir: Path, config: dict, dtype: torch.dtype, tokenizer_dir: str | Path | None, chat_template: str | None
+) -> None:
     if tokenizer_dir is not None:
-        copy_assets(tokenizer_dir, out_dir)
+        copy_assets(tokenizer_dir, out_dir, chat_template)
         if (out_dir / "config.json").exists():
             # The arguments do not contain special token ids; config.json's other keys are derived from them.
             source = read_config(out_dir)

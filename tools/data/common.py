@@ -31,7 +31,9 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def apply_chat_template(self, messages: list[dict], tools: list | None = None) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict], tools: list | None = None, variables: dict | None = None
+    ) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
 

@@ -210,6 +210,7 @@ def _build(args, directory: str):
             load_format="dummy",
             skip_tokenizer_init=not args.engine_decodes,
             tokenizer=args.tokenizer_model if args.engine_decodes else None,
+            trust_remote_code=args.trust_remote_code and args.engine_decodes,  # of the tokenizer
             dtype=args.vllm_dtype or str(params_dtype(args)).removeprefix("torch."),
             quantization=args.vllm_quantization,
             enable_expert_parallel=args.vllm_enable_expert_parallel,

@@ -27,7 +27,7 @@ class Characters:
     def encode(self, text):
         return [ord(c) for c in text]
 
-    def apply_chat_template(self, messages, tools=None):
+    def apply_chat_template(self, messages, tools=None, variables=None):
         known = "".join(f"[{tool['name']}]" for tool in tools or [])
         return self.encode(known + "".join(f"{m['role']}:{m['content']}|" for m in messages) + ">")
 
