@@ -145,7 +145,7 @@ class Fp8Safetensors(Safetensors):
             return super().read(name, index)
         (rows, columns), grid = self._grid(name)
         scales = super().read(self._scales[name], (...,)).float().reshape(grid)  # type: ignore[arg-type]
-        self._check_finite(self._scales[name], scales)
+        _check_finite(self._where[self._scales[name]], self._scales[name], scales)
         (top, bottom), (left, right) = _ranges(self.shape(name), index)
         values = super().read(name, (slice(top, bottom), slice(left, right))).float()
         # [rows of the slice, blocks in a row]
@@ -153,7 +153,7 @@ class Fp8Safetensors(Safetensors):
         for number in range(left // columns, -(-right // columns)):
             first, last = max(number * columns, left), min((number + 1) * columns, right)
             values[:, first - left : last - left] *= by_row[:, number, None]
-        self._check_finite(name, values)
+        _check_finite(self._where[name], name, values)
         return values
 
     def _grid(self, name: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -244,11 +244,11 @@ class Mxfp4Safetensors(Safetensors):
         part = expert, slice(left, right), slice(first, last)
         stored = super().read(f"{name}_scales", part)
         scales = _E8M0.index_select(0, stored.flatten().int()).view(*stored.shape, 1)
-        self._check_finite(f"{name}_scales", scales)
+        _check_finite(self._where[f"{name}_scales"], f"{name}_scales", scales)
         packed = super().read(f"{name}_blocks", (*part, slice(None)))
         values = _PAIRS.index_select(0, packed.flatten().int()).view(*stored.shape, _MX_BLOCK)
         values *= scales
-        self._check_finite(name, values)
+        _check_finite(self._where[f"{name}_blocks"], f"{name}_blocks", values)
         return values.flatten(1)[:, top - first * _MX_BLOCK : bottom - first * _MX_BLOCK].mT
 
     def _blocks_shape(self, name: str) -> tuple[int, ...]:
@@ -267,6 +267,12 @@ class Mxfp4Safetensors(Safetensors):
                 f"(experts, out, in / {_MX_BLOCK}, {_MX_BLOCK // 2})"
             )
         return shape
+
+
+def _check_finite(file: Path, name: str, values: Tensor) -> None:
+    least, largest = values.aminmax()  # NaN if one value is; unlike isfinite, without tensors of the same size
+    if not (least.isfinite() and largest.isfinite()):
+        raise GrpoError(f"{file}: tensor {name} holds values that are not finite: it is damaged")
 
 
 def _ranges(shape: tuple[int, ...], index: tuple[int | slice, ...]) -> list[tuple[int, int]]:

@@ -82,10 +82,6 @@ class Safetensors:
         except SafetensorError as error:
             raise GrpoError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
 
-    def _check_finite(self, name: str, values: Tensor) -> None:
-        if not values.isfinite().all():
-            raise GrpoError(f"{self._where[name]}: tensor {name} holds values that are not finite: it is damaged")
-
     def _slice(self, name: str) -> Any:
         path = self._where[name]
         try:
