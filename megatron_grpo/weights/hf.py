@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
-from megatron_grpo.weights import families, model_weights
+from megatron_grpo.weights import families, model_weights, quantized
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (
     PlannedFile,
@@ -59,12 +60,24 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     return read_json_object(Path(hf_dir) / "config.json", f"{hf_dir} is not a Hugging Face model directory")
 
 
+def open_weights(hf_dir: str | Path) -> Safetensors:
+    """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes."""
+    source = quantized.reader(hf_dir, read_config(hf_dir))
+    if source.quantization:
+        print_rank_0(
+            f"{hf_dir}: weights in {source.quantization} are dequantized when they are read; config.json is written "
+            "without quantization_config"
+        )
+    return source
+
+
 def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str | None = None) -> None:
     """Copy tokenizer files, chat template, config.json and generation_config.json from a directory into another.
 
     `source` may be a single file, such as a SentencePiece model. Nothing is copied when `source` is `target_dir`. Each
-    file is replaced atomically, so a killed process leaves no partial file. `chat_template` replaces the template of
-    `source`. Raises GrpoError when a file cannot be written.
+    file is replaced atomically, so a killed process leaves no partial file. The copy of config.json does not describe
+    quantized weights, because this project writes none. `chat_template` replaces the template of `source`. Raises
+    GrpoError when a file cannot be written.
     """
     source, target_dir = Path(source), Path(target_dir)
     same = source.resolve() == target_dir.resolve()  # a resumed run reads these files from its --save directory
@@ -76,7 +89,11 @@ def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str |
         for path in paths:
             if path.is_file():
                 partial = target_dir / f".{path.name}.partial"
-                shutil.copyfile(path, partial)
+                if path.name == "config.json" and quantized.CONFIG_KEYS & (config := read_config(path.parent)).keys():
+                    kept = {key: value for key, value in config.items() if key not in quantized.CONFIG_KEYS}
+                    partial.write_text(json.dumps(kept, indent=2) + "\n")
+                else:
+                    shutil.copyfile(path, partial)
                 os.replace(partial, target_dir / path.name)
         if chat_template is not None:  # transformers prefers this file to the template in tokenizer_config.json
             partial = target_dir / ".chat_template.jinja.partial"
@@ -97,7 +114,7 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     weights = model_weights.table(args)
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
-    source = Safetensors(hf_dir)
+    source = open_weights(hf_dir)
     weights = check_tensors(source, weights)
     check_copies(source, weights, {weight.name: model_weights.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
@@ -108,7 +125,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
     """Return the table's weights that the files contain: all, except duplicates that the files omit.
 
     GLM-4.5 stores the duplicates of the embedding for multi-token prediction, GLM-4.6 does not. Raises GrpoError unless
-    the files contain exactly the tensors of the returned weights, not quantized, in the table's shapes.
+    the files contain exactly the tensors of the returned weights, in dtypes that `source` reads and the table's shapes.
     """
     found = {name for name in source.names() if not _IGNORED.search(name)}
     originals = {weight.name: weight for weight in reversed(weights)}
@@ -125,7 +142,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
             raise GrpoError(
                 f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
             )
-        source.dtype(name)  # raises GrpoError for quantized weights
+        source.dtype(name)  # raises GrpoError for an unsupported one, and for quantized weights without their scales
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
         raise GrpoError(f"{source.dir} holds the tensor {unclaimed[0]}{more}, which is not in the model family's table")
@@ -171,7 +188,7 @@ def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | 
 
     Returns the number of compared tensors. Raises GrpoError, which names the first tensor that differs.
     """
-    source, count = Safetensors(hf_dir), 0
+    source, count = open_weights(hf_dir), 0
     held = {name for weight in check_tensors(source, model_weights.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(model_chunks, args):
         if name not in held:

@@ -36,6 +36,7 @@ class Safetensors:
     """
 
     index, single = INDEX, "model.safetensors"
+    quantization: str | None = None  # format of weights that `read` dequantizes
 
     def __init__(self, hf_dir: str | Path):
         self.dir = Path(hf_dir)
@@ -65,12 +66,12 @@ class Safetensors:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype; raise GrpoError unless it is in _DTYPES: quantized weights need extra scales."""
+        """Return a tensor's dtype; raise GrpoError unless it is in _DTYPES: weights/quantized.py reads others."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise GrpoError(
                 f"{self._where[name]}: tensor {name} is stored as {stored}: convert the model to one of "
-                f"{', '.join(_DTYPES)} first"
+                f"{', '.join(_DTYPES)} first, or restore the quantization_config of config.json if it was removed"
             )
         return _DTYPES[stored]
 

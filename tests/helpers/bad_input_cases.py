@@ -294,7 +294,11 @@ HUGGING_FACE: list[Case] = [
     ("no size", config(intermediate_size=None), r"config\.json lacks 'intermediate_size'"),
     ("size of a wrong type", config(num_hidden_layers="2"), r"config\.json has a value of the wrong type"),
     ("sliding window in a layer", config(**WINDOW), r"in some layers only, .*set use_sliding_window to false"),
-    ("quantised", config(quantization_config={"quant_method": "fp8"}), r"\(fp8\): use the checkpoint in bf16"),
+    (
+        "quantised",
+        config(quantization_config={"quant_method": "awq"}),
+        r"'awq'; supported are .*: give the model's checkpoint in",
+    ),
     ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or not a safetensors file"),
     ("missing shard", index("model-1.safetensors"), r"model-1\.safetensors does not exist .*a shard .* is missing"),
     ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not an index of tensors"),

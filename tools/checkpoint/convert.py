@@ -15,6 +15,8 @@ Transformer Engine. Checkpoints of Megatron-LM do not store the model family: gi
 the config.json and the tokenizer of the model. (Megatron-LM loads the checkpoints of this tool with
 `--dist-ckpt-strictness log_unexpected`.)
 
+A Hugging Face directory in FP8 or MXFP4 is dequantized on import (docs/models.md); an export is never quantized.
+
 The tool runs on the CPU and holds one tensor at a time. Under torchrun each process converts a share:
 
     torchrun --nproc-per-node 8 tools/checkpoint/convert.py --hf-to-megatron --tensor-model-parallel-size 4 ...
@@ -173,14 +175,14 @@ def verify(
     print_rank_0(f"verified: {count} tensors are equal bit by bit")
     if checked := conversion.on_rank_0(lambda: check_checksums(source), source.dir, "is damaged"):
         print_rank_0(f"checksums: {checked} tensors in {source.dir} have the checksums of their writer")
-    print_rank_0(conversion.compare_logits(args, weights, written, source.dir, dtype))
+    print_rank_0(conversion.compare_logits(args, weights, written, source, dtype))
 
 
 def hf_to_megatron(options: argparse.Namespace) -> int:
     """Import a Hugging Face directory; return the number of bytes written."""
     config = hf.read_config(options.load)
     args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
-    source = (PytorchBin if options.pytorch_bin else Safetensors)(options.load)
+    source = PytorchBin(options.load) if options.pytorch_bin else hf.open_weights(options.load)
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     set_dtype(args, dtype)

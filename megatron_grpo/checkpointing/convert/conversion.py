@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_grpo.checkpointing import checkpoint_directory
@@ -174,33 +174,28 @@ def _hf_parts(weight: Weight, tensor: Tensor) -> list[tuple[str, tuple[int, ...]
 
 
 def compare_logits(
-    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, source: Safetensors, dtype: torch.dtype
 ) -> str:
-    """Compare the logits of transformers' model of `hf_dir` and of this project's model of the checkpoint.
+    """Compare the logits of transformers' model of `source` and of this project's model of the checkpoint.
 
     Both run a few tokens in float32, with weights rounded to `dtype`, the one that was written. Returns the result as
     text, or the reason why there is none: both models must fit into the available memory. Raises GrpoError when the
     logits differ by more than LOGITS_TOLERANCE.
     """
-    return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, hf_dir, dtype), hf_dir, "is another model")
+    return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, source, dtype), source.dir, "is another model")
 
 
 @torch.no_grad()
 def _compare_logits(
-    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, hf_dir: Path, dtype: torch.dtype
+    args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, source: Safetensors, dtype: torch.dtype
 ) -> str:
-    need, available = 2 * size_of(distinct(weights), torch.float32), psutil.virtual_memory().available
+    copies = 3 if source.quantization else 2  # transformers' model is made from a dictionary of dequantized tensors
+    need, available = copies * size_of(distinct(weights), torch.float32), psutil.virtual_memory().available
     if need > available:
         return f"logits were not compared: two float32 models need {need / 1e9:.1f} GB, {available / 1e9:.1f} are free"
 
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it warns about the multi-token-prediction layers, which it ignores
     tokens = torch.randint(args.vocab_size, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    # Other attention implementations lack features of some models: soft caps, sinks.
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    model = _transformers_model(source)
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
     theirs = model(tokens[None]).logits[0]
@@ -211,6 +206,23 @@ def _compare_logits(
     if not difference <= LOGITS_TOLERANCE * largest:
         raise GrpoError(found)
     return found
+
+
+def _transformers_model(source: Safetensors) -> nn.Module:
+    """Return transformers' model of the source, in float32."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it warns about the multi-token-prediction layers, which it ignores
+    # Other attention implementations lack features of some models: soft caps, sinks.
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if not source.quantization:
+        return AutoModelForCausalLM.from_pretrained(source.dir, **options).eval()
+    config = AutoConfig.from_pretrained(source.dir)
+    del config.quantization_config  # transformers refuses FP8 with smaller blocks at the edges
+    tensors = {name: source.read(name) for name in source.names()}
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
 def _logits(

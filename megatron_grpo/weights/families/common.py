@@ -10,6 +10,7 @@ from typing import Any
 from megatron_grpo.models.rope import check_scaling
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import quantized
 from megatron_grpo.weights.parameter_mapping import ParameterMapping, fused, grouped_qkv, stacked, untied, vocabulary
 
 Config = dict[str, Any]
@@ -255,15 +256,7 @@ def refuse_bias(config: Config, *keys: str) -> None:
 
 
 def _read_common(config: Config) -> dict[str, Any]:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        cure = "use the checkpoint in bf16, fp16 or fp32"
-        if method == "mxfp4":
-            cure += (
-                ", as transformers makes it: AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16', "
-                "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW_DIR)"
-            )
-        raise GrpoError(f"config.json has a quantization_config ({method}): {cure}")
+    quantized.check_config(config)
     heads = need(config, "num_attention_heads")
     return {
         "num_layers": need(config, "num_hidden_layers"),

@@ -539,7 +539,7 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("llama", {"attention_bias": True}, "attention_bias true"),
         ("llama", {"mlp_bias": True}, "mlp_bias true"),
         ("qwen3", {"hidden_size": None}, "lacks 'hidden_size'"),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
+        ("qwen3", {"quantization_config": {"quant_method": "awq"}}, r"quant_method 'awq'; supported are fp8"),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4},
@@ -586,7 +586,6 @@ def test_unknown_architectures_are_refused_by_name(config, message):
             {"rope_scaling": {**GPT_OSS_20B["rope_scaling"], "attention_factor": 1.0}},
             "only yarn for gpt-oss, with .*truncate",
         ),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\)"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy: only greedy"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func softmax: only sigmoid"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
