@@ -214,11 +214,11 @@ class PromptDataset:
 
     def _tokens(self, row: dict[str, Any]) -> list[int]:
         prompt = parse_prompt(row, self._args.prompt_key, self._args.system_prompt)
-        tools = parse_tools(row, prompt)
+        tools, own = parse_tools(row, prompt), parse_template_variables(row, prompt)
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt)
         else:
-            variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row)
+            variables = (self._args.chat_template_kwargs or {}) | own
             ids = self._tokenizer.apply_chat_template(prompt, tools, variables)
         if not ids:
             raise GrpoError("the prompt has no tokens")

@@ -86,7 +86,7 @@ def parse_tools(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> l
     return tools if isinstance(column, str) else _without_nulls(tools)
 
 
-def parse_template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
+def parse_template_variables(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> dict[str, Any]:
     """Return the row's ``chat_template_kwargs``, an object or its JSON text; {} without one."""
     column = row.get("chat_template_kwargs")
     variables = json_column(column)
@@ -94,6 +94,8 @@ def parse_template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(variables, dict):
         raise GrpoError(f'"chat_template_kwargs" must be an object, or JSON text of one, found {column!r:.200}')
+    if variables and isinstance(prompt, str):
+        raise GrpoError('"chat_template_kwargs" needs a prompt of chat messages: a string is not put into a template')
     return variables if isinstance(column, str) else _without_nulls(variables)
 
 

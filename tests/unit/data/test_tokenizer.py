@@ -24,7 +24,9 @@ TEMPLATE = (
 
 
 def args(path, kind="HuggingFaceTokenizer"):
-    return argparse.Namespace(tokenizer_type=kind, tokenizer_model=str(path))
+    return argparse.Namespace(
+        tokenizer_type=kind, tokenizer_model=str(path), chat_template=None, trust_remote_code=False
+    )
 
 
 def make_hf(directory, template=TEMPLATE, eos="<eos>", post_processor=None):
