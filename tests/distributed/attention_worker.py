@@ -25,6 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.parallel.zigzag import zigzag
 
@@ -215,7 +216,8 @@ def check_checkpoint(path: Path, previous: Path | None, groups: ProcessGroupColl
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
-    dist_checkpointing.save(module.sharded_state_dict("layer."), str(path))
+    in_process = checkpoint._InProcessSave("torch_dist", 1)  # megatron-core's own starts a process per rank
+    dist_checkpointing.save(module.sharded_state_dict("layer."), str(path), sharded_strategy=in_process)
     return path
 
 

@@ -36,7 +36,7 @@ from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
-MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
+MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --kv-channels 8 --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm
     --untie-embeddings-and-output-weights --vocab-size 100 --max-position-embeddings 64 --transformer-impl local
     --attention-dropout 0 --hidden-dropout 0 --train-iters 10 --lr 1e-3 --lr-decay-style linear""".split()
@@ -75,7 +75,9 @@ def say(text):
     os.write(1, f"{text}\n".encode())
 
 
+@functools.cache
 def tensors(root):
+    """All tensors of the only checkpoint under ``root``, whole."""
     _, directory = checkpoint_directory.find(root)
     stored = dist_checkpointing.load_plain_tensors(str(directory))
     return {key: value for key, value in stored.items() if torch.is_tensor(value)}
@@ -83,7 +85,7 @@ def tensors(root):
 
 def check_equal(name, root, other, vocab_size=None):
     """Both checkpoints hold the same tensors bit for bit, padding of the vocabulary aside."""
-    expected, actual = tensors(root), tensors(other)
+    expected, actual = dict(tensors(root)), dict(tensors(other))
     assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
     assert any("exp_avg_sq" in key for key in expected)
     for key in expected:
@@ -179,9 +181,9 @@ COPIES = {
     "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
     "model.layers.4.shared_head.head.weight": "lm_head.weight",
 }
-# Each chain is one checkpoint, carried from layout to layout and in the end into the one that it came from; those whose
-# numbers are among FEW run by default.
-FEW = {2: (5,), 4: ()}
+# Each chain is one checkpoint, carried from layout to layout and in the end into the one that it came from. By default
+# the first layouts of one chain run: FEW has its number for each number of ranks.
+FEW, FIRST = {2: 5}, 3
 PARTS = ("model", "optimizer", "scheduler")
 CHAINS = {
     2: {
@@ -286,25 +288,29 @@ def enter(flags, layout):
 
 
 def few_chains(root):
-    chains(root, FEW[int(os.environ["WORLD_SIZE"])])
-
-
-def other_chains(root):
     world_size = int(os.environ["WORLD_SIZE"])
-    chains(root, [number for number in range(len(CHAINS[world_size])) if number not in FEW[world_size]])
+    flags, layouts = list(CHAINS[world_size].items())[FEW[world_size]]
+    chains(root, {flags: layouts[:FIRST]})
 
 
-def chains(root, numbers):
+def all_chains(root):
+    wanted = CHAINS[int(os.environ["WORLD_SIZE"])]
+    chains(root, wanted)
+    for number, (flags, layouts) in enumerate(wanted.items()):
+        args, model = enter(flags, layouts[1])
+        checkpoint.load_weights(root / f"{number}-0", model)
+        check_truth(args, model, 2)
+
+
+def chains(root, wanted):
     """Carry a checkpoint through each chain: what it holds stays the same bit for bit, and is what plain torch gives.
 
     A third update, which depends on all moments, gives plain torch's weights in each layout too.
     """
-    for number, (flags, layouts) in enumerate(CHAINS[int(os.environ["WORLD_SIZE"])].items()):
-        if number not in numbers:
-            continue
+    for number, (flags, layouts) in enumerate(wanted.items()):
         for place, layout in enumerate(layouts):
             args, model = enter(flags, layout)
-            first, last = root / f"{number}-0", root / f"{number}-{place - 1}"
+            first, last = (str(root / f"{number}-{i}") for i in (0, place - 1))
             args.save, args.load = str(root / f"{number}-{place}"), str(last)
             if place == 0:
                 fill(model, args, "weight")
@@ -320,17 +326,20 @@ def chains(root, numbers):
             check_equal(f"{flags.split()[1]} {layout}", first, args.save, args.vocab_size)
             made_up_update(args, model, optimizer, scheduler, 2)
             check_truth(args, model, 3)
-        args, model = enter(flags, layouts[1])
-        checkpoint.load_weights(root / f"{number}-0", model)
-        check_truth(args, model, 2)
 
 
 def resumed(root):
+    resume_elsewhere(root, [(MOE, "TP2 SP", "CP2 EP2")])
+
+
+def resumed_latent(root):
+    flags = f"{LATENT} {SHARDED} --mtp-loss-scaling-factor 0.1"
+    resume_elsewhere(root, [(flags, f"EP2: {BUCKETS}", f"PP2 VPP2: {GROUPED}")])
+
+
+def resume_elsewhere(root, changes):
     """Real updates: one that follows a change of layout is the one that follows without an interruption."""
-    for flags, layout, other in (
-        (f"{LATENT} {SHARDED} --mtp-loss-scaling-factor 0.1", f"EP2: {BUCKETS}", f"PP2 VPP2: {GROUPED}"),
-        (MOE, "TP2 SP", "CP2 EP2"),
-    ):
+    for flags, layout, other in changes:
         rows, weights = [], []
         for place in (layout, other):
             args, model = enter(flags, place)
@@ -358,12 +367,18 @@ def resumed(root):
 
 
 def random_states(root):
+    find_random_states(
+        root, [(DENSE, "PP2 DP2", "PP2 DP2: --use-tp-pp-dp-mapping"), (DENSE, "TP2 SP CP2", "TP2 SP CP2")]
+    )
+
+
+def random_states_of_experts(root):
+    find_random_states(root, [(MOE, layout, layout) for layout in ("CP2 EP4", "TP2 SP CP2 EP2")])
+
+
+def find_random_states(root, cases):
     """Each rank has random states of its own, and finds them again by its place in the layout, not by its number."""
-    for flags, layout, again in (
-        (DENSE, "PP2 DP2", "PP2 DP2: --use-tp-pp-dp-mapping"),
-        (MOE, "CP2 EP4", "CP2 EP4"),
-        (MOE, "TP2 SP CP2 EP2", "TP2 SP CP2 EP2"),
-    ):
+    for flags, layout, again in cases:
         everywhere = [None] * 4
         for place in (layout, again):
             args, model = enter(flags, place)
@@ -413,7 +428,7 @@ def refuse(root):
     args, model, optimizer, scheduler = build(*TP2, *DISTRIBUTED, "--save", str(good))
     checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)  # before the first update
 
-    refused(good, *DISTRIBUTED, "--num-layers", "2", "--hidden-size", "64")
+    refused(good, *DISTRIBUTED, "--num-layers", "1", "--hidden-size", "64")
     refused(good, *DISTRIBUTED, "--vocab-size", "99", weights_only=True)
     refused(good)
     refused(changed("truncated", lambda d: os.truncate(d / "__1_0.distcp", 100)), *DISTRIBUTED)
@@ -473,5 +488,6 @@ def refuse(root):
 if __name__ == "__main__":
     case, directory = sys.argv[1:]
     sys.argv[1:] = []
-    cases = (reshard, one_rank, refuse, few_chains, other_chains, resumed, random_states)
+    cases = (reshard, one_rank, refuse, few_chains, all_chains, resumed, resumed_latent)
+    cases += (random_states, random_states_of_experts)
     run(lambda: [function(Path(directory)) for function in cases if function.__name__ in case.split(",")])

@@ -1,6 +1,6 @@
 """Builds the models of LAYOUTS, and compares them with what the dry run says of them; test_dry_run_ranks.py.
 
-torchrun --nproc-per-node 4 tests/distributed/dry_run_worker.py RESULTS_FILE
+torchrun --nproc-per-node 4 tests/distributed/dry_run_worker.py RESULTS_FILE few|others
 """
 
 import json
@@ -49,23 +49,33 @@ FAMILIES = {
 }
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 UNTIED = "--untie-embeddings-and-output-weights"
-# (family, layout on 4 ranks)
-LAYOUTS = [
-    ("dense", f"{TP} 2 {PP} 2"),
-    ("dense", f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 {UNTIED} --bf16"),
-    ("dense", f"{PP} 4 --num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"),
-    ("dense", f"{PP} 2 --decoder-first-pipeline-num-layers 1 --context-parallel-size 2"),
-    ("moe", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1 {UNTIED}"),
-    ("moe", f"{TP} 2 --sequence-parallel {EP} 2 {PP} 1 --moe-grouped-gemm"),
-    ("moe", f"{TP} 2 --sequence-parallel --expert-tensor-parallel-size 1"),
-    ("moe", f"{EP} 4 --moe-layer-freq 2"),
-    ("moe", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
-    ("gpt_oss", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
-    ("gpt_oss", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2 --moe-grouped-gemm"),
-    ("mla", f"{TP} 2 {PP} 2 --sequence-parallel --decoder-last-pipeline-num-layers 2 {UNTIED}"),
-    ("mla", f"{EP} 2 {PP} 2 --pipeline-model-parallel-layout Ettt|ttmL --mtp-loss-scaling-factor 0.1"),
-    ("mla", f"{PP} 2 --pipeline-model-parallel-layout Et|tt|t|tmL --num-virtual-stages-per-pipeline-rank 2 {UNTIED}"),
-]
+# (family, layout on 4 ranks); by default only the few, which have each family, each size and each split of stages
+LAYOUTS = {
+    "few": [
+        ("dense", f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 {UNTIED} --bf16"),
+        (
+            "dense",
+            f"{PP} 4 --num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        ),
+        ("dense", f"{PP} 2 --decoder-first-pipeline-num-layers 1 --context-parallel-size 2"),
+        ("moe", f"{TP} 2 --sequence-parallel {EP} 2 {PP} 1 --moe-grouped-gemm"),
+        ("gpt_oss", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
+        ("mla", f"{TP} 2 {PP} 2 --sequence-parallel --decoder-last-pipeline-num-layers 2 {UNTIED}"),
+        ("mla", f"{EP} 2 {PP} 2 --pipeline-model-parallel-layout Ettt|ttmL --mtp-loss-scaling-factor 0.1"),
+    ],
+    "others": [
+        ("dense", f"{TP} 2 {PP} 2"),
+        ("moe", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1 {UNTIED}"),
+        ("moe", f"{TP} 2 --sequence-parallel --expert-tensor-parallel-size 1"),
+        ("moe", f"{EP} 4 --moe-layer-freq 2"),
+        ("moe", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
+        ("gpt_oss", f"{EP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2 --moe-grouped-gemm"),
+        (
+            "mla",
+            f"{PP} 2 --pipeline-model-parallel-layout Et|tt|t|tmL --num-virtual-stages-per-pipeline-rank 2 {UNTIED}",
+        ),
+    ],
+}
 
 
 def arguments(flags: str, world_size: int):
@@ -106,7 +116,7 @@ def build(family: str, layout: str) -> dict:
 
 
 def main() -> None:
-    results = [build(family, layout) for family, layout in LAYOUTS]
+    results = [build(family, layout) for family, layout in LAYOUTS[sys.argv[2]]]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:

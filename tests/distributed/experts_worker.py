@@ -1,6 +1,6 @@
 """GroupedExperts beside megatron-core's SequentialMLP: what test_experts.py uses, and test_experts_layouts.py runs.
 
-torchrun --nproc-per-node 2 tests/distributed/experts_worker.py DIRECTORY
+torchrun --nproc-per-node 2 tests/distributed/experts_worker.py DIRECTORY [--every-pair]
 python tests/distributed/experts_worker.py --cuda        # milliseconds on a GPU, in bfloat16
 """
 
@@ -206,28 +206,35 @@ def options(path: Path) -> SimpleNamespace:
     )
 
 
-def weights_move(root: Path) -> None:
-    """Weights saved by either kind in any layout are, bit for bit, those that the other loads in any layout."""
+def weights_move(root: Path, every_pair: bool) -> None:
+    """Weights saved by either kind in any layout are, bit for bit, those that the other loads in another layout.
+
+    ``every_pair`` loads each checkpoint in all layouts, otherwise in the next one only.
+    """
     with_biases = [layout for layout in LAYOUTS if layout != "ETP2"]
-    for axis_for_layers, layouts, more in (
-        (False, LAYOUTS, {}),
-        (True, LAYOUTS, {}),
-        (True, with_biases, GPT_OSS),
-    ):
-        for kind, other in (KINDS, KINDS[::-1]):
-            for source in layouts:
-                enter(source)
+    variants = [(False, list(LAYOUTS), {}), (True, list(LAYOUTS), {}), (True, with_biases, GPT_OSS)]
+    loads: dict[str, list] = {layout: [] for layout in LAYOUTS}
+    for place, source in enumerate(LAYOUTS):
+        enter(source)
+        for axis_for_layers, layouts, more in variants:
+            if source not in layouts:
+                continue
+            targets = layouts if every_pair else [layouts[(place + 1) % len(layouts)]]
+            for kind, other in (KINDS, KINDS[::-1]):
                 directory = root / f"{kind.__name__} {source} {axis_for_layers} {bool(more)}"
                 saved = Layer(kind, axis_for_layers, seed=7, **more)
                 same_shards(saved, Layer(other, axis_for_layers, seed=7, **more))
                 checkpoint.save_checkpoint(options(directory), 0, [saved], None, None, {})
-                for target in layouts:
-                    enter(target)
-                    loaded = Layer(other, axis_for_layers, seed=8, **more)
-                    checkpoint.load_weights(directory, [loaded])
-                    for got, want in zip(stacked(loaded.experts), part(7), strict=False):
-                        assert torch.equal(got, want), (directory, target)
-    print("weights moved", flush=True)
+                for target in targets:
+                    loads[target].append((directory, other, axis_for_layers, more))
+    for target in LAYOUTS:
+        enter(target)
+        for directory, kind, axis_for_layers, more in loads[target]:
+            loaded = Layer(kind, axis_for_layers, seed=8, **more)
+            checkpoint.load_weights(directory, [loaded])
+            for got, want in zip(stacked(loaded.experts), part(7), strict=False):
+                assert torch.equal(got, want), (directory, target)
+    print(f"weights moved {sum(map(len, loads.values()))} times", flush=True)
 
 
 def trainable(kind: type, seed: int, **more):
@@ -243,14 +250,20 @@ def trainable(kind: type, seed: int, **more):
     return layer, ddp, get_megatron_optimizer(config, [ddp])
 
 
-def optimizer_moves(root: Path) -> None:
-    """Two equal updates of either kind, saved, loaded into the other, and saved again: all tensors are equal."""
+def optimizer_moves(root: Path, every_pair: bool) -> None:
+    """Two equal updates of either kind, saved, loaded into the other, and saved again: all tensors are equal.
+
+    Without ``every_pair`` each layout has one kind that loads.
+    """
 
     def tensors(directory):
         stored = dist_checkpointing.load_plain_tensors(str(checkpoint_directory.find(directory)[1]))
         return {key: value for key, value in stored.items() if torch.is_tensor(value)}
 
-    for layout, more, tensors_there in (("EP2", GPT_OSS, 5), ("ETP2", {}, 3)):
+    for layout, more, tensors_there, loads in (
+        ("EP2", GPT_OSS, 5, KINDS if every_pair else KINDS[1:]),
+        ("ETP2", {}, 3, KINDS if every_pair else KINDS[:1]),
+    ):
         enter(layout)
         norms, states = [], []
         for kind, other in (KINDS, KINDS[::-1]):
@@ -260,10 +273,12 @@ def optimizer_moves(root: Path) -> None:
                 norms.append(optimizer.step()[1])
             directories = [root / f"{kind.__name__} {layout} {i}" for i in range(2)]
             checkpoint.save_checkpoint(options(directories[0]), 0, [ddp], optimizer, None, {})
-            _, ddp, optimizer = trainable(other, seed=8, **more)
-            checkpoint.load_checkpoint(options(directories[0]), [ddp], optimizer, None)
-            checkpoint.save_checkpoint(options(directories[1]), 0, [ddp], optimizer, None, {})
-            states += map(tensors, directories)
+            states.append(tensors(directories[0]))
+            if other in loads:
+                _, ddp, optimizer = trainable(other, seed=8, **more)
+                checkpoint.load_checkpoint(options(directories[0]), [ddp], optimizer, None)
+                checkpoint.save_checkpoint(options(directories[1]), 0, [ddp], optimizer, None, {})
+                states.append(tensors(directories[1]))
         # Every gradient is somewhere once, or once on each of the data-parallel ranks.
         updates = [whole(20 + step)[:tensors_there] for step in range(2)]
         exact = [sum((x.double() ** 2).sum() for x in tensors).sqrt().item() for tensors in updates]
@@ -340,6 +355,7 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
         fused_adam.install()
         parts_agree()
-        weights_move(Path(sys.argv[1]) / "weights")
-        optimizer_moves(Path(sys.argv[1]) / "optimizer")
+        every_pair = "--every-pair" in sys.argv
+        weights_move(Path(sys.argv[1]) / "weights", every_pair)
+        optimizer_moves(Path(sys.argv[1]) / "optimizer", every_pair)
         dist.destroy_process_group()

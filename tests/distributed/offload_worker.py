@@ -46,7 +46,7 @@ CASES = {
 
 def build(name: str, hf_dir: str, save: Path):
     """Arguments, the model with its optimizer and schedule, and a made-up rollout."""
-    flags = f"--load-hf {hf_dir} --micro-batch-size 4 --save {save} {CASES[name]}"
+    flags = f"--load-hf {hf_dir} --global-batch-size 8 --micro-batch-size 2 --save {save} {CASES[name]}"
     args = made_up.parse(flags.split(), int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
@@ -158,7 +158,7 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
     args, trainer, batch = build(name, hf_dir, save)
     offloader = offload.Offloader(trainer.model, trainer.optimizer, True, True, True)
     rows = []
-    for completions in np.split(np.arange(32), 2):
+    for completions in np.split(np.arange(batch.num_completions), 2):
         if away:
             with forward.parameters_complete(args, trainer.model):
                 absence(offloader, held(trainer))

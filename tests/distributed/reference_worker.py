@@ -1,8 +1,9 @@
-"""What test_reference_model.py runs under torchrun on 4 ranks: reference and teacher in layouts of their own.
+"""What test_reference_model.py runs under torchrun on 2 or 4 ranks: reference and teacher in layouts of their own.
 
-torchrun --nproc-per-node 4 tests/distributed/reference_worker.py DIRECTORY     (the test puts DIRECTORY/teacher there)
+torchrun --nproc-per-node 2 tests/distributed/reference_worker.py DIRECTORY     (the test puts DIRECTORY/teacher there)
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from megatron_grpo.weights.stream import stream_hf
 
 REF = "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1 --ref-expert-model-parallel-size 2"
 SHARE = 0.6
+# By the number of ranks: the policy's layout beside references, and beside teachers
+LAYOUTS = {2: ("TP2 SP", "PP2"), 4: ("TP2 SP PP2", "PP2 EP2")}
 
 
 class Trainer:
@@ -48,9 +51,9 @@ def same_bits(one, other) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def references(root: Path) -> None:
+def references(root: Path, layout: str) -> None:
     """A reference in another layout is the one in the policy's own: at first, updated, and as a checkpoint holds it."""
-    args, model = enter(f"{MOE} {SHARDED} {REF} --sync-ref-model --ref-model-sync-steps 1", "TP2 SP PP2")
+    args, model = enter(f"{MOE} {SHARDED} {REF} --sync-ref-model --ref-model-sync-steps 1", layout)
     fill(model, args, "weight")
     before = {name: tensor.clone() for name, tensor in stream_hf(model, args)}
     coordinates = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
@@ -128,12 +131,12 @@ def without_layout(args):
     return flags
 
 
-def teacher(root: Path) -> None:
+def teacher(root: Path, layout: str) -> None:
     """A dense teacher of another family beside a mixture of experts gives what transformers gives."""
     directory = root / "teacher"
-    sizes = "--teacher-tensor-model-parallel-size 4 --teacher-pipeline-model-parallel-size 1"
+    sizes = f"--teacher-tensor-model-parallel-size {os.environ['WORLD_SIZE']} --teacher-pipeline-model-parallel-size 1"
     flags = f"{MOE} --teacher-load-hf {directory} --teacher-kl-coef 1 {sizes} --temperature 0.7"
-    args, model = enter(flags, "PP2 EP2")
+    args, model = enter(flags, layout)
     fill(model, args, "weight")
     own = teacher_args(args)
     separate = ReferenceModel(own, model_provider, lambda chunks: hf.load_hf(chunks, own, directory))
@@ -150,9 +153,10 @@ def teacher(root: Path) -> None:
 
 if __name__ == "__main__":
     root = Path(sys.argv.pop())
+    beside_references, beside_teachers = LAYOUTS[int(os.environ["WORLD_SIZE"])]
 
     def main() -> None:
-        references(root)
-        teacher(root)
+        references(root, beside_references)
+        teacher(root, beside_teachers)
 
     run(main)

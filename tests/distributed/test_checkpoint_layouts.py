@@ -21,10 +21,17 @@ def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
 @pytest.mark.parametrize(
     ("ranks", "cases", "done"),
     [
-        (2, "few_chains,resumed", {"all tensors equal": 4, "resumed in": 2}),
-        (4, "random_states", {"random states restored": 3}),
-        pytest.param(2, "other_chains", {"all tensors equal": 25}, marks=pytest.mark.slow),
-        pytest.param(4, "other_chains", {"all tensors equal": 5}, marks=pytest.mark.slow),
+        (2, "few_chains,resumed", {"all tensors equal": 3, "resumed in": 1}),
+        (4, "random_states", {"random states restored": 2}),
+        pytest.param(
+            2, "all_chains,resumed_latent", {"all tensors equal": 29, "resumed in": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            "all_chains,random_states_of_experts",
+            {"all tensors equal": 5, "random states restored": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_checkpoints_move_between_all_layouts(tmp_path, torchrun, ranks, cases, done):
@@ -38,7 +45,7 @@ def test_checkpoints_move_between_all_layouts(tmp_path, torchrun, ranks, cases, 
 def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
     out = torchrun(2, WORKER, "refuse", tmp_path).stdout
     for message in (
-        r"is of another architecture: num_layers is 4 in the checkpoint and 2 in this run; "
+        r"is of another architecture: num_layers is 2 in the checkpoint and 1 in this run; "
         + r"hidden_size is 32 in the checkpoint and 64 in this run",
         r"vocab_size is 100 in the checkpoint and 99 in this run",
         r"is damaged: __1_0.distcp has 100 bytes instead of \d+",

@@ -5,10 +5,11 @@ import toy_checkpoints
 
 
 @pytest.mark.distributed
-def test_reference_models_beside_the_policy(tmp_path, torchrun):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_reference_models_beside_the_policy(ranks, tmp_path, torchrun):
     toy_checkpoints.make(tmp_path / "teacher", "llama", False, vocab_size=250)
-    out = torchrun(4, "tests/distributed/reference_worker.py", tmp_path).stdout
+    out = torchrun(ranks, "tests/distributed/reference_worker.py", tmp_path).stdout
     claims = ("one reference in two layouts", "the updated reference survives a resume")
     claims += ("a reference of its own origin leaves the policy alone", "the teacher is transformers'")
     for claim in claims:
-        assert out.count(claim) == 4, out
+        assert out.count(claim) == ranks, out

@@ -15,7 +15,8 @@ from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from tools import resume_check
 from tools.resume_check import Moment, Reference, differences, read_rows, saving
 
-UPDATES, STOP = 10, 6
+# The checkpoints: 2, 4, 6, and those of both ends. The learning rate falls from the second update on.
+UPDATES, STOP = 7, 5
 
 
 class ForkedRun(resume_check.Run):
@@ -51,9 +52,11 @@ def launcher():
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Reference:
-    """Ten updates, undisturbed; a checkpoint after every second one."""
+    """Seven updates, undisturbed; a checkpoint after every second one."""
     root = tmp_path_factory.mktemp("resume")
-    words = f"{resume_check.COMMON} {resume_check.JOBS['one update']} --train-iters {UPDATES}".split()
+    job = f"{resume_check.COMMON} {resume_check.JOBS['one update']}"
+    words = f"{job} --train-iters {UPDATES} --lr-warmup-iters 1 --global-batch-size 64".split()
+    words += ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25})]  # it is written at each start
     return resume_check.make_reference(root / "undisturbed", [*words, *resume_check.make_inputs(root)])
 
 
@@ -64,12 +67,11 @@ def run_tool(command, **_):
 
 @pytest.fixture(scope="module")
 def stopped(reference) -> resume_check.Run:
-    """The same with --exit-interval, killed on its way there and started again."""
+    """The same with --exit-interval, killed while saving on its way there, after a row that no checkpoint has yet."""
     save, flags = reference.save.with_name("stopped"), [*reference.flags, "--exit-interval", str(STOP)]
-    some_row = random.Random(0).randint(3, 4)  # there is a checkpoint by then
-    killed = resume_check.Run(save, flags).kill_at(Moment("", lambda run: resume_check.count_rows(run) > some_row, 0.0))
-    assert killed
+    assert resume_check.Run(save, flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))
     assert latest_iteration(save) >= 2
+    assert 3 in iterations(save)
     return resume_check.Run(save, flags).finish()
 
 
@@ -92,11 +94,23 @@ def test_exit_interval_saves_and_ends_the_run_wherever_it_began(stopped, referen
 
 @pytest.mark.distributed
 @pytest.mark.vllm
-def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference):
-    """The second kill of this run; --exit-interval does not stop it where it begins."""
-    save, flags = stopped.save.with_name("saving"), [*reference.flags, "--exit-interval", str(STOP)]
+@pytest.mark.parametrize(
+    "killed_again",
+    [None, pytest.param("saving", marks=pytest.mark.slow), pytest.param("training", marks=pytest.mark.slow)],
+)
+def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference, killed_again):
+    """A run that was killed, and killed again or not; --exit-interval does not stop it where it begins."""
+    save, flags = (
+        stopped.save.with_name(f"killed again {killed_again}"),
+        [*reference.flags, "--exit-interval", str(STOP)],
+    )
     shutil.copytree(stopped.save, save)
-    assert resume_check.Run(save, flags).kill_at(saving(STOP + 2, delay=random.Random(1).uniform(0, 0.05)))
+    moments = {
+        "saving": saving(STOP + 1, delay=random.Random(1).uniform(0, 0.05)),
+        "training": Moment("", lambda run: resume_check.count_rows(run) > STOP + 1, 0.0),
+    }
+    if killed_again:
+        assert resume_check.Run(save, flags).kill_at(moments[killed_again])
     run = resume_check.Run(save, flags).finish()
     assert run.resumed_from >= STOP
     assert latest_iteration(save) == UPDATES
@@ -118,7 +132,7 @@ def test_resumed_in_another_layout(stopped, reference, nproc, flags):
     run = resume_check.Run(save, [*reference.flags, *flags], nproc).finish()
     assert run.resumed_from == STOP
     assert re.search(
-        r"was written with the parallel configuration .*'dp': 2.*random states are seeded again, with 1234 \+ 6",
+        rf"was written with the parallel configuration .*'dp': 2.*random states are seeded again, with 1234 \+ {STOP}",
         run.log,
     )
     assert iterations(save) == list(range(UPDATES + 1))

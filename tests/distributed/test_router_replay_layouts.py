@@ -18,24 +18,29 @@ LAYOUTS = {
         "PP2 VPP2": f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {FULL}",
         "CP2": f"--context-parallel-size 2 {FULL}",
         "EP2": f"--expert-model-parallel-size 2 {MOE}",
+        "CP2 EP2": f"--context-parallel-size 2 --expert-model-parallel-size 2 {MOE}",
     },
 }
 
 
 CASES = [(name, mode) for flags in LAYOUTS.values() for name in flags if name != "TP1" for mode in ("R2", "R3")]
-FEW = [("TP2 SP", "R2"), ("PP2 VPP2", "R2"), ("CP2", "R3"), ("EP2", "R3")]
+FEW = [("TP2 SP", "R2"), ("PP2 VPP2", "R2"), ("CP2 EP2", "R3")]
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
-    """Gives the directory with the results of a case and of TP1; the few cases, or all others, are run at once."""
+    """Gives the directory with the results of a case and of TP1; the few cases, or all others, are run at once.
+
+    The few cases have half the completions.
+    """
 
     @functools.cache
     def run(few: bool):
         out = tmp_path_factory.mktemp("layouts")
         for world_size, flags in LAYOUTS.items():
             names = [(name, m) for name in flags for m in ("R2", "R3") if name == "TP1" or ((name, m) in FEW) == few]
-            cases = [f"{name} {m}:--router-replay-mode {m} {flags[name]}" for name, m in names]
+            more = "--global-batch-size 8" if few else ""
+            cases = [f"{name} {m}:--router-replay-mode {m} {flags[name]} {more}" for name, m in names]
             run_torchrun(world_size, "tests/distributed/router_replay_worker.py", out, *cases)
         return out
 

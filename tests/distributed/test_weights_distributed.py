@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow import FEW
 from toy_checkpoints import (
     MEMBERS,
     MOE,
@@ -56,6 +55,17 @@ CASES = {
         *((name, {**TP2, **EP2, "expert_tensor_parallel_size": 2}) for name in MTP),
     ],
 }
+# By default each layout runs once: experts where they matter, tied embeddings on two shards and on two stages.
+FEW = {
+    2: [
+        ("qwen3", TP2),
+        ("qwen3", VPP2),
+        ("gemma2, tied", TP2),
+        ("gemma2, tied", PP2),
+        *(("deepseek_v3", layout) for layout in ({**EP2, **GROUPED}, {**TP2, **GROUPED}, {**TP2, **EP2})),
+    ],
+    4: [("qwen3", TP4), ("gemma2, tied", {**TP2, **PP2}), ("deepseek_v3", {**TP2, **PP2, **EP2})],
+}
 NUM_TOKENS = 40
 
 
@@ -72,8 +82,9 @@ def models(directory: Path, names: set[str]) -> None:
 
 
 def share(ranks: int, which: str) -> list:
-    """The cases of "few" families, or of "the others"."""
-    return [case for case in CASES[ranks] if (case[0] in (*FEW, "gemma2, tied")) == (which == "few")]
+    """The "few" cases, or "the others"."""
+    assert all(case in CASES[ranks] for case in FEW[ranks])
+    return [case for case in CASES[ranks] if (case in FEW[ranks]) == (which == "few")]
 
 
 @pytest.mark.distributed
