@@ -381,7 +381,7 @@ CHECKPOINTS: list[Case] = [
     (
         "another reuse",
         lambda b: b.resume("--num-iterations", "4"),
-        r"checkpoint of iteration 2, which is not a multiple of the updates per rollout \(4 = --steps-per-generation 1 x",
+        r"checkpoint of iteration 2, which is not a multiple of the updates per rollout \(4 = --steps-per",
     ),
     ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or restart the data"),
     (

@@ -38,7 +38,7 @@ REFUSED = {
     "--teacher-load-hf t --teacher-kl-coef -1": r"--teacher-kl-coef \(-1.0\) must be greater than 0",
     f"{TEACHER} --teacher-server-timeout 9": "--teacher-server-timeout needs --teacher-server",
     "--teacher-tensor-model-parallel-size 2": "--teacher-tensor-model-parallel-size needs --teacher-load-hf",
-    f"{TEACHER} --loss-type gmpo": "needs the sign of a completion's advantage, but with --teacher-kl-coef each token has its own advantage: leave one",
+    f"{TEACHER} --loss-type gmpo": "with --teacher-kl-coef each token has its own advantage: leave one",
     "--teacher-server h:1 --teacher-kl-coef 1": "is not the address of a server: give http://HOST:PORT",
     "--teacher-server http://u:secret@h:1 --teacher-kl-coef 1": "must not contain a password",
     "--teacher-server http://h:1 --teacher-kl-coef 1 --temperature 0.5": "at temperature 1 only",
