@@ -57,9 +57,10 @@ GENERATIONS, MAX_TOKENS = 4, 24
 TRUNCATED = {"top_k": 8, "top_p": 0.9, "min_p": 0.05}
 PATTERN = "[0-9]{2,4}x"
 PENALIZED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
-# Bytes: the first two prompts are equal and go to different replicas. The long ones go to one replica, and are longer
-# than a block of the engine's cache.
-LENGTHS = (5, 5, 1, 33, 300, 7, 290)
+# Bytes: the first two prompts are equal and go to different replicas. The long one is longer than a block of the
+# engine's cache.
+LENGTHS = (5, 5, 1, 33, 300)
+MORE = (7, 290)  # with small batches (max_num_batched_tokens): the long ones go to one replica, and exceed a batch
 # What the rewards of a completion must be, if they belong to it: its length, the number in its row, and how many
 # completions of its group are shorter.
 PLUGIN = """
@@ -84,11 +85,15 @@ COMMON = f"""--lr 1e-3 --train-iters 1 --transformer-impl local --train-data-pat
     --num-generations {GENERATIONS} --max-prompt-length {max(LENGTHS)} --max-completion-length {MAX_TOKENS}"""
 
 
-def make_prompts(tokenizer) -> list[Prompt]:
+def lengths(small_batches: bool) -> tuple[int, ...]:
+    return LENGTHS + MORE if small_batches else LENGTHS
+
+
+def make_prompts(args, tokenizer) -> list[Prompt]:
     """Prompts of printable characters; rows are numbered from 100, so that a row is not taken for its place."""
     rng = np.random.default_rng(0)
     prompts = []
-    for place, length in enumerate(LENGTHS):
+    for place, length in enumerate(lengths(bool(args.vllm_engine_kwargs))):
         text = prompts[0].row["text"] if place == 1 else "".join(map(chr, rng.integers(33, 127, length)))
         row = {"number": 100 + place, "text": text}
         prompts.append(Prompt(id=100 + place, ids=tokenizer.encode(text), row=row, source="made up"))
@@ -109,7 +114,7 @@ class Cases:
         self.args, self.out, self.rank = args, out, dist.get_rank()
         self.tokenizer = build_tokenizer(args)
         ends = end_token_ids(args, self.tokenizer)
-        self.prompts = make_prompts(self.tokenizer)
+        self.prompts = make_prompts(args, self.tokenizer)
         model = forward.build_model(args, model_provider)
         hf.load_hf(model, args, args.load_hf)
         model, _, _ = train_step.setup_optimizer(args, model)
@@ -179,7 +184,7 @@ class Cases:
         constraint = structured_json({"regex": PATTERN})
         constrained = replace(self.sampled, structured_outputs=constraint)
         self.log_probs("constrained", self.rollout("constrained", constrained, seed=7))
-        own = [replace(p, sampling_fields=fields) for p, fields in zip(self.prompts, self.row_fields(), strict=True)]
+        own = [replace(p, sampling_fields=fields) for p, fields in zip(self.prompts, self.row_fields(), strict=False)]
         self.log_probs("rows", self.rollout("rows", self.sampled, seed=7, prompts=own))
 
     @staticmethod
@@ -193,7 +198,7 @@ class Cases:
         """The first three groups that are complete; and groups of which none has a signal."""
         engine, weights = self.trainer.engine, [0.0, 1.0, 0.0]  # the row's number is the same for a whole group
         for name in ("over-sampled", "over-sampled again"):
-            selection = Selection(engine, 3, GENERATIONS, len(LENGTHS) / 3)
+            selection = Selection(engine, 3, GENERATIONS, len(self.prompts) / 3)
             self.log_probs(name, self.rollout(name, self.sampled, seed=7, selection=selection))
         selection = Selection(engine, 2, GENERATIONS, 1.0, 1, self.scorer, weights)
         self.rollout("resampled", self.sampled, seed=7, prompts=self.prompts[:4], selection=selection)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from importance_sampling_loops import check_against_loops
 from ranks import run_torchrun
-from rollout_worker import GENERATIONS, LENGTHS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED
+from rollout_worker import GENERATIONS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED, lengths
 from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
 from slow import slow_except
@@ -50,6 +50,7 @@ class Results:
 
     def __init__(self, directory: Path, layout: str):
         self.directory, self.layout = directory, layout
+        self.lengths = lengths(SMALL_BATCHES[0] in LAYOUTS[layout][1])
         self.temperature = COOL if "--temperature" in LAYOUTS[layout][1] else 1.0
         self.facts = [json.loads((directory / f"facts.{rank}.json").read_text()) for rank in range(2)]
 
@@ -228,14 +229,14 @@ def test_every_rank_has_the_whole_batch_in_one_order(results, by_transformers):
         for a, b in zip(one.to_buffers(), other.to_buffers(), strict=True):
             assert a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), name
     batch, (_, tokenizer) = results.batch("first"), by_transformers
-    n = len(LENGTHS) * GENERATIONS
+    n = len(results.lengths) * GENERATIONS
     assert batch.sample_ids.tolist() == list(range(n))
     assert batch.group_ids.tolist() == [i // GENERATIONS for i in range(n)]
     assert batch.row_ids.tolist() == [100 + i // GENERATIONS for i in range(n)]
-    assert batch.prompt_lengths.tolist() == [LENGTHS[i // GENERATIONS] for i in range(n)]
+    assert batch.prompt_lengths.tolist() == [results.lengths[i // GENERATIONS] for i in range(n)]
     texts = [tokenizer.decode(ids) for ids in prompts(batch)]
     assert [text for text in texts[::GENERATIONS] for _ in range(GENERATIONS)] == texts
-    assert texts[0] == texts[GENERATIONS] and len(set(texts)) == len(LENGTHS) - 1
+    assert texts[0] == texts[GENERATIONS] and len(set(texts)) == len(results.lengths) - 1
 
 
 def test_rewards_belong_to_their_completions(results):
@@ -323,7 +324,7 @@ def test_the_trainer_generates_alike(results):
     """--rollout-engine megatron: the same greedy completions, and sampled ones that are exactly on-policy."""
     assert completions(results.batch("trainer greedy")) == completions(results.batch("greedy"))
     assert results.mismatch("trainer") < 2e-6
-    assert len(set(map(tuple, completions(results.batch("trainer"))))) > len(LENGTHS)
+    assert len(set(map(tuple, completions(results.batch("trainer"))))) > len(results.lengths)
 
 
 def test_stop_words(results, by_transformers):
@@ -381,8 +382,10 @@ def test_the_first_complete_groups_are_kept(results):
     assert results.mismatch("over-sampled") < TOLERANCE
     for facts in results.facts:
         unused, metrics = facts["over-sampled"]
-        assert sorted(rows + [100 + number for number in unused]) == [100 + place for place in range(len(LENGTHS))]
-        assert metrics["sampling/aborted_groups"] == len(LENGTHS) - 3
+        assert sorted(rows + [100 + number for number in unused]) == [
+            100 + place for place in range(len(results.lengths))
+        ]
+        assert metrics["sampling/aborted_groups"] == len(results.lengths) - 3
     again = results.batch("over-sampled again")
     if results.layout != "a server":  # whose order of finishing is a matter of time
         assert completions(again) == completions(batch) and again.row_ids.tolist() == batch.row_ids.tolist()
