@@ -92,6 +92,12 @@ ROLLOUT: tuple[FlagRow, ...] = (
         1.0,
         "share of rollouts with log-probabilities of the engine, for the mismatch metrics",
     ),
+    (
+        "--mismatch-limit",
+        float,
+        None,
+        "mismatch/mean_abs above which the run ends [0.001 in float32, 0.2 in 16 bits, 1 with --vllm-quantization]",
+    ),
 )
 
 DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
@@ -227,7 +233,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
     within(args, "temperature", 0.01, 2)  # vLLM replaces lower values by 0.01, and rejects higher ones
-    positive(args, "repetition_penalty")
+    positive(args, "repetition_penalty mismatch_limit")
     for dest in ("presence_penalty", "frequency_penalty"):
         within(args, dest, -2, 2)
     _check_log_probs(args)

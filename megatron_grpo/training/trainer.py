@@ -264,12 +264,13 @@ class Trainer:
         stale = (batch.weight_version != self.synced_iteration).any()
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/mean_abs", 0.0)
-        if stale or gap > limit:
+        if stale or not gap <= limit:  # nan exceeds every limit
             versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
                 f"the engine does not hold the trainer's weights: it sampled with version {versions}, the last sync "
-                f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g}. "
-                "The last checkpoint is good; report this with the model's config.json and the versions in the banner"
+                f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g} "
+                "(--mismatch-limit). The last checkpoint is good; report this with the model's config.json and the versions in "
+                "the banner"
             )
 
     # ---- metrics and logs

@@ -198,7 +198,11 @@ DATA: list[Case] = [
     ("empty prompt", data('{"prompt": " "}'), r'bad\.jsonl:1: "prompt" is empty'),
     ("no content", data('{"messages": [{"role": "user"}]}'), r'bad\.jsonl:1: message 1 of "messages" has no "content"'),
     ("nothing to answer", data(OVER), r"bad\.jsonl:1: .*ends with an assistant message, .*: leave it out"),
-    ("no chat template", no_template, r"bad\.jsonl:1: .*the tokenizer in .* has none; give .* plain strings or add a"),
+    (
+        "no chat template",
+        no_template,
+        r"bad\.jsonl:1: .*the tokenizer in .* has none; give .* plain strings, or a template",
+    ),
     ("damaged Parquet", data("PAR1", name="bad.parquet"), r"bad\.parquet: not a readable Parquet file"),
     (
         "prompt too long",

@@ -13,8 +13,8 @@ from megatron_grpo.training.trainer import Trainer, mean_of_scored
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
-def check(versions, gap, synced=4, bf16=False):
-    trainer = SimpleNamespace(args=parse_args(["--bf16"] * bf16), synced_iteration=synced)
+def check(versions, gap, synced=4, bf16=False, flags=()):
+    trainer = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced_iteration=synced)
     row = {} if gap is None else {"mismatch/mean_abs": gap}
     Trainer.check_engine(trainer, SimpleNamespace(weight_version=np.array(versions)), row)
 
@@ -30,6 +30,22 @@ def test_an_engine_with_the_trainers_weights_passes(gap, bf16):
 def test_an_engine_with_other_weights_stops_the_run(versions, gap, bf16):
     with pytest.raises(GrpoError, match="does not hold the trainer's weights"):
         check(versions, gap, bf16=bf16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes", "ends"),
+    [
+        ("", 1e-3, 1.1e-3),
+        ("--vllm-dtype bfloat16", 0.2, 0.21),
+        ("--bf16 --vllm-quantization fp8", 0.43, 1.1),  # 0.43: measured on equal weights
+        ("--bf16 --mismatch-limit 0.05", 0.05, 0.06),
+        ("--mismatch-limit inf", 1e9, float("nan")),
+    ],
+)
+def test_the_limit_of_the_mismatch_depends_on_precision_and_flag(flags, passes, ends):
+    check([4], passes, flags=flags.split())
+    with pytest.raises(GrpoError, match="--mismatch-limit"):
+        check([4], ends, flags=flags.split())
 
 
 class Lost:
