@@ -269,8 +269,8 @@ class Trainer:
             raise GrpoError(
                 f"the engine does not hold the trainer's weights: it sampled with version {versions}, the last sync "
                 f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g} "
-                "(--mismatch-limit). The last checkpoint is good; report this with the model's config.json and the versions "
-                "in the banner"
+                "(--mismatch-limit). The last checkpoint is good; report this with the model's config.json and the "
+                "versions in the banner"
             )
 
     # ---- metrics and logs
