@@ -130,6 +130,7 @@ def test_the_replica_that_says_other_things_is_told(bf16, off, passes, monkeypat
         fp16=False,
         vllm_dtype=None,
         vllm_quantization=None,
+        mismatch_limit=None,
         micro_batch_size=512,
         max_tokens_per_microbatch=64,
     )
@@ -148,6 +149,7 @@ def test_nan_is_no_match(monkeypatch):
         fp16=False,
         vllm_dtype=None,
         vllm_quantization=None,
+        mismatch_limit=None,
         micro_batch_size=1,
         max_tokens_per_microbatch=None,
     )
