@@ -2,8 +2,8 @@
 
 One rollout used sixteen times, --num-iterations 4 x --steps-per-generation 4: the ratios move away from 1, are clipped,
 the KL term pulls towards a reference that is another model, gradients are clipped, and the learning rate changes. Then
-with advantages of tokens, which have the KL in them, and with a KL term that is weighed by the ratio and completions that
-are shuffled before they are divided into updates.
+with advantages of tokens, which have the KL in them; and with a KL term that is weighed by the ratio, and completions
+that are shuffled before they are divided into updates.
 """
 
 import contextlib
