@@ -36,6 +36,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
+from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
@@ -159,7 +160,8 @@ def train(args, trainer: Trainer) -> None:
 
     while not trainer.finished():
         with trainer.engine_awake():  # with the newest weights
-            batch = trainer.collect(trainer.plan_rollout())
+            plan = trainer.plan_rollout()
+            batch = trainer.collect(plan)
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
@@ -180,7 +182,9 @@ def train(args, trainer: Trainer) -> None:
             batch, of_weights = correct(args, batch)
             metrics |= of_weights
         trainer.log_completions(batch)
-        updates = np.split(np.arange(batch.num_completions), args.steps_per_generation) * args.num_iterations
+        updates = args.num_iterations * divide_rollout(
+            batch.group_ids, args.steps_per_generation, args.shuffle_completions, LOSSES.get(args.loss_type), plan.seed
+        )
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)

@@ -87,6 +87,14 @@ class Loss(Entry):
         more = parameters(self.update_advantages) if self.update_advantages else {}
         return {**more, **parameters(self.function)}
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether an update needs all completions of a prompt, one after the other.
+
+        Such a loss compares the completions of a prompt, or averages over blocks of consecutive completions.
+        """
+        return "group_ids" in self.parameters or self.aggregation == "bnpo"
+
 
 @dataclass(frozen=True)
 class Estimator(Entry):

@@ -40,6 +40,7 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
     ("--global-batch-size", int, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
     ("--num-generations", int, 8, "completions of each prompt: the size of GRPO's group"),
     ("--steps-per-generation", int, 1, "updates per pass over a rollout, each on its own share of the completions"),
+    ("--shuffle-completions", bool, False, "spread the completions of a prompt over the updates of their rollout"),
     ("--generation-batch-size", int, None, "completions in a rollout [global batch x --steps-per-generation]"),
     ("--num-iterations", int, 1, "passes over the completions of a rollout"),
     ("--train-iters", int, None, "number of updates; give this or --num-epochs"),

@@ -2,7 +2,8 @@
 
 One rollout used sixteen times, --num-iterations 4 x --steps-per-generation 4: the ratios move away from 1, are clipped,
 the KL term pulls towards a reference that is another model, gradients are clipped, and the learning rate changes. Then
-with advantages of tokens, which have the KL in them, and with a KL term that is weighed by the ratio.
+with advantages of tokens, which have the KL in them; and with a KL term that is weighed by the ratio, and completions
+that are shuffled before they are divided into updates.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from megatron_grpo.parallel.initialize import initialize_distributed, set_random
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.reference_model import SwappedReference
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.plan import rollout_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.early_exit import EarlyExit
@@ -38,17 +40,17 @@ from megatron_grpo.weights.stream import stream_hf
 
 GROUP, PROMPTS, STEPS, EPOCHS = 4, 8, 4, 4
 UPDATES, PER_UPDATE = STEPS * EPOCHS, PROMPTS * GROUP // STEPS
-LR, WARMUP, DECAY, BETA, EPSILON, TEMPERATURE = 4e-3, 2, 0.1, 0.3, 0.1, 0.8
+LR, WARMUP, DECAY, BETA, EPSILON, TEMPERATURE, SEED = 4e-3, 2, 0.1, 0.3, 0.1, 0.8, 11
 FLAGS = f"""--lr {LR} --lr-warmup-iters {WARMUP} --lr-decay-style linear --weight-decay {DECAY} --clip-grad 1.0
  --adam-eps 1e-4 --num-generations {GROUP} --global-batch-size {PER_UPDATE} --steps-per-generation {STEPS}
  --num-iterations {EPOCHS} --train-iters {UPDATES} --beta {BETA} --epsilon {EPSILON} --temperature {TEMPERATURE}
  --max-completion-length 12 --max-prompt-length 8 --max-tokens-per-microbatch 48 --reward-funcs exact_match
  --train-data-path unused --no-save-hf --transformer-impl local --mismatch-sample-rate 0 --no-shuffle
- --log-params-norm"""
+ --log-params-norm --seed {SEED}"""
 CASES = {
     "grpo": "",
     "reinforce++": "--advantage-estimator reinforce_plus_plus --kl-in-reward --gamma 0.9",
-    "rloo": "--advantage-estimator rloo --kl-estimator unbiased",
+    "rloo": "--advantage-estimator rloo --kl-estimator unbiased --shuffle-completions",
 }
 RNG = np.random.default_rng(5)
 PROMPT_IDS = [RNG.integers(3, 250, RNG.integers(2, 9)).tolist() for _ in range(PROMPTS)]
@@ -210,6 +212,9 @@ def by_hand(tiny_models, case):
     decayed = [p for p in parameters if p.ndim > 1]  # as Megatron does: no weight decay on vectors
     vectors = [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([{"params": decayed}, *vectors], betas=(0.9, 0.999), eps=1e-4, weight_decay=DECAY)
+    order = np.arange(PROMPTS * GROUP)
+    if case == "rloo":
+        order = np.random.default_rng(rollout_seed(SEED, 1)).permutation(PROMPTS * GROUP)
     rows = []
     for update in range(UPDATES):
         lr = LR * update / WARMUP
@@ -217,7 +222,7 @@ def by_hand(tiny_models, case):
             lr = LR * (1 - (update - WARMUP) / (UPDATES - WARMUP))
         first = update % STEPS * PER_UPDATE
         loss, clipped, divergence, tokens, ratios = 0.0, 0, 0.0, 0, []
-        for i in range(first, first + PER_UPDATE):
+        for i in order[first : first + PER_UPDATE]:
             new, advantage = log_probs(model, i), advantages[i]
             ratio, x = torch.exp(new - old[i]), new - ref[i]
             policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantage)

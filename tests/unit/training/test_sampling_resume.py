@@ -1,4 +1,5 @@
-"""Whole runs with --dynamic-sample, --over-sampling-ratio and --curriculum: SIGTERM, and going on as if nothing was.
+"""Whole runs with --dynamic-sample, --over-sampling-ratio and --curriculum, and with --shuffle-completions: a run that
+ends early and goes on as if nothing was.
 
 pretrain_grpo.py runs in this process, with an engine whose completions depend on the seed, as vLLM's do.
 """
@@ -124,3 +125,23 @@ def test_an_engine_lost_in_an_evaluation_costs_nothing_of_the_update_before(tiny
     first, second, *_ = rows(bench.save)
     assert [first["iteration"], second["iteration"]] == [1, 2]
     assert second["tokens/total"] == first["tokens/update"] + second["tokens/update"]
+
+
+def test_shuffled_updates_are_the_same_after_a_resume(tiny_models, tmp_path, monkeypatch):
+    """Two rollouts, each used for two updates twice: left alone, and with a new process for the second."""
+    monkeypatch.setattr(bad_input_runs, "StubEngine", SeededEngine)
+    monkeypatch.setattr(SeededEngine, "sigterm_in", None)
+    flags = "--train-iters 8 --global-batch-size 16 --steps-per-generation 2 --num-iterations 2 --shuffle-completions"
+    benches = []
+    for name, ends in (("alone", [""]), ("stopped", ["--exit-interval 4", ""])):
+        (tmp_path / name).mkdir()
+        bench = Bench(tmp_path / name, tiny_models["qwen3"])
+        words = [*bench.good, *bench.plugin(REWARD), *flags.split()]
+        for end in ends:
+            load = ["--load", str(bench.save)] if latest_iteration(bench.save) else []
+            assert launch(TRAIN, [*words, *end.split(), *load]) == 0
+        benches.append(bench)
+    first, second = ([(row["loss"], row["grad_norm"]) for row in rows(bench.save)] for bench in benches)
+    assert len(set(first)) == 8 and first == second
+    weights = [(bench.save / "hf_model" / "model.safetensors").read_bytes() for bench in benches]
+    assert weights[0] == weights[1]
