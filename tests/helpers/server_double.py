@@ -197,6 +197,7 @@ class VllmHandler(Handler):
             case "/server_info":
                 model = {"dtype": config.get("dtype", "torch.float32")}
                 model["logprobs_mode"] = config.get("logprobs_mode", "processed_logprobs")
+                model["max_logprobs"] = 20
                 return 200, {
                     "vllm_config": {
                         "model_config": model,
