@@ -91,6 +91,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
     """Return this pipeline stage's output for one micro-batch, and the loss function for megatron-core's schedule."""
     pack, batch = get_batch(data_iterator)
     router_replay.next_micro_batch(model, pack, batch.get("routed_experts"))
+    kept = batch.get("kept_token_ids")
     output = model(
         batch["tokens"][None],
         batch["position_ids"][None],
@@ -98,6 +99,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         labels=batch["labels"][None],
         padding_mask=batch["padding"][None] if args.num_experts else None,  # excluded from the routers' counts
         packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl),
+        kept_token_ids=None if kept is None else kept[batch["own_labels"]],
     )
     return output, partial(loss_func, args, batch, num_microbatches)
 

@@ -53,7 +53,8 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "
-COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked", "ratio/max", "ratio/min")
+COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked")
+COMPARED += ("ratio/mean", "ratio/max", "ratio/min")
 COMPARED += ("mismatch/mean_abs", "mismatch/kl", "mismatch/perplexity_ratio", "mismatch/effective_sample_size")
 SIZES = {
     "TP": "--tensor-model-parallel-size",

@@ -21,6 +21,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import set_random_seed
+from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.validation import validate_args
@@ -47,7 +48,8 @@ def parse(flags: list[str], world_size: int):
 def rollout(args, length: int | None = None) -> RolloutBatch:
     """Make up completions for two updates, with rollout log-probabilities and with advantages equal to the rewards.
 
-    The lengths vary widely, or each completion has ``length`` tokens together with its prompt.
+    The lengths vary widely, or each completion has ``length`` tokens together with its prompt. With a replayed --top-k
+    every token has its own number of kept tokens, and every fourth completion has the whole vocabulary.
     """
     rng = np.random.default_rng(0)
     n, vocabulary = 2 * args.global_batch_size, args.vocab_size - 2
@@ -67,10 +69,23 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
         row_ids=np.arange(n) // args.num_generations,
         sample_ids=np.arange(n),
         finish_reasons=[FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)],
+        kept_token_ids=_kept_token_ids(args, completions) if replays_top_k(args) else None,
     )
     batch.advantages = rng.standard_normal(n).astype(np.float32)
     batch.rewards = batch.advantages[:, None]
     return batch
+
+
+def _kept_token_ids(args, completions: list[list[int]]) -> list[np.ndarray]:
+    """Return kept tokens ``[tokens, top_k]`` for each completion; the sampled token is the first."""
+    rng, kept = np.random.default_rng(2), []
+    for number, completion in enumerate(completions):
+        sets = np.stack([rng.choice(args.vocab_size, args.top_k, replace=False) for _ in completion]).astype(np.int32)
+        sets[sets == np.array(completion)[:, None]] = -1
+        sets[np.arange(args.top_k) >= rng.integers(1, args.top_k + 1, len(completion))[:, None]] = -1
+        sets[:, 0] = completion
+        kept.append(sets if number % 4 else np.full_like(sets, -1))
+    return kept
 
 
 def perturbations(total: int) -> np.ndarray:

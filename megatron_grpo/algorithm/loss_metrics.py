@@ -35,6 +35,7 @@ def report(
         "clip/low": policy.clip_low,
         "clip/high": policy.clip_high,
         "clip/masked": policy.masked,
+        "ratio/mean": ratio,
         **policy.metrics,
     }
     values = {"loss": loss, "tokens": loss.new_tensor(len(old))}

@@ -95,6 +95,9 @@ class RolloutBatch:
     teacher_log_probs: Annotated[Float32 | None, PER_TOKEN] = None  # under the teacher; NaN on other tokens
     # Where tokens of one completion differ in their advantage; 0 on other tokens. A pack has them as ``advantages``.
     token_advantages: Annotated[Float32 | None, PER_TOKEN] = None
+    # [total, k], the tokens that each token was sampled from after top-k, top-p and min-p; -1 pads. A row of -1, as of
+    # prompts, is the whole vocabulary.
+    kept_token_ids: Annotated[Int32 | None, ArrayField("token", columns=1, packed="label")] = None
     # [total, MoE layers, topk], to be replayed; -1 where unknown.
     routed_experts: Annotated[Int16 | None, ArrayField("token", columns=2, packed="token", padding=-1)] = None
     # With token_advantages their mean over the tokens in the loss.
@@ -117,13 +120,14 @@ class RolloutBatch:
         sample_ids: Sequence[int],
         finish_reasons: Sequence[FinishReason],
         routed_experts: Sequence[Int16] | None = None,
+        kept_token_ids: Sequence[Int32] | None = None,
     ) -> "RolloutBatch":
         """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
 
         Every sequence has n entries; `prompts[i]` are the token ids before `completions[i]`, and `log_probs[i]`
         the engine's log-probabilities of the latter, or None; `weight_version` is one for all, or one each.
-        `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early. Raises GrpoError as
-        `validate` does.
+        `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
+        are [tokens of the completion, k]. Raises GrpoError as `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -154,6 +158,9 @@ class RolloutBatch:
             batch.routed_experts = np.full((total, *routed_experts[0].shape[1:]), -1, np.int16)
             for begin, experts in zip(cu_seqlens[:-1], routed_experts, strict=True):
                 batch.routed_experts[begin : begin + len(experts)] = experts
+        if kept_token_ids:
+            batch.kept_token_ids = np.full((total, kept_token_ids[0].shape[1]), -1, np.int32)
+            batch.kept_token_ids[batch.response_mask == 1] = np.concatenate(kept_token_ids)
         batch.validate()
         return batch
 
@@ -229,8 +236,8 @@ class RolloutBatch:
     def to_buffers(self) -> list[Array]:
         """Return the batch as 1-D arrays for exchange between ranks: their number, order and types are fixed.
 
-        The first, int64, says how to read the rest: the sizes of the columns (of rewards, then the MoE layers and
-        experts of a token), then 0 or 1 for each optional array. An array that is None travels empty.
+        The first, int64, says how to read the rest: the sizes of the columns (of rewards, the kept tokens, then the MoE
+        layers and experts of a token), then 0 or 1 for each optional array. An array that is None travels empty.
         """
         arrays = self._arrays()
         columns = [_columns(arrays.get(name), spec) for name, spec in FIELDS.items()]
@@ -291,6 +298,7 @@ class RolloutBatch:
             if array.shape != shape:
                 raise GrpoError(f"rollout batch: {name} has shape {array.shape}, expected {shape}")
 
+        kept = np.empty((total, 0), np.int32) if self.kept_token_ids is None else self.kept_token_ids
         in_prompt = np.arange(total) - np.repeat(cu[:-1], self.lengths) < np.repeat(self.prompt_lengths, self.lengths)
         rules = {
             "a prompt has at least one token": self.prompt_lengths >= 1,
@@ -303,6 +311,7 @@ class RolloutBatch:
             "rewards are not infinite": ~np.isinf(self.rewards),
             "finish_reasons are known": np.isin(self.finish_reasons, list(FinishReason)),
             "turns is at least 1": self.turns >= 1,
+            "a sampled token is among its kept tokens": (kept < 0).all(1) | (kept == self.tokens[:, None]).any(1),
             "advantages are finite": np.isfinite(self.advantages if self.advantages is not None else 0),
             "token_advantages are finite": np.isfinite(
                 self.token_advantages if self.token_advantages is not None else 0

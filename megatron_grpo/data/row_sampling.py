@@ -113,4 +113,5 @@ def with_row(sampling: Sampling, fields: Mapping[str, Any]) -> Sampling:
         return sampling
     ends = sampling.stop_token_ids + fields.get("stop_token_ids", ())
     changed = replace(sampling, **{**fields, "stop_token_ids": ends})
-    return replace(changed, log_probs=changed.log_probs and not changed.structured_outputs)
+    free = not changed.structured_outputs
+    return replace(changed, log_probs=changed.log_probs and free, kept_token_ids=changed.kept_token_ids and free)

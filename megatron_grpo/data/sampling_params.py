@@ -26,6 +26,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # empty: a completion ends at a stop word or at max_tokens only
     structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams, a constraint of the text; "": none
     log_probs: bool = False
+    kept_token_ids: bool = False  # return the tokens that top_k, top_p and min_p keep; needs log_probs
 
 
 def uses_engine_log_probs(args: Namespace) -> str | None:

@@ -25,6 +25,11 @@ class PolicyModel(GPTModel):
     embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
 
+    def forward(self, *args, kept_token_ids: torch.Tensor | None = None, **kwargs):
+        """Extend megatron-core's method by ``kept_token_ids`` ``[l, k]`` of the labels: `vocab_parallel_log_probs`."""
+        self._kept_token_ids = kept_token_ids
+        return super().forward(*args, **kwargs)
+
     def _preprocess(self, *args, padding_mask=None, **kwargs):
         """Extend megatron-core's method by scaled embeddings and by the padding mask on every stage.
 
@@ -55,7 +60,7 @@ class PolicyModel(GPTModel):
             wait(self.output_layer, ())
         weight = self._output_weight()
         kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
-        log_probs, entropy = self._head(hidden_states, weight, labels, kept)
+        log_probs, entropy = self._head(hidden_states, weight, labels, kept, self._kept_token_ids)
         rows = [log_probs, entropy]
         if self.config.mtp_loss_scaling_factor > 0 and self.mtp_process and torch.is_grad_enabled():
             rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
@@ -85,7 +90,7 @@ class PolicyModel(GPTModel):
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
         return soft_cap(logits[:, : self.vocab_size_without_padding], self.final_logit_softcapping)
 
-    def _head(self, hidden_states, weight, labels, kept):
+    def _head(self, hidden_states, weight, labels, kept, kept_token_ids=None):
         """Return (log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
@@ -99,13 +104,14 @@ class PolicyModel(GPTModel):
             self.vocab_size_without_padding,
             parallel_state.get_tensor_model_parallel_group(),
             cap=self.final_logit_softcapping,
+            kept_token_ids=kept_token_ids,
         )
 
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
         """Return the log-probabilities [l] of each multi-token-prediction layer for the tokens 1, 2, ... further on.
 
-        The values are 0 after the end of a sequence. The gradient stops at these layers, so that they do not change the
-        policy's gradient.
+        The values are over the whole vocabulary, and 0 after the end of a sequence. The gradient stops at these layers,
+        so that they do not change the policy's gradient.
         """
         packed = inputs["packed_seq_params"]
         outputs = self.mtp(

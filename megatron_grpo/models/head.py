@@ -14,6 +14,9 @@ registers. Ranks exchange four numbers for each token, never the vocabulary. The
 
 need no communication, because each rank holds its own columns. (A plain ``all_reduce`` under autograd would give the
 right loss and wrong gradients.)
+
+If a token was sampled from a truncated distribution, the sums over v are over its kept tokens only. The logits of the
+kept tokens are gathered from those of the vocabulary, and all other arithmetic is on ``[tokens, k]``.
 """
 
 import torch
@@ -22,6 +25,8 @@ import torch.distributed as dist
 from megatron_grpo.models.softcap import soft_cap
 
 CHUNK = 4096  # tokens; with a vocabulary of 152k the logits of a chunk take 2.3 GiB
+# Logit of a token outside the kept set. Its probability is exactly 0, and so is p log p, which would be NaN with -inf.
+OUTSIDE = -1e30
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -44,40 +49,63 @@ def vocab_parallel_log_probs(
     group: dist.ProcessGroup | None = None,
     chunk: int = CHUNK,
     cap: float | None = None,
+    kept_token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each label and the entropy of its distribution, float32 ``[t]`` each.
 
     The results are equal on every rank of ``group``. ``hidden`` is ``[t, h]`` (the same on every rank), ``weight`` this
     rank's shard ``[V/tp, h]``, ``labels`` ``[t]``. Rows at or after ``vocab_size`` are padding and get no probability;
     ``cap`` soft-caps the logits. The gradient of ``hidden`` is this rank's partial sum.
+
+    ``kept_token_ids`` ``[t, k]`` (-1 pads) are the tokens of each label's distribution, the label among them; a row
+    of -1 is the whole vocabulary, as is None.
     """
-    return _LogProbs.apply(hidden, weight, labels, temperature, vocab_size, group, chunk, cap)
+    options = temperature, vocab_size, group, chunk, cap
+    if kept_token_ids is None:
+        return _LogProbs.apply(hidden, weight, labels, None, *options)
+    whole = (kept_token_ids < 0).all(-1)
+    if not whole.any():
+        return _LogProbs.apply(hidden, weight, labels, kept_token_ids, *options)
+    rows = whole.nonzero()[:, 0], (~whole).nonzero()[:, 0]
+    parts = [
+        _LogProbs.apply(hidden[at], weight, labels[at], kept, *options)
+        for at, kept in zip(rows, (None, kept_token_ids[rows[1]]), strict=True)
+    ]
+    order = torch.cat(rows).argsort()
+    log_probs, entropy = (torch.cat(values)[order] for values in zip(*parts, strict=True))
+    return log_probs, entropy
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, vocab_size, group, chunk, cap):
+    def forward(ctx, hidden, weight, labels, kept, temperature, vocab_size, group, chunk, cap):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight) if group is not None else 0
         rows = min(max(0, vocab_size - first), len(weight))  # the other rows are padding
         log_z, entropy, chosen = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
         for part in _chunks(len(labels), chunk):
-            logits = float32_logits(hidden[part], weight[:rows])
-            peak = _peak(logits, temperature, cap) if rows else torch.full_like(log_z[part], float("-inf"))
+            if kept is None:
+                logits, column, inner_cap = float32_logits(hidden[part], weight[:rows]), labels[part] - first, cap
+            else:
+                logits, _, mine = _kept_logits(hidden[part], weight, kept[part] - first, rows)
+                column, inner_cap = _column(kept[part], labels[part], mine), None
+                logits = soft_cap(logits, cap).masked_fill(~mine, OUTSIDE)
+            empty = logits.shape[1] == 0
+            peak = torch.full_like(log_z[part], float("-inf")) if empty else _peak(logits, temperature, inner_cap)
             _reduce(peak, dist.ReduceOp.MAX, group)
-            sums = _sums(logits, peak, labels[part] - first, temperature, cap)
+            sums = _sums(logits, peak, column, temperature, inner_cap)
             _reduce(sums, dist.ReduceOp.SUM, group)
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
-        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy)
         ctx.options = temperature, first, rows, chunk, cap
         return chosen, entropy
 
     @staticmethod
     def backward(ctx, grad_chosen, grad_entropy):
-        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
+        hidden, weight, labels, kept, log_z, entropy = ctx.saved_tensors
         temperature, first, rows, chunk, cap = ctx.options
         zeros = torch.zeros_like(log_z)  # autograd passes None for a zero gradient
         grad_chosen = zeros if grad_chosen is None else grad_chosen
@@ -85,13 +113,36 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(len(labels), chunk):
-            logits = float32_logits(hidden[part], weight[:rows])
-            upstream = grad_chosen[part], grad_entropy[part]
-            known = log_z[part], entropy[part], labels[part] - first
-            grad = _gradient(logits, *known, *upstream, temperature, cap, weight.dtype)
+            known, upstream = (log_z[part], entropy[part]), (grad_chosen[part], grad_entropy[part])
+            if kept is None:
+                logits = float32_logits(hidden[part], weight[:rows])
+                grad = _gradient(logits, *known, labels[part] - first, *upstream, temperature, cap, weight.dtype)
+            else:
+                logits, columns, mine = _kept_logits(hidden[part], weight, kept[part] - first, rows)
+                column = _column(kept[part], labels[part], mine)
+                values = _gradient(logits, *known, column, *upstream, temperature, cap, weight.dtype)
+                grad = values.new_zeros(len(values), len(weight)).scatter_add_(1, columns, values.where(mine, 0))
+                grad = grad[:, :rows]
             grad_hidden[part] = grad @ weight[:rows]
             grad_weight[:rows] += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
+
+
+def _kept_logits(hidden, weight, columns, rows: int):
+    """Return (logits, columns of this rank's logits, True where this rank holds the token), ``[t, k]`` each.
+
+    ``columns`` ``[t, k]`` are token ids relative to this rank's first one. Where another rank holds the token, and for
+    pads, column and logit have no meaning.
+    """
+    mine = (columns >= 0) & (columns < rows)
+    columns = columns.long().clamp(0, len(weight) - 1)
+    return float32_logits(hidden, weight).gather(1, columns), columns, mine
+
+
+def _column(kept, labels, mine):
+    """Return the position ``[t]`` of each label among its kept tokens; -1 if another rank holds the label."""
+    is_label = (kept == labels[:, None]) & mine
+    return torch.where(is_label.any(-1), is_label.int().argmax(-1), -1)
 
 
 def _fused(function):

@@ -35,6 +35,7 @@ METRICS = {
     "clip/low": "fraction of completion tokens with a ratio clipped at the lower bound (advantage < 0)",
     "clip/high": "fraction of completion tokens with a ratio clipped at the upper bound (advantage > 0; cispo: any)",
     "clip/masked": "fraction of completion tokens masked out of the policy term (entropy, clip-cov, m2po, off-policy)",
+    "ratio/mean": "mean probability ratio new/old of the completion tokens",
     "ratio/min": "smallest probability ratio new/old of a completion token",
     "ratio/max": "largest probability ratio new/old of a completion token",
     "grad_norm": "L2 norm of the gradient over all parameters, before clipping",
@@ -136,6 +137,8 @@ REMEDIES = {
     "--steps-per-generation.",
     "clip/high": "As clip/low. If unlikely tokens never become more likely, raise --epsilon-high.",
     "clip/masked": "Near 1: almost no token is trained on; loosen the threshold of the mask in use.",
+    "ratio/mean": "1 on average if old is the distribution that was sampled from. Steadily off 1 in later updates of a "
+    "rollout: the samples were truncated and their kept tokens are not replayed, see log_probabilities.md.",
     "ratio/min": "Near 0: as ratio/max, for tokens that became unlikely.",
     "ratio/max": "Far above 1 in the first update of a rollout: engine or old policy differ from the trainer, see "
     "mismatch/*. In later updates: lower --lr, or set the upper bound --delta.",

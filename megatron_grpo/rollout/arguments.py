@@ -67,6 +67,12 @@ ROLLOUT: tuple[FlagRow, ...] = (
     ("--temperature", float, 1.0, "sampling temperature; the trainer's log-probabilities use it, too"),
     ("--top-p", float, 1.0, "sample from the likeliest tokens whose probabilities sum to this"),
     ("--top-k", int, -1, "sample from this many of the likeliest tokens; -1: from all"),
+    (
+        "--no-top-k-replay",
+        bool,
+        False,
+        "log-probabilities over the whole vocabulary although --top-k and others truncate it in the rollout",
+    ),
     ("--min-p", float, 0.0, "sample from tokens with at least this share of the likeliest token's probability"),
     (
         "--repetition-penalty",
@@ -254,20 +260,69 @@ def probability_changes(args: Namespace) -> list[str]:
     return [f"{flag(dest)} {getattr(args, dest)}" for dest, value in off.items() if getattr(args, dest) != value]
 
 
+def replays_top_k(args: Namespace) -> bool:
+    """Return whether the engine returns the tokens that truncation keeps, for log-probabilities over these tokens only.
+
+    vLLM returns the log-probabilities of up to max_logprobs tokens; a server's limit is checked when it is connected.
+    """
+    limit = (args.vllm_engine_kwargs or {}).get("max_logprobs", 20) if args.vllm_mode == "colocate" else -1
+    return (
+        args.rollout_engine == "vllm"
+        and not args.no_top_k_replay
+        and 1 <= args.top_k <= (args.vocab_size or args.top_k)
+        and (limit == -1 or args.top_k <= limit)
+        and not args.structured_outputs_regex
+        and not any("penalty" in change for change in probability_changes(args))
+    )
+
+
+def engine_changes(args: Namespace) -> list[str]:
+    """Return the flags, with their values, that the engine's log-probabilities include and the trainer's do not."""
+    changing = probability_changes(args)
+    if args.rollout_engine != "vllm":  # after penalties and before truncation, at every temperature
+        return [change for change in changing if "penalty" in change]
+    return [] if args.temperature == 1 or replays_top_k(args) else changing
+
+
+def not_measured(args: Namespace) -> str | None:
+    """Return the line that says why a run has no mismatch metrics although no flag asks for that; None if it has."""
+    changes = engine_changes(args)
+    if not changes or "mismatch_sample_rate" in args.explicit:
+        return None
+    return (
+        f"mismatch is not measured: the engine's log-probabilities would include {', '.join(changes)}, and the "
+        "trainer's do not (docs/log_probabilities.md)"
+    )
+
+
 def _check_log_probs(args: Namespace) -> None:
-    """Raise GrpoError for flags that violate the log-probability contract of rollout/engine.py."""
-    changing, user = probability_changes(args), uses_engine_log_probs(args)
-    where, cure = f"at --temperature {args.temperature}", "give --temperature 1"
-    if (
-        args.rollout_engine == "sglang"
-    ):  # SGLang returns log-probabilities before truncation and after penalties, at any temperature
-        changing, where, cure = [change for change in changing if "penalty" in change], "with SGLang", "leave them out"
-    elif args.temperature == 1:
-        return
-    if changing and (user or args.mismatch_sample_rate > 0):
+    """Raise GrpoError for flags that violate the log-probability contract of rollout/engine.py.
+
+    Sets --mismatch-sample-rate to 0 where it is not given and the engine's log-probabilities are not comparable.
+    """
+    if args.no_top_k_replay and (args.rollout_engine != "vllm" or args.top_k == -1):
+        raise GrpoError("--no-top-k-replay needs --rollout-engine vllm and --top-k: otherwise there is no replay")
+    if args.teacher_server and replays_top_k(args):
         raise GrpoError(
-            f"{', '.join(changing)} {where}: the engine's log-probabilities would include them, and could not be "
-            f"compared with the trainer's: {cure}, or {f'leave out {user}' if user else 'add --mismatch-sample-rate 0'}"
+            f"--teacher-server with --top-k {args.top_k}: the server returns log-probabilities over the whole "
+            "vocabulary, the trainer's are over the kept tokens: give --teacher-load-hf, or add --no-top-k-replay"
+        )
+    changes, user = engine_changes(args), uses_engine_log_probs(args)
+    if not changes:
+        return
+    if not user and "mismatch_sample_rate" not in args.explicit:
+        args.mismatch_sample_rate = 0.0
+    if user or args.mismatch_sample_rate > 0:
+        cure = f"leave out {user}" if user else "leave out --mismatch-sample-rate"
+        if args.rollout_engine != "vllm":
+            cure = f"leave out the penalties, or {cure}"
+        elif not any("penalty" in change for change in changes):
+            cure = f"give --temperature 1, or --top-k within vLLM's max_logprobs (20), or {cure}"
+        else:
+            cure = f"give --temperature 1, or {cure}"
+        raise GrpoError(
+            f"{', '.join(changes)} with --rollout-engine {args.rollout_engine} --temperature {args.temperature}: the "
+            f"engine's log-probabilities would include them, and could not be compared with the trainer's: {cure}"
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -58,7 +59,8 @@ def collect_rollout(
         spoken = completions if engine.is_lead else []  # all ranks of a replica hold the same completions
         places = selection.places() if selection is not None else range(len(prompts))
         spoken = [completion for completion in spoken if completion.id // num_generations in places]
-        mine = _to_batch(prompts, spoken, num_generations, places)
+        num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
+        mine = _to_batch(prompts, spoken, num_generations, places, num_kept)
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
         failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
@@ -86,7 +88,12 @@ def _to_batch(
     completions: list[Completion],
     num_generations: int,
     places: Mapping[int, int] | Sequence[int],
+    num_kept: int,
 ) -> RolloutBatch:
+    def kept(completion: Completion) -> npt.NDArray[np.int32]:
+        none = np.full((len(completion.token_ids), num_kept), -1, np.int32)  # the row's constraint replaces the sets
+        return none if completion.kept_token_ids is None else completion.kept_token_ids
+
     numbers = [completion.id // num_generations for completion in completions]
     groups = [places[number] for number in numbers]
     return RolloutBatch.from_completions(
@@ -99,6 +106,7 @@ def _to_batch(
         sample_ids=[g * num_generations + c.id % num_generations for g, c in zip(groups, completions, strict=True)],
         finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
+        kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
     )
 
 

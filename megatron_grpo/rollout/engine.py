@@ -6,9 +6,10 @@ chose for each token.
 
 **The log-probability contract.** The rollout log-probability of a sampled token equals the trainer's: log
 softmax(logits / --temperature), before truncation (top-k, top-p, min-p) and penalties (repetition, presence,
-frequency), which change only which token is sampled. The engine returns log-probabilities only on request. At
-temperature 1 every engine can return them. At other temperatures vLLM returns them only if nothing but the temperature
-is applied, and rollout/arguments.py refuses the other cases. They are never requested for constrained completions
+frequency). With ``Sampling.kept_token_ids`` both are over the tokens that truncation keeps: the engine returns these
+tokens, and the trainer computes every log-probability of the batch over them. The engine returns log-probabilities only
+on request. Where an engine would include truncation or penalties that the trainer cannot repeat (`engine_changes` of
+rollout/arguments.py), they are not requested. They are never requested for constrained completions
 (``structured_outputs``), because the engine then returns probabilities renormalised over the allowed tokens.
 
 **The failure contract.** An engine that fails raises EngineLost. `Engine.rollout` and the methods that wake the engine,
@@ -62,6 +63,8 @@ class Completion:
     # [tokens, MoE layers, topk] of the prompt and the sampled tokens except the last, which is never routed; None
     # unless --router-replay-mode is R3
     routed_experts: npt.NDArray[np.int16] | None = None
+    # [sampled tokens, top_k], -1 pads: what each token was sampled from; None unless `Sampling.kept_token_ids`
+    kept_token_ids: npt.NDArray[np.int32] | None = None
 
 
 class Engine(Protocol):

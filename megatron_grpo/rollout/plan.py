@@ -8,6 +8,7 @@ import numpy as np
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampling_params import Sampling, uses_engine_log_probs
+from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.dynamic_sampling import Selection
 
 
@@ -33,14 +34,15 @@ def rollout_seed(seed: int, rollout: int) -> int:
 def training_sampling(args, rollout: int) -> Sampling:
     """Return the sampling parameters of training rollout number ``rollout`` (from 1).
 
-    The engine returns log-probabilities in every rollout if a loss or a mask uses them, otherwise in a fraction
-    --mismatch-sample-rate of the rollouts.
+    The engine returns log-probabilities in every rollout if a loss or a mask uses them or kept tokens are replayed,
+    otherwise in a fraction --mismatch-sample-rate of the rollouts.
     """
     rate = args.mismatch_sample_rate
     compared = int(rollout * rate) > int((rollout - 1) * rate)
     sampling = _sampling(args)
-    wanted = (compared or uses_engine_log_probs(args) is not None) and not sampling.structured_outputs
-    return replace(sampling, log_probs=wanted)
+    replayed = replays_top_k(args)
+    wanted = (compared or replayed or uses_engine_log_probs(args) is not None) and not sampling.structured_outputs
+    return replace(sampling, log_probs=wanted, kept_token_ids=replayed)
 
 
 def evaluation_plans(args, prompts: Sequence[Prompt]) -> dict[str, RolloutPlan]:

@@ -11,6 +11,19 @@ from megatron_grpo.models.head import vocab_parallel_log_probs
 TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 45, 64  # on four ranks the last one has padding alone
 
 
+def kept_tokens():
+    """Sets of up to 6 tokens with the label among them, at any place; every fifth token has the whole vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    labels = problem()[2]
+    kept = torch.full((TOKENS, 6), -1, dtype=torch.int32)
+    for token in range(TOKENS):
+        if token % 5:
+            ids = torch.randperm(VOCAB, generator=generator)[: token % 6]
+            ids = torch.cat([ids[ids != labels[token]], labels[token : token + 1]])
+            kept[token, : len(ids)] = ids[torch.randperm(len(ids), generator=generator)]
+    return kept
+
+
 def problem():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -20,28 +33,34 @@ def problem():
     return hidden, weight, labels, upstream
 
 
-def expected(temperature: float, cap: float | None):
-    """log_softmax of the whole float64 logits, and the gradients that autograd finds through it."""
+def expected(temperature: float, cap: float | None, kept=None):
+    """log_softmax of the whole float64 logits, -inf outside the kept tokens, and the gradients by autograd."""
     hidden, weight, labels, upstream = problem()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = hidden @ weight[:VOCAB].T
     logits = logits if cap is None else torch.tanh(logits / cap) * cap
-    log_p = torch.log_softmax(logits / temperature, -1)
-    chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logits = logits / temperature
+    for row, ids in zip(range(TOKENS), [] if kept is None else kept.tolist()):
+        inside = [token for token in ids if token >= 0] or range(VOCAB)
+        outside = torch.tensor([token not in inside for token in range(VOCAB)])
+        logits = logits.masked_fill(outside & (torch.arange(TOKENS) == row)[:, None], float("-inf"))
+    log_p = torch.log_softmax(logits, -1)
+    finite = log_p.masked_fill(log_p == float("-inf"), 0.0)
+    chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
     (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
     return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def check(group, rank: int, world: int, temperature: float, chunk: int, cap: float | None = None) -> None:
+def check(group, rank: int, world: int, temperature: float, chunk: int, cap: float | None = None, kept=None) -> None:
     hidden, weight, labels, upstream = problem()
     shard = weight.chunk(world)[rank].clone().requires_grad_()
     hidden.requires_grad_()
-    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk, cap)
+    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk, cap, kept)
     (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
     grad_hidden = hidden.grad
     if group is not None:
         dist.all_reduce(grad_hidden, group=group)  # partial sums, as copy_to_tensor_model_parallel_region adds them up
-    want = expected(temperature, cap)
+    want = expected(temperature, cap, kept)
     got = chosen, entropy, grad_hidden, shard.grad
     want = *want[:3], want[3].chunk(world)[rank]
     for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=True):
@@ -52,5 +71,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for temperature in (1.0, 0.7):
         for cap in (None, 2.5):
-            check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8, cap)
+            for kept in (None, kept_tokens()):
+                check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8, cap, kept)
     dist.destroy_process_group()

@@ -215,6 +215,20 @@ def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
 
 
 @pytest.mark.distributed
+def test_layouts_agree_over_the_kept_tokens(tmp_path, tiny_models):
+    """Log-probabilities over the tokens that truncation kept, of some completions over the whole vocabulary: TP2, CP2
+    and PP2 give the numbers of one process.
+    """
+    flags = f"--load-hf {tiny_models['qwen3']} --top-k 6 {CORRECTED}"
+    layouts = ["TP1", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}", "PP2: --micro-batch-size 2"]
+    status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
+    assert status == 0 and "4 of 4 layouts agree" in printed, printed
+    rows = [json.loads(line)["updates"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    # three quarters of the completions have up to 6 tokens to choose from, the others 258
+    assert all(row["entropy"] < 0.75 * math.log(6) + 0.35 * math.log(258) for updates in rows for row in updates)
+
+
+@pytest.mark.distributed
 @pytest.mark.slow
 @settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**31))

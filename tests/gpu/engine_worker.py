@@ -132,6 +132,17 @@ class Worker:
     def temperatures(self) -> None:
         self.found["mismatch"] = {str(t): self.mismatch(t) for t in (1.0, 0.7)}
 
+    def kept_tokens(self) -> None:
+        """The mismatch over the tokens that the run's truncation keeps, and how many these are."""
+        args = self.args
+        sampling = Sampling(TOKENS, args.temperature, args.top_p, args.top_k, log_probs=True, kept_token_ids=True)
+        plan = RolloutPlan(self.prompts, GENERATIONS, sampling, 11)
+        batch, _ = collect_rollout(self.engine, plan, None, None, self.trainer.timers)
+        ours = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
+        gap = float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
+        sizes = (batch.kept_token_ids[batch.response_mask == 1] >= 0).sum(1)
+        self.found["kept tokens"] = [gap, int(sizes.min()), int(sizes.max())]
+
     def weights(self) -> None:
         """Weights that have changed reach the engine, and only with a sync."""
         before = self.mismatch(1.0)

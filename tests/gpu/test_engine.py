@@ -112,6 +112,14 @@ def test_temperature_and_caps_cost_no_exactness(tmp_path, model):
     assert capped["mismatch"]["1.0"] < 1.3 * plain
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_kept_tokens(tmp_path, model, family):
+    """Of both of vLLM's runners: engine and trainer agree over the tokens that truncation keeps."""
+    flags = "--temperature 0.6 --top-k 8 --top-p 0.9".split()
+    gap, fewest, most = found(tmp_path / "out", 1, "kept_tokens", model(family, SHARP), EAGER, *flags)[0]["kept tokens"]
+    assert gap < 0.1 and fewest < most <= 8, (gap, fewest, most)
+
+
 def test_quantized_engine(tmp_path, model):
     """8-bit weights are other weights; they follow the trainer's all the same."""
     facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3", FLAT), EAGER, "--vllm-quantization", "fp8")[0]

@@ -65,8 +65,11 @@ def test_soft_capped_attention_stays_compiled():
 
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head(temperature, cap):
-    """Log-probabilities and entropies of sharp logits (standard deviation 6), and gradients, against float64."""
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_head(temperature, cap, top_k):
+    """Log-probabilities and entropies of sharp logits (standard deviation 6), and gradients, against float64; over the
+    whole vocabulary, and over up to 8 kept tokens.
+    """
     tokens, hidden_size, vocabulary = 300, 512, 32000
     generator = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (
@@ -75,13 +78,20 @@ def test_head(temperature, cap):
     )
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator, device="cuda")
     upstream = torch.randn(2, tokens, generator=generator, device="cuda")
-    got = vocab_parallel_log_probs(hidden, weight, labels, temperature, vocabulary, None, 128, cap)
+    kept, inside = None, torch.ones(tokens, vocabulary, dtype=torch.bool, device="cuda")
+    if top_k is not None:
+        drawn = torch.rand(tokens, vocabulary, generator=generator, device="cuda").topk(top_k).indices
+        drawn[:, 0] = labels
+        inside = torch.zeros_like(inside).scatter(1, drawn[:, : top_k - 1], True)
+        kept = drawn.int()
+        kept[:, -1] = -1
+    got = vocab_parallel_log_probs(hidden, weight, labels, temperature, vocabulary, None, 128, cap, kept)
     got += torch.autograd.grad((torch.stack(got) * upstream).sum(), (hidden, weight))
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logits = leaves[0] @ leaves[1].T
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    log_p = (logits / temperature).log_softmax(-1)
-    want = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    log_p = (logits / temperature).masked_fill(~inside, float("-inf")).log_softmax(-1)
+    want = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
     want += torch.autograd.grad((torch.stack(want) * upstream).sum(), leaves)
     for name, a, b, limit in zip("log p, entropy, d hidden, d weight".split(", "), got, want, (1e-4, 1e-4, 5e-3, 5e-3)):
         if limit < 1e-3:

@@ -100,6 +100,8 @@ def sample(
             token = int(logits.argmax())
             log_p = torch.log_softmax(logits, -1)
         else:
+            if sampling.get("logprobs"):  # truncated here only; processed log-probabilities include it
+                logits = logits.where(logits >= logits.topk(sampling["top_k"]).values[-1], float("-inf"))
             log_p = torch.log_softmax(logits / sampling["temperature"], -1)
             token = int(torch.multinomial(log_p.exp(), 1, generator=generator))
         ids.append(token)
@@ -197,6 +199,7 @@ class VllmHandler(Handler):
             case "/server_info":
                 model = {"dtype": config.get("dtype", "torch.float32")}
                 model["logprobs_mode"] = config.get("logprobs_mode", "processed_logprobs")
+                model["max_logprobs"] = 20
                 return 200, {
                     "vllm_config": {
                         "model_config": model,
@@ -252,6 +255,8 @@ class VllmHandler(Handler):
             choice["prompt_token_ids"] = body["prompt"]
             if body["logprobs"] is not None:
                 choice["logprobs"] = {"tokens": names, "token_logprobs": log_probs}
+            if body["logprobs"]:
+                choice["logprobs"]["top_logprobs"] = self.likeliest(body["prompt"], ids, body)
             choices.append(choice)
         match double.fault:
             case "duplicate":
@@ -269,6 +274,18 @@ class VllmHandler(Handler):
             case "abort":
                 choices[0]["finish_reason"] = "abort"
         return {"choices": choices}
+
+    @torch.no_grad()
+    def likeliest(self, prompt: list[int], ids: list[int], body: dict) -> list[dict[str, float]]:
+        """Return the sampled token and the likeliest ones after truncation by top_k; -9999 is log 0, as in vLLM."""
+        logits = self.server.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / body["temperature"]
+        bounds = logits.topk(body["top_k"]).values[:, -1:]
+        log_p = torch.log_softmax(logits.where(logits >= bounds, float("-inf")), -1).clamp(min=-9999.0)
+        likeliest = log_p.topk(body["logprobs"])
+        return [
+            {f"token_id:{token}": float(row[token]) for token in (sampled, *others)}
+            for sampled, others, row in zip(ids, likeliest.indices.tolist(), log_p, strict=True)
+        ]
 
     @torch.no_grad()
     def prompt_log_probs(self, prompt: list[int]) -> list[dict | None]:

@@ -26,8 +26,10 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure, request_seed
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
+from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
@@ -83,13 +85,13 @@ class VllmColocate:
             if output.finished:
                 sample = output.outputs[0]
                 ids = list(sample.token_ids)
-                log_probs = None if sample.logprobs is None else sample.logprobs.logprobs
+                log_probs, kept = _log_probs(sample.logprobs)
                 reason = sample.finish_reason or "length"
                 experts = None
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
                 request_id = int(output.request_id.rpartition("-")[2])
-                finished.append(Completion(request_id, ids, log_probs, reason, self._version, experts))
+                finished.append(Completion(request_id, ids, log_probs, reason, self._version, experts, kept))
         return finished
 
     def _engine_id(self, request_id: int) -> str:
@@ -224,7 +226,7 @@ def _build(args, directory: str):
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
             enable_return_routed_experts=args.router_replay_mode == "R3",
-            logprobs_mode=_logprobs_mode(args.temperature),
+            logprobs_mode=_logprobs_mode(args),
             seed=args.seed,
             disable_log_stats=True,
             **on_a_cpu,
@@ -279,13 +281,22 @@ def _cpu_options(args) -> dict:
     return options | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
-def _logprobs_mode(temperature: float) -> str:
-    """Return the vLLM mode that satisfies the log-probability contract of ``engine.py`` at this --temperature.
+def _logprobs_mode(args) -> str:
+    """Return the vLLM mode that satisfies the log-probability contract of ``engine.py``.
 
-    raw_logprobs are taken before temperature, penalties and truncation, processed_logprobs after all of them; for the
-    latter rollout/arguments.py allows only the temperature.
+    raw_logprobs are taken before temperature, penalties and truncation, processed_logprobs after all of them.
     """
-    return "raw_logprobs" if temperature == 1 else "processed_logprobs"
+    return "raw_logprobs" if args.temperature == 1 and not replays_top_k(args) else "processed_logprobs"
+
+
+def _log_probs(flat) -> tuple[list[float] | None, np.ndarray | None]:
+    """Return ``Completion.log_probs`` and ``Completion.kept_token_ids`` from vLLM's FlatLogprobs, or None."""
+    if flat is None:
+        return None, None
+    if len(flat.logprobs) == len(flat):  # of the sampled tokens only
+        return flat.logprobs, None
+    table = np.array(flat.logprobs).reshape(len(flat), -1)
+    return table[:, 0].tolist(), kept_token_ids(np.array(flat.token_ids).reshape(table.shape), table)
 
 
 def _cache_bytes_on_a_cpu(args) -> int:
@@ -319,7 +330,7 @@ def _sampling_params(sampling: Sampling):
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         ignore_eos=True,  # stop_token_ids has all end tokens; vLLM would add the default one of the family
-        logprobs=0 if sampling.log_probs else None,
+        logprobs=(sampling.top_k if sampling.kept_token_ids else 0) if sampling.log_probs else None,
         flat_logprobs=True,  # one list of numbers instead of an object and a dictionary per token
         detokenize=bool(sampling.stop),
         structured_outputs=(

@@ -11,11 +11,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.arguments import probability_changes
+from megatron_grpo.rollout.arguments import probability_changes, replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.server import Server, Status, sampling_parameters, weight_tag
+from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
@@ -70,13 +75,19 @@ class VllmServer(Server):
         if model["dtype"] != dtype:
             dtype = dtype.removeprefix("torch.")
             raise Fault(f"its dtype is {model['dtype']}, the trainer's {dtype}: start it with --dtype {dtype}")
-        mode, right = model["logprobs_mode"], []
-        right += ["raw_logprobs"] if args.temperature == 1 else []
-        right += [] if probability_changes(args) else ["processed_logprobs"]
-        if mode not in right and (args.mismatch_sample_rate > 0 or args.rollout_importance_sampling_mode):
+        mode, right, replayed = model["logprobs_mode"], [], replays_top_k(args)
+        right += ["raw_logprobs"] if args.temperature == 1 and not replayed else []
+        right += ["processed_logprobs"] if replayed or not probability_changes(args) else []
+        if mode not in right and (args.mismatch_sample_rate > 0 or replayed or uses_engine_log_probs(args)):
+            flags = f"--temperature {args.temperature:g}" + (f" --top-k {args.top_k}" if replayed else "")
             raise Fault(
-                f"it returns {mode}, which differ from the trainer's log-probabilities with --temperature "
-                f"{args.temperature:g}: start it with --logprobs-mode {right[0]}"
+                f"it returns {mode}, which differ from the trainer's log-probabilities with {flags}: start it with "
+                f"--logprobs-mode {right[0]}"
+            )
+        if replayed and 0 <= model["max_logprobs"] < args.top_k:
+            raise Fault(
+                f"its --max-logprobs is {model['max_logprobs']}, but --top-k is {args.top_k} and the trainer needs all "
+                f"kept tokens: start it with --max-logprobs {args.top_k}, or add --no-top-k-replay"
             )
         wanted = {"nccl": "nccl", "sparse": "sparse_nccl"}.get(args.weight_sync_method)
         backend = (config.get("weight_transfer_config") or {}).get("backend")
@@ -146,7 +157,7 @@ class VllmServer(Server):
             "max_tokens": sampling.max_tokens,
             **sampling_parameters(sampling),
             "ignore_eos": True,  # stop_token_ids has all end tokens; the server must add none
-            "logprobs": 0 if sampling.log_probs else None,
+            "logprobs": (sampling.top_k if sampling.kept_token_ids else 0) if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -161,12 +172,14 @@ class VllmServer(Server):
         if choice["prompt_token_ids"] != prompt:
             raise Fault("it changed the token ids of a prompt")
         self.check_end(request, ids, reason, self._args.vocab_size)
-        log_probs = None
+        log_probs = kept = None
         if sampling.log_probs:
             if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:
                 raise Fault("its log-probabilities do not belong to the sampled tokens")
             log_probs = choice["logprobs"]["token_logprobs"]
-        return Completion(request.id, ids, log_probs, reason, version)
+            if sampling.kept_token_ids:
+                kept = _kept(ids, log_probs, choice["logprobs"]["top_logprobs"], sampling.top_k)
+        return Completion(request.id, ids, log_probs, reason, version, kept_token_ids=kept)
 
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.vllm_server_timeout
@@ -184,6 +197,21 @@ class VllmServer(Server):
             raise Fault("it could not drop its prefix cache: stop all other clients of this server")
         body = {"new_version": weight_tag(version)}
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
+
+
+def _kept(
+    ids: list[int], log_probs: list[float], likeliest: list[dict[str, float]], top_k: int
+) -> npt.NDArray[np.int32]:
+    """Return ``Completion.kept_token_ids`` from the server's ``top_logprobs``; -9999 is its log of 0."""
+    table = np.full((len(ids), 1 + top_k), -np.inf)
+    tokens = np.zeros(table.shape, np.int64)
+    table[:, 0], tokens[:, 0] = log_probs, ids
+    for row, given in enumerate(likeliest):
+        others = [(int(name.removeprefix("token_id:")), value) for name, value in given.items() if value > -9999]
+        others = [(token, value) for token, value in others if token != ids[row]][:top_k]
+        for column, (token, value) in enumerate(others, start=1):
+            tokens[row, column], table[row, column] = token, value
+    return kept_token_ids(tokens, table)
 
 
 def model_sizes(text: str) -> dict[str, int]:

@@ -53,6 +53,7 @@ def test_an_update_by_hand():
             "clip/high": 0.0,
             "clip/masked": 2 / 3,
             "foo/strength": 3.0,
+            "ratio/mean": 3.5 / 3,
             "ratio/min": 0.5,
             "ratio/max": 2.0,
         }
@@ -63,6 +64,7 @@ def test_an_update_by_hand():
 def test_an_update_without_tokens():
     row = update_metrics({name: value.item() for name, value in reported(*torch.zeros(5, 0)).items()})
     assert row == {"loss": 0, "entropy": 0, "kl": 0, "clip/low": 0, "clip/high": 0, "clip/masked": 0} | {
+        "ratio/mean": 0,
         "ratio/min": 1,
         "ratio/max": 1,
     }

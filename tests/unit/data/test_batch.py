@@ -40,6 +40,8 @@ def filled(batch):
     batch.rollout_importance_weights = np.arange(total, dtype=np.float32) + 0.25
     batch.teacher_log_probs = -np.arange(total, dtype=np.float32) - 2000
     batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
+    kept = np.stack([np.arange(total) + 5000, batch.tokens, np.full(total, -1)], axis=1)
+    batch.kept_token_ids = np.where(batch.response_mask[:, None] == 1, kept, -1).astype(np.int32)
     batch.advantages = np.arange(n, dtype=np.float32) - 1
     batch.weights = np.arange(n, dtype=np.float32) + 0.5
     return batch
@@ -113,7 +115,8 @@ def test_pack_by_hand():
     assert pack.of_labels["ref_log_probs"].tolist() == [-1008, -1002, -1003]
     assert pack.of_labels["advantages"].tolist() == [1, -1, -1]
     assert pack.of_labels["weights"].tolist() == [2.5, 0.5, 0.5]
-    # experts stand at their own token, not at the place where it is predicted
+    # experts stand at their own token, not at the place where it is predicted; kept tokens at the label
+    assert pack.of_labels["kept_token_ids"].tolist() == [[5008, 33, -1], [5002, 12, -1], [5003, 13, -1]]
     assert pack.source.tolist() == [5, 6, 7, 8, 4, 0, 1, 2, 3, -1, -1, -1]
     assert pack.of_tokens["routed_experts"].shape == (12, 3, 2) and pack.of_tokens["routed_experts"].dtype == np.int16
     assert pack.of_tokens["routed_experts"][:, 0, 0].tolist() == [30, 36, 42, 48, 24, 0, 6, 12, 18, -1, -1, -1]
@@ -129,6 +132,27 @@ def test_advantages_of_tokens_take_the_place_of_those_of_completions():
         1.5,
     ]  # of the tokens 33, 12 and 13
     assert pack_completions(batch, [0], cp_size=2, cp_rank=1).of_labels["advantages"].tolist() == [1, 1.5]
+
+
+def test_kept_tokens_stand_at_their_token():
+    kept = [np.array([[12, 5], [-1, -1]], np.int32), np.zeros((0, 2), np.int32), np.array([[4, 33]], np.int32)]
+    batch = RolloutBatch.from_completions(
+        prompts=[[10, 11], [20], [30, 31, 32]],
+        completions=[[12, 13], [], [33]],
+        log_probs=[None] * 3,
+        weight_version=0,
+        group_ids=[0] * 3,
+        row_ids=[0] * 3,
+        sample_ids=[0, 1, 2],
+        finish_reasons=[FinishReason.STOP] * 3,
+        kept_token_ids=kept,
+    )
+    none = [-1, -1]
+    assert batch.kept_token_ids.tolist() == [none, none, [12, 5], none, none, none, none, none, [4, 33]]
+    # whichever context rank holds the label, all of them have the values of the whole pack
+    for cp_rank in (0, 1):
+        pack = pack_completions(batch, [2, 0], cp_size=2, cp_rank=cp_rank)
+        assert pack.of_labels["kept_token_ids"].tolist() == [[4, 33], [12, 5], none]
 
 
 def test_experts_of_an_engine_that_has_not_routed_the_last_token():
@@ -331,6 +355,7 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
             np.testing.assert_array_equal(
                 pack.of_labels["rollout_log_probs"], batch.rollout_log_probs[pack.token_index]
             )
+            np.testing.assert_array_equal(pack.of_labels["kept_token_ids"], batch.kept_token_ids[pack.token_index])
             seen += own.tolist()
             total += float(
                 (pack.of_labels["weights"] * pack.of_labels["old_log_probs"])[pack.own_labels].sum(dtype=np.float64)
@@ -445,6 +470,17 @@ def test_load_refuses_what_is_not_a_rollout(tmp_path):
             np.zeros((8, 3, 2), np.int16),
             r"routed_experts has shape \(8, 3, 2\), expected \(9, 3, 2\)",
         ),
+        (
+            "kept_token_ids",
+            np.array([[-1], [-1], [12], [-1], [-1], [-1], [-1], [-1], [32]], np.int32),
+            "a sampled token is among its kept tokens, but not at index 8",
+        ),
+        (
+            "kept_token_ids",
+            np.array([[-1, -1]] * 3 + [[12, -1]] + [[-1, -1]] * 5, np.int32),
+            "a sampled token is among its kept tokens, but not at index 3",
+        ),
+        ("kept_token_ids", np.zeros(9, np.int32), r"kept_token_ids has shape \(9,\), expected \(9, 0\)"),
         ("routed_experts", np.zeros((9, 3), np.int16), r"routed_experts has shape \(9, 3\), expected \(9, 3, 0\)"),
     ],
 )
@@ -466,8 +502,8 @@ def test_the_wire_and_the_files_have_one_order():
         list(FIELDS)
         == """cu_seqlens tokens response_mask rollout_log_probs weight_version prompt_lengths group_ids
         row_ids sample_ids rewards finish_reasons turns old_log_probs ref_log_probs rollout_importance_weights
-        policy_mask kl_cov teacher_log_probs token_advantages routed_experts advantages weights
+        policy_mask kl_cov teacher_log_probs token_advantages kept_token_ids routed_experts advantages weights
         covariances entropies""".split()
     )
-    assert filled(hand_batch()).to_buffers()[0].tolist() == [2, 3, 2, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0]
-    assert hand_batch().to_buffers()[0].tolist() == [0, 0, 0] + [0] * 12
+    assert filled(hand_batch()).to_buffers()[0].tolist() == [2, 3, 3, 2, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 0]
+    assert hand_batch().to_buffers()[0].tolist() == [0] * 4 + [0] * 13

@@ -46,7 +46,9 @@ OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-s
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()
 OTHERS += "--attention-backend --sampling-backend --enable-memory-saver --enable-weights-cpu-backup --tp".split()
-OTHERS += "--model --dtype --max-model-len --logprobs-mode --weight-transfer-config --hf-overrides".split()
+OTHERS += (
+    "--model --dtype --max-model-len --max-logprobs --logprobs-mode --weight-transfer-config --hf-overrides".split()
+)
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
 
 

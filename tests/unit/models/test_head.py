@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from head_worker import HIDDEN, VOCAB, check, problem
+from head_worker import HIDDEN, VOCAB, check, kept_tokens, problem
 
 from megatron_grpo.models.head import vocab_parallel_log_probs
 
@@ -12,6 +12,18 @@ from megatron_grpo.models.head import vocab_parallel_log_probs
 @pytest.mark.parametrize("cap", [None, 2.5])
 def test_one_rank(temperature, chunk, cap):
     check(None, 0, 1, temperature, chunk, cap)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("cap", [None, 2.5])
+@pytest.mark.parametrize("rows", ["all sets", "some sets", "no set"])
+def test_over_the_kept_tokens(temperature, cap, rows):
+    kept = kept_tokens()
+    if rows == "all sets":
+        kept[::5, 0] = problem()[2][::5].int()  # a set of one token: its probability is 1, and its gradient 0
+    elif rows == "no set":
+        kept[:] = -1
+    check(None, 0, 1, temperature, 8, cap, kept)
 
 
 def test_without_entropy_gradient():

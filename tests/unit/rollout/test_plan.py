@@ -1,5 +1,8 @@
 """How training rollouts and evaluations are sampled."""
 
+import pytest
+
+from megatron_grpo.data.row_sampling import with_row
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.plan import evaluation_plans, rollout_seed, training_sampling
 from megatron_grpo.training.arguments import parse_args
@@ -18,6 +21,35 @@ def test_log_probabilities_are_asked_for_where_something_uses_them():
     assert asked("--mismatch-sample-rate 0.25", range(7, 13)) == [8, 12]  # a resumed run goes on in the same order
     correction = "--mismatch-sample-rate 0 --rollout-importance-sampling-mode token_truncate"
     assert asked(correction, range(1, 9)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("flags", "replayed"),
+    [
+        ("--top-k 8 --temperature 0.6 --top-p 0.9 --min-p 0.01", True),
+        ("--top-k 20", True),
+        ("--top-k 21", False),  # vLLM's max_logprobs
+        ('--top-k 21 --vllm-engine-kwargs {"max_logprobs":30}', True),
+        ('--top-k 8 --vllm-engine-kwargs {"max_logprobs":5}', False),
+        ('--top-k 200 --vllm-engine-kwargs {"max_logprobs":-1}', True),
+        ("--top-k 50 --vllm-mode server", True),  # the server's limit is checked when the run connects to it
+        ("--top-p 0.9 --temperature 0.6", False),
+        ("--top-k 8 --no-top-k-replay", False),
+        ("--top-k 8 --presence-penalty 1", False),
+        ("--top-k 8 --vocab-size 7", False),
+        ("--top-k 8 --structured-outputs-regex [0-9]", False),
+        ("--top-k 8 --rollout-engine sglang", False),
+        ("--top-k 8 --rollout-engine megatron", False),
+    ],
+)
+def test_kept_tokens_are_asked_for_in_every_rollout_if_the_engine_can_return_them(flags, replayed):
+    args = parse_args([*flags.split(), "--mismatch-sample-rate", "0"])
+    for rollout in (1, 2):
+        sampling = training_sampling(args, rollout)
+        assert sampling.kept_token_ids == sampling.log_probs == replayed
+        constrained = with_row(sampling, {"structured_outputs": "{}"})
+        assert not constrained.kept_token_ids and not constrained.log_probs
+    assert not any(plan.sampling.kept_token_ids for plan in evaluation_plans(args, []).values())
 
 
 def test_evaluations_ask_for_none_and_the_greedy_one_changes_nothing():

@@ -165,6 +165,25 @@ def test_a_rows_own_sampling_reaches_the_server(start, weights, tmp_path):
     pool.close()
 
 
+def test_a_server_returns_the_kept_tokens(start, weights, tmp_path):
+    double = start()
+    pool = synced_pool([double], weights, tmp_path, top_k=5, temperature=0.6)
+    sampling = replace(SAMPLING, temperature=0.6, top_k=5, kept_token_ids=True)
+    completions = finish(pool, [replace(request, sampling=sampling) for request in REQUESTS])
+    model = tiny_model(0)
+    for completion, request in zip(completions, REQUESTS, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, 2:-1] / 0.6
+        assert completion.kept_token_ids[:, 0].tolist() == completion.token_ids
+        assert [set(kept) for kept in completion.kept_token_ids.tolist()] == [
+            set(likeliest) for likeliest in logits.topk(5).indices.tolist()
+        ]
+        expected = logits.gather(1, ids[0, 3:, None])[:, 0] - logits.topk(5).values.logsumexp(-1)
+        assert torch.tensor(completion.log_probs).allclose(expected, atol=1e-5)
+    pool.close()
+
+
 def test_requests_are_spread_and_bounded(start, weights, tmp_path):
     doubles = [start(), start()]
     pool = synced_pool(doubles, weights, tmp_path, max_in_flight=6)
@@ -303,6 +322,12 @@ REFUSED = {
         {"temperature": 0.5},
         "start it with --logprobs-mode processed_logprobs",
     ),
+    "kept": (
+        {"logprobs_mode": "raw_logprobs"},
+        {"top_k": 5, "vllm_mode": "server"},
+        "start it with --logprobs-mode processed_logprobs",
+    ),
+    "too few": ({}, {"top_k": 21, "vllm_mode": "server", "vocab_size": 99}, "start it with --max-logprobs 21"),
     "logits": ({"logprobs_mode": "processed_logits"}, {}, "start it with --logprobs-mode raw_logprobs"),
     "chunks": ({"chunked": True}, {}, "--no-enable-chunked-prefill"),
     "experts": ({}, {"num_experts": 4}, "cannot reload experts"),

@@ -14,7 +14,7 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.data.routing import check_source, reward_routes
 from megatron_grpo.models import arguments as of_models
-from megatron_grpo.rollout.arguments import server_urls
+from megatron_grpo.rollout.arguments import not_measured, server_urls
 from megatron_grpo.training.arguments import parse_args, print_args
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.arguments import args_to_json
@@ -158,15 +158,26 @@ REFUSED = {
     "--repetition-penalty 0": "--repetition-penalty (0.0) must be greater than 0",
     "--presence-penalty 3": "--presence-penalty (3.0) must lie between -2 and 2",
     "--frequency-penalty -3": "--frequency-penalty (-3.0) must lie between -2 and 2",
-    "--top-p 0.9 --frequency-penalty 1 --temperature 0.7": (
-        "--top-p 0.9, --frequency-penalty 1.0 at --temperature 0.7: the engine's log-probabilities would include "
-        "them, and could not be compared with the trainer's: give --temperature 1, or add --mismatch-sample-rate 0"
+    "--top-p 0.9 --frequency-penalty 1 --temperature 0.7 --mismatch-sample-rate 0.1": (
+        "--top-p 0.9, --frequency-penalty 1.0 with --rollout-engine vllm --temperature 0.7: the engine's "
+        "log-probabilities would include them, and could not be compared with the trainer's: give --temperature 1, or "
+        "leave out --mismatch-sample-rate"
     ),
-    f"{SGLANG} --presence-penalty 1": (
-        "--presence-penalty 1.0 with SGLang: the engine's log-probabilities would include them"
+    f"{SGLANG} --presence-penalty 1 --mismatch-sample-rate 1": (
+        "--presence-penalty 1.0 with --rollout-engine sglang --temperature 1.0: the engine's log-probabilities would "
+        "include them, and could not be compared with the trainer's: leave out the penalties, or leave out --mismatch"
     ),
-    "--top-k 5 --temperature 0.7 --mismatch-sample-rate 0 --rollout-importance-sampling-mode icepop": (
-        "give --temperature 1, or leave out --rollout-importance-sampling-mode"
+    "--rollout-engine megatron --presence-penalty 1 --m2po-threshold 0.04": (
+        "leave out the penalties, or leave out --m2po-threshold"
+    ),
+    "--top-k 5 --temperature 0.7 --no-top-k-replay --rollout-importance-sampling-mode icepop": (
+        "give --temperature 1, or --top-k within vLLM's max_logprobs (20), or leave out "
+        "--rollout-importance-sampling-mode"
+    ),
+    "--no-top-k-replay --top-p 0.9": "--no-top-k-replay needs --rollout-engine vllm and --top-k",
+    f"{SGLANG} --no-top-k-replay --top-k 5": "--no-top-k-replay needs --rollout-engine vllm and --top-k",
+    "--top-k 5 --teacher-server http://a:1 --teacher-kl-coef 1": (
+        "--teacher-server with --top-k 5: the server returns log-probabilities over the whole vocabulary"
     ),
     "--rollout-importance-sampling-threshold 2": (
         "--rollout-importance-sampling-threshold needs --rollout-importance-sampling-mode"
@@ -313,8 +324,12 @@ def test_query_groups_and_group_query_attention_go_together():
         "--max-tokens-per-microbatch 4096 --vllm-tensor-parallel-size 2",
         "--top-p 0.9 --repetition-penalty 1.1",
         "--top-p 0.9 --temperature 0.7 --mismatch-sample-rate 0",
+        "--top-p 0.95 --temperature 0.6",
+        "--top-k 20 --top-p 0.95 --temperature 0.6 --rollout-importance-sampling-mode icepop",
+        "--top-k 5 --no-top-k-replay --teacher-server http://a:1 --teacher-kl-coef 1",
         f"{SGLANG} --top-p 0.9 --temperature 0.7",
         f"{SGLANG} --presence-penalty 1 --mismatch-sample-rate 0",
+        "--rollout-engine megatron --top-p 0.9 --temperature 0.7 --m2po-threshold 0.04",
         "--temperature 0.7 --rollout-importance-sampling-mode token_mask --mismatch-sample-rate 0",
         "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
         "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
@@ -324,6 +339,29 @@ def test_query_groups_and_group_query_attention_go_together():
 )
 def test_what_works_is_accepted(flags):
     validated(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "included"),
+    [
+        ("", None),
+        ("--top-p 0.95", None),
+        ("--top-k 20 --top-p 0.95 --temperature 0.6", None),
+        ("--top-p 0.95 --temperature 0.6 --mismatch-sample-rate 0", None),
+        ("--top-p 0.95 --temperature 0.6", "--top-p 0.95,"),
+        ("--top-k 50 --top-p 0.95 --temperature 0.6", "--top-p 0.95, --top-k 50,"),
+        ("--top-k 5 --temperature 0.6 --no-top-k-replay", "--top-k 5,"),
+        (f"{SGLANG} --presence-penalty 1 --top-p 0.9", "--presence-penalty 1.0,"),
+    ],
+)
+def test_a_run_whose_mismatch_cannot_be_measured_says_so_and_starts(flags, included):
+    args = validated(flags)
+    line = not_measured(args)
+    if included is None:
+        assert line is None and args.mismatch_sample_rate == (0 if "rate 0" in flags else 1)
+    else:
+        assert args.mismatch_sample_rate == 0 and "\n" not in line
+        assert line.startswith(f"mismatch is not measured: the engine's log-probabilities would include {included} and")
 
 
 @pytest.mark.parametrize(
