@@ -1,4 +1,4 @@
-"""What test_instruct_models_end.py runs: requests with the end tokens of instruct models, in vLLM and in the Megatron engine.
+"""What test_instruct_models_end.py runs: requests with the end tokens of instruct models, in vLLM and our own engine.
 
     torchrun --nproc-per-node 1 tests/distributed/end_of_turn_worker.py OUT_DIR FLAGS
 

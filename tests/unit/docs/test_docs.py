@@ -41,6 +41,9 @@ OTHERS += (
 )  # nvidia-smi, hf, tensorboard, vllm
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
 OTHERS += ["--generate"]  # of tools/data/countdown.py
+OTHERS += (
+    "--digits --operations --reversed --train --valid --stop-accuracy".split()
+)  # of tools/data/arithmetic.py and make_tiny_model.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
