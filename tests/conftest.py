@@ -81,6 +81,22 @@ def one_process(monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def world():
+    """A process group of this process alone with megatron-core's groups, for all tests of a file."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_grpo.parallel import initialize  # now that the test has prepared for machines without a GPU
+    from megatron_grpo.training.arguments import parse_args
+
+    initialize.initialize_distributed(parse_args([]))
+    initialize.set_random_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory) -> dict[str, str]:
     """Hugging Face directories of tiny random models by family, with a byte tokenizer that has a chat template."""

@@ -134,9 +134,9 @@ def test_advantages_of_tokens_take_the_place_of_those_of_completions():
     assert pack_completions(batch, [0], cp_size=2, cp_rank=1).of_labels["advantages"].tolist() == [1, 1.5]
 
 
-def test_kept_tokens_stand_at_their_token():
-    kept = [np.array([[12, 5], [-1, -1]], np.int32), np.zeros((0, 2), np.int32), np.array([[4, 33]], np.int32)]
-    batch = RolloutBatch.from_completions(
+def three_completions(**more) -> RolloutBatch:
+    """Completions of two, no and one token, with further arguments of `RolloutBatch.from_completions`."""
+    return RolloutBatch.from_completions(
         prompts=[[10, 11], [20], [30, 31, 32]],
         completions=[[12, 13], [], [33]],
         log_probs=[None] * 3,
@@ -145,8 +145,13 @@ def test_kept_tokens_stand_at_their_token():
         row_ids=[0] * 3,
         sample_ids=[0, 1, 2],
         finish_reasons=[FinishReason.STOP] * 3,
-        kept_token_ids=kept,
+        **more,
     )
+
+
+def test_kept_tokens_stand_at_their_token():
+    kept = [np.array([[12, 5], [-1, -1]], np.int32), np.zeros((0, 2), np.int32), np.array([[4, 33]], np.int32)]
+    batch = three_completions(kept_token_ids=kept)
     none = [-1, -1]
     assert batch.kept_token_ids.tolist() == [none, none, [12, 5], none, none, none, none, none, [4, 33]]
     # whichever context rank holds the label, all of them have the values of the whole pack
@@ -157,17 +162,7 @@ def test_kept_tokens_stand_at_their_token():
 
 def test_experts_of_an_engine_that_has_not_routed_the_last_token():
     experts = [np.full((tokens, 2, 1), number, np.int16) for number, tokens in enumerate([3, 0, 3])]
-    batch = RolloutBatch.from_completions(
-        prompts=[[10, 11], [20], [30, 31, 32]],
-        completions=[[12, 13], [], [33]],
-        log_probs=[None] * 3,
-        weight_version=0,
-        group_ids=[0] * 3,
-        row_ids=[0] * 3,
-        sample_ids=[0, 1, 2],
-        finish_reasons=[FinishReason.STOP] * 3,
-        routed_experts=experts,
-    )
+    batch = three_completions(routed_experts=experts)
     assert batch.routed_experts[:, 0, 0].tolist() == [0, 0, 0, -1, -1, 2, 2, 2, -1]
     assert batch.routed_experts.shape == (9, 2, 1)
 

@@ -15,19 +15,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
-from megatron_grpo.parallel import initialize
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.weights import hf
-
-
-@pytest.fixture(scope="module")
-def world():
-    """A process group of this process alone."""
-    initialize.initialize_distributed(parse_args([]))
-    initialize.set_random_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def config(**more) -> TransformerConfig:

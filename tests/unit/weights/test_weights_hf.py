@@ -22,12 +22,9 @@ from toy_checkpoints import (
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
-from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.parallel import initialize
-from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.safetensors_files import Safetensors
@@ -39,16 +36,6 @@ LONGROPE = {
     "long_factor": [9.0] * 4,
     "original_max_position_embeddings": 64,
 }
-
-
-@pytest.fixture(scope="module")
-def world():
-    """A process group of this process alone."""
-    initialize.initialize_distributed(parse_args([]))
-    initialize.set_random_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("family", "tied"), MEMBERS)

@@ -12,13 +12,10 @@ from toy_checkpoints import add_mtp, build, make, same_bits, tensors_of, toy_arg
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
-from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_grpo.parallel import initialize
-from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, model_weights, quantized
 
@@ -28,16 +25,6 @@ CHANNEL = {"type": "float", "num_bits": 8, "strategy": "channel"}
 def compressed_tensors(*weights, **more):
     groups = {f"group_{number}": {"weights": group} for number, group in enumerate(weights)}
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups, **more}
-
-
-@pytest.fixture(scope="module")
-def world():
-    """A process group of this process alone."""
-    initialize.initialize_distributed(parse_args([]))
-    initialize.set_random_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def reader(directory, settings, **tensors):
