@@ -5,6 +5,7 @@ import base64
 import binascii
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,11 +103,14 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _template_variables(self) -> set[str]:
-        """The variables that the chat template reads."""
-        template = self._tokenizer.get_chat_template()
-        return jinja2.meta.find_undeclared_variables(
-            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        )
+        """The variables that the chat template reads; raise GrpoError if it is not valid Jinja."""
+        # transformers adds this tag, which marks the assistant's tokens and changes no text.
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._tokenizer.get_chat_template())
+        try:
+            syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise GrpoError(f"line {error.lineno} of the chat template in {self.directory}: {error}") from error
+        return jinja2.meta.find_undeclared_variables(syntax)
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
@@ -116,7 +120,7 @@ class HuggingFaceTokenizer:
                 f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
                 "give the prompts as plain strings, or a template with --chat-template"
             )
-        unknown = sorted(set(variables or ()) - self._template_variables) if variables else []
+        unknown = sorted(variables.keys() - self._template_variables) if variables else []
         if unknown:
             raise GrpoError(
                 f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "

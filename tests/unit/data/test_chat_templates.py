@@ -151,6 +151,22 @@ def test_a_template_that_is_no_file_is_refused():
         read_chat_template("gone.jinja")
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{% generation %}{{ a }}{%- endgeneration -%}", None), ("{{ a }}\n{% if %}", "line 2 of the chat template in ")],
+)
+def test_variables_of_unusual_templates(template, message, directory, tmp_path):
+    """transformers' own tag is known; a template that is not Jinja is an error of its own."""
+    args = arguments(directory("Qwen3-8B"), "--chat-template", template, "--chat-template-kwargs", '{"a": "x"}')
+    rows = [{"prompt": [{"role": "user", "content": "One?"}]}]
+    if message:
+        with pytest.raises(GrpoError, match=message):
+            prompts(tmp_path, args, *rows)
+    else:
+        (prompt,) = prompts(tmp_path, args, *rows)
+        assert tokenizers.build_tokenizer(args).decode(prompt.ids) == "x"
+
+
 PYTHON_TOKENIZER = '''
 from transformers import PreTrainedTokenizer
 
