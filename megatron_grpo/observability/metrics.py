@@ -323,7 +323,7 @@ def console_lines(
 
     lines = []
     position = f"{iteration:>{len(str(total))}}/{total}"
-    if any(not name.startswith(("eval/", "time/")) for name in row):
+    if any(not name.startswith(("eval/", "time/", "memory/")) for name in row):  # an evaluation alone has these three
         values = row | ({"clip": row["clip/low"] + row["clip/high"]} if {"clip/low", "clip/high"} <= row.keys() else {})
         columns = [column for column in _COLUMNS if with_kl or column[0] != "kl"]
         parts = [f"{title} {cell(values.get(name), form)}" for title, name, form in columns]
