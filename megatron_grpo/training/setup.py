@@ -20,7 +20,7 @@ from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
-from megatron_grpo.observability.metrics import MetricsLogger, Timers
+from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.parallel.arguments import recompute_note
@@ -101,7 +101,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     print_rank_0(banner(args))
     if dist.get_rank() == 0:
         print_args(args, everything=args.print_arguments)
-    for line in batch_arithmetic(args, world_size).lines():
+    for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
     for note in filter(None, (not_measured(args), recompute_note(args))):
@@ -163,7 +163,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
-        timers=Timers(memory.phase),
+        timers=Timers(memory.phase, logger.show_phase),
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
