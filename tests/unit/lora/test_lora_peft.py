@@ -8,15 +8,13 @@ from toy_checkpoints import VOCAB, build, make, packed, toy_args
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.lora import files
-from megatron_grpo.lora.attach import attach, local_adapter, switched_off
+from megatron_grpo.lora.attach import attach, switched_off
 from megatron_grpo.lora.stream import stream_adapter, stream_merged
 from megatron_grpo.training import train_step
 from megatron_grpo.weights import hf
-from megatron_grpo.weights.stream import stream_hf
 
 IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
 UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-4}
@@ -141,8 +139,10 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     assert gradients.keys() == wanted.keys() and len(wanted) > 0
     for name, gradient in wanted.items():
         # An expert without tokens has no gradient; PEFT's scatters None, which is zero.
-        assert relative(gradients[name], gradient) < 1e-4 if gradient is not None and gradient.any() else (
-            not gradients[name].any()
+        assert (
+            relative(gradients[name], gradient) < 1e-4
+            if gradient is not None and gradient.any()
+            else (not gradients[name].any())
         ), name
     assert not any(p.requires_grad for name, p in model.module.named_parameters() if not name.startswith("lora."))
 
