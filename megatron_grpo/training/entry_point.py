@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.process_tree import end_with_launcher
 
 
 def run(main) -> None:
@@ -20,6 +21,7 @@ def run(main) -> None:
     exits at once. torchrun ends the ranks that wait for this rank in a collective, or they fail because the connection
     is closed; they print nothing. The printed message is the root cause in torchrun's report.
     """
+    end_with_launcher()
     code = 0
     try:
         main()
