@@ -1,4 +1,4 @@
-"""End of processes together with the process that started them: ranks with torchrun, workers and their children with a rank.
+"""End of processes with the process that started them: ranks with torchrun, workers and their children with a rank.
 
 Linux only; elsewhere the functions do nothing, or less, as their docstrings say.
 """
