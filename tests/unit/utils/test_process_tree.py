@@ -67,15 +67,14 @@ def test_the_death_signal_needs_no_thread_of_the_rank(tmp_path):
 
 def test_without_torchrun_a_rank_outlives_its_shell(tmp_path):
     then = """
-    shell = os.getppid()
-    while os.getppid() == shell:
+    while os.getppid() == int(os.environ["SHELL_PID"]):
         time.sleep(0.01)
     time.sleep(0.3)
     os.write(1, b"lives\\n")
     """
     rank = write(tmp_path / "rank.py", textwrap.dedent(RANK), then=textwrap.dedent(then))
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    command = ["/bin/sh", "-c", '"$0" "$@" & wait', *rank]
+    command = ["/bin/sh", "-c", 'SHELL_PID=$$ "$0" "$@" & wait', *rank]
     shell = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert int(shell.stdout.readline()) > 0
     shell.kill()
