@@ -316,7 +316,7 @@ def console_lines(
 
     lines = []
     label = f"iteration {iteration:>{len(str(total))}}/{total}"
-    if any(not name.startswith(("eval/", "time/")) for name in row):
+    if any(not name.startswith(("eval/", "time/", "memory/")) for name in row):  # an evaluation alone has these three
         values = row | ({"clip": row["clip/low"] + row["clip/high"]} if {"clip/low", "clip/high"} <= row.keys() else {})
         parts = [f"{title} {cell(values.get(name), form)}" for title, name, form in _COLUMNS]
         parts.append(" ".join(f"{phase} {cell(row.get(f'time/{phase}'), '6.2f')}" for phase in _SECONDS) + " s")

@@ -226,7 +226,7 @@ def test_console_line_has_a_fixed_width():
         "iteration   7/200 | reward  0.4531 | kl  0.00012 | length    12.3 | ETA 3:13:00"
     ]
     scores = {f"eval/pass_at_{2**k}": 0.5 for k in range(10)}
-    (line,) = console_lines(7, 200, scores, width=80)
+    (line,) = console_lines(7, 200, scores | {"time/eval": 1.0, "memory/peak": 2.0}, width=80)
     assert line == "iteration   7/200 | evaluation | pass at 1 0.5000 | pass at 2 0.5000"
 
 
