@@ -1,5 +1,6 @@
 """The directory of a checkpoint under kills and damage."""
 
+import json
 import os
 import random
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.checkpointing import checkpoint_directory as cd
+from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
 from megatron_grpo.utils.errors import GrpoError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,6 +25,8 @@ def save(root, iteration, keep=None, payload="weights"):
     for name in cd.CORE_FILES:
         (temporary / name).write_text(f"{name} {iteration}")
     (temporary / "__0_0.distcp").write_text(payload * 100)
+    items = [[100 * len(payload), Checksum(100 * payload.encode()).text()]]
+    (temporary / CHECKSUMS).write_text(json.dumps({"__0_0.distcp": items}))
     cd.publish(temporary, {"num_layers": 4}, keep)
 
 
@@ -163,10 +167,6 @@ def damage_latest(directory):
     (directory.parent / cd.LATEST).write_text("twenty")
 
 
-def damage_no_latest(directory):
-    (directory.parent / cd.LATEST).unlink()
-
-
 def damage_manifest(directory):
     (directory / cd.MANIFEST).write_text("[")
 
@@ -179,7 +179,6 @@ def damage_manifest(directory):
         (damage_metadata, r"iter_0000020 is damaged: the content of .metadata has changed since it was written"),
         (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist; .*: iter_0000010$"),
         (damage_latest, r"holds 'twenty', not an iteration; in .*: iter_0000010, iter_0000020$"),
-        (damage_no_latest, r"no checkpoint in .*: there is no latest_checkpointed_iteration.txt"),
         (damage_manifest, r"files.json is not valid JSON"),
     ],
 )
