@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,11 @@ from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
+from megatron_grpo.lora import base
+from megatron_grpo.lora.attach import attach
+from megatron_grpo.lora.files import load_adapter, merge_config
 from megatron_grpo.models import forward
+from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
@@ -26,10 +32,10 @@ from megatron_grpo.parallel.initialize import initialize_distributed, print_rank
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
-from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
+from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import get_rewards
+from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
@@ -66,8 +72,10 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
+    set_log_level(args.log_level)
     models = reward_models(args)
-    get_rewards([name for name in args.reward_funcs if name not in models], vars(args))
+    names = [name for name in args.reward_funcs if name not in models]
+    functions = dict(zip(names, get_rewards(names, vars(args)), strict=True))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
@@ -77,6 +85,8 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         check_teacher_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
+    for prompt in [prompt for data in (dataset, valid) if data for prompt in data.first(1)]:
+        check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
@@ -132,8 +142,12 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
+    name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
+    print_rank_0(f"starting the engine: {name}")
+    began = time.monotonic()
     with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
         engine = memory.engine = build_engine(args, model, tokenizer)
+    print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     scorer = None
     if engine.is_lead:
         scorer = build_scorer(args, models)
@@ -168,6 +182,13 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str, Any]) -> dict[str, Callable]:
+    """Return those of the functions to which --reward-routing sends a row; all without the flag."""
+    routes = reward_routes(args.reward_routing, args.reward_funcs)
+    chosen = routes[row["data_source"]] if routes else functions
+    return {name: function for name, function in functions.items() if name in chosen}
 
 
 def _check_save_directory(args, resume: bool) -> None:
@@ -215,6 +236,7 @@ def _check_destinations(args) -> None:
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,
         "--save-hf": export and export.parent,
+        "--save-adapter": args.save_adapter,
         "--tensorboard-dir": args.tensorboard_dir,
         "--wandb-save-dir": args.wandb_save_dir,
         "--swanlab-save-dir": args.swanlab_save_dir,
@@ -233,7 +255,14 @@ def _check_destinations(args) -> None:
 
 
 def _merge_architecture(args, resume: bool) -> None:
-    """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ."""
+    """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ.
+
+    Also set the shape of an adapter, and the base of a resumed one.
+    """
+    if resume:
+        base.merge_stored(args, checkpoint.read_checkpoint_args(args.load))
+    elif args.load_adapter:
+        merge_config(args, args.load_adapter)
     source = args.load if resume or args.finetune else args.pretrained_checkpoint
     if source and (resume or args.use_checkpoint_args):
         merge_architecture(args, checkpoint.read_checkpoint_args(source), f"the checkpoint {source}")
@@ -252,17 +281,30 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
     own_origin = args.ref_load or args.ref_load_hf or updated
-    # A resume loads the policy's weights; the initial weights are then needed only for the reference model.
-    if not resume or (ref_args is not None and not own_origin):
+    # A resume loads the policy's weights; the initial weights are then needed only for the reference model, or as the
+    # base of the adapter that it loads.
+    if not resume or args.lora_rank or (ref_args is not None and not own_origin):
         if start:
             checkpoint.load_weights(start, model)
         elif args.load_hf:
             hf.load_hf(model, args, args.load_hf)
         elif resume:
-            raise GrpoError(
-                "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
-                "--pretrained-checkpoint or --load-hf as before, or --ref-load"
+            what = (
+                "--lora-rank needs the weights that the run started from"
+                if args.lora_rank
+                else ("--beta > 0 needs the weights that the run started from, as its reference")
             )
+            raise GrpoError(
+                f"resuming with {what}: give the same --pretrained-checkpoint or --load-hf as before"
+                + ("" if args.lora_rank else ", or --ref-load")
+            )
+    if args.lora_rank:
+        args.lora_base = base.describe(args, model, start or args.load_hf)
+        if resume:
+            base.check(args, checkpoint.read_checkpoint_args(args.load))
+        attach(args, model)
+        if args.load_adapter and not resume:
+            load_adapter(args, model, args.load_adapter)
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
@@ -271,8 +313,12 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
 def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):
     """Return the reference model.
 
-    Its weights are the updated ones of the checkpoint, those of --ref-load or --ref-load-hf, or a copy of the policy.
+    With adapters it is the policy without them. Otherwise its weights are the updated ones of the checkpoint, those of
+    --ref-load or --ref-load-hf, or a copy of the policy.
     """
+
+    if args.lora_rank:
+        return BaseReference(args)
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:
