@@ -270,7 +270,8 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
                     {"requested": request}, str(directory), strict=StrictHandling.RETURN_UNEXPECTED
                 )
     except (OSError, CheckpointingException, CheckpointException) as error:
-        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}") from error
+        hint = checkpoint_directory.way_out(directory)
+        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}{hint}") from error
     return merge(common, state["requested"])
 
 

@@ -87,7 +87,7 @@ def note(root: str | Path) -> str:
         return ""
     if not Path(root, LATEST).exists():
         return f"{root} has no {LATEST}: iteration {newest} is its newest whole checkpoint"
-    later = [path.name for path in _iterations(root) if _number(path) > newest]
+    later = [path.name for path in iterations(root) if _number(path) > newest]
     return f"{Path(root, LATEST)} names iteration {newest}: {', '.join(later)} not used" if later else ""
 
 
@@ -106,9 +106,16 @@ def verify(directory: Path) -> None:
 
 
 def _damaged(directory: Path, problem: str) -> str:
+    return f"checkpoint {directory} is damaged: {problem}{way_out(directory)}"
+
+
+def way_out(directory: Path) -> str:
+    """Return the end of a message about a damaged checkpoint: how to use another one."""
+    if _number(directory) is None:
+        return ""
     return (
-        f"checkpoint {directory} is damaged: {problem}; to use another checkpoint, write its number into "
-        f"{directory.parent / LATEST}: {_list_others(directory.parent, besides=directory)}"
+        f"; to use another checkpoint, write its number into {directory.parent / LATEST}: "
+        f"{_list_others(directory.parent, besides=directory)}"
     )
 
 
@@ -117,10 +124,7 @@ def _check_foreign(directory: Path) -> None:
     # Megatron-LM with megatron-core 0.19 writes no common.pt.
     missing = [name for name in CORE_FILES if name != "common.pt" and not (directory / name).exists()]
     if missing and any(directory.glob("*.distcp")):
-        raise GrpoError(
-            f"checkpoint {directory} is incomplete: {missing[0]} is missing; to use another checkpoint, write its "
-            f"number into {directory.parent / LATEST}: {_list_others(directory.parent, besides=directory)}"
-        )
+        raise GrpoError(f"checkpoint {directory} is incomplete: {missing[0]} is missing{way_out(directory)}")
     if missing:
         raise GrpoError(
             f"{directory} is not a checkpoint of megatron.core.dist_checkpointing: {missing[0]} is missing "
@@ -137,7 +141,7 @@ def damage(directory: Path, content: bool = False) -> Iterator[str]:
         return
     iteration = manifest.get("iteration")
     if iteration is not None and _number(directory) not in (iteration, None):
-        yield f"its files are those of iteration {iteration}: the directory was renamed, or its files were replaced"
+        yield f"{MANIFEST} is that of iteration {iteration}: the directory was renamed, or its files were replaced"
     for name, (size, digest) in manifest["files"].items():
         try:
             found = (directory / name).stat().st_size
@@ -224,7 +228,7 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     _sync(root)
     _remove(old)
     if keep is not None:
-        others = [directory for directory in _iterations(root) if directory != final]
+        others = [directory for directory in iterations(root) if directory != final]
         for directory in others[: max(0, len(others) + 1 - keep)]:
             _remove(directory)
 
@@ -268,7 +272,7 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
     return Path(root, f"iter_{iteration:07d}")
 
 
-def _iterations(root: str | Path) -> list[Path]:
+def iterations(root: str | Path) -> list[Path]:
     """Return the checkpoints under ``root``, oldest iteration first."""
     found = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name[5:]))
@@ -281,7 +285,7 @@ def _number(directory: Path) -> int | None:
 
 
 def _list_others(root: str | Path, besides: Path | None = None) -> str:
-    return ", ".join(path.name for path in _iterations(root) if path != besides) or "there is no other checkpoint"
+    return ", ".join(path.name for path in iterations(root) if path != besides) or "there is no other checkpoint"
 
 
 def _write(file: Path, text: str) -> None:
