@@ -14,17 +14,20 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.lora.files import save_adapter
+from megatron_grpo.lora.stream import merged_shards, stream_merged
 from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
-from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
+from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
@@ -52,7 +55,7 @@ class Trainer:
     forward_step: Callable  # pretrain_grpo.forward_step, for forward passes
     optimizer: object
     scheduler: object
-    reference: ReferenceModel | SwappedReference | None
+    reference: ReferenceModel | SwappedReference | BaseReference | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -67,6 +70,7 @@ class Trainer:
     profiler: Profiler
     early_exit: EarlyExit
     left_early: str | None = None  # the reason, if the run ends before its last update
+    save_lock: RunLock | None = None  # of rank 0, with --save
     teacher: ReferenceModel | TeacherServer | None = None
     partial: PartialRollouts | None = None  # with --partial-rollouts
     iteration: int = 0
@@ -209,10 +213,14 @@ class Trainer:
     def sync(self) -> None:
         """Send the trainer's weights to the engine; completions carry this iteration as their version from now on."""
         with self.timers("sync"), forward.parameters_complete(self.args, self.model):
-            self.engine.update_weights(stream_hf(self.model, self.args), self.iteration)
+            self.engine.update_weights(self.weights(), self.iteration)
             self.synced_iteration = self.iteration
             if self.args.check_weight_sync:
-                weight_check.compare_tensors(self.engine, stream_hf(self.model, self.args), self.iteration)
+                weight_check.compare_tensors(self.engine, self.weights(), self.iteration)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, full tensor) of the policy, with an adapter merged into its weights; collective."""
+        return (stream_merged if self.args.lora_rank else stream_hf)(self.model, self.args)
 
     def _offload(self, offloader: Offloader) -> None:
         # A pending gather of parameters would write into freed memory.
@@ -348,8 +356,15 @@ class Trainer:
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        self._check_save_lock()
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
+
+    def _check_save_lock(self) -> None:
+        """Raise GrpoError if this run has lost --save: two runs must not write there."""
+        reason = self.save_lock.lost() if self.save_lock is not None else None
+        if reason:
+            raise GrpoError(f"--save {self.args.save} is no longer this run's: {reason}")
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
@@ -381,6 +396,7 @@ class Trainer:
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
+        self._check_save_lock()
         self.logger.flush()
         position, save_unfinished = position or self._position(), None
         if self.partial is not None:
@@ -412,9 +428,16 @@ class Trainer:
         """
         if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
             self.save()
+        if self.args.save_adapter and not self.left_early:
+            with forward.parameters_complete(self.args, self.model):
+                save_adapter(self.args, self.model, self.args.save_adapter)
+            self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
         if self.args.save_hf and not self.left_early:
             with forward.parameters_complete(self.args, self.model):
-                hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
+                shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
+                hf.save_hf(
+                    self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model, shards=shards
+                )
             self.logger.print(f"Hugging Face export: {self.args.save_hf}")
         self.profiler.close()
         self.logger.close()
