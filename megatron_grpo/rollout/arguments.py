@@ -473,7 +473,7 @@ def check_partial_rollouts(args: Namespace) -> None:
         ("router_replay_mode", args.router_replay_mode == "R3", "it needs the experts of one rollout; give R2"),
     ):
         if given:
-            raise GrpoError(f"{flag(dest)} {getattr(args, dest)} and --partial-rollouts cannot both be given: {reason}")
+            raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
 
 
 def check_structured_outputs(args: Namespace) -> None:

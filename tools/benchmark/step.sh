@@ -16,7 +16,7 @@ set -euo pipefail
 impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 cd "$(dirname "$0")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-NPROC=${NPROC:-1} SCRIPT=${SCRIPT:-pretrain_grpo.py}
+NPROC=${NPROC:-1}
 
 mkdir -p "$run"
 python3 tools/make_tiny_model.py --save "$run/tokenizer" --steps 0 --tokenizer bytes --quiet
@@ -72,7 +72,7 @@ ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$run/data/train.jsonl
     --save "$run" --no-save-hf "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${SHAPE_ARGS[@]}")
 
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-    WORLD_SIZE=$NPROC python3 "$SCRIPT" "${ARGS[@]}" --dry-run "$@"
+    WORLD_SIZE=$NPROC python3 "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" --dry-run "$@"
 else
-    torchrun --nproc-per-node "$NPROC" "$SCRIPT" "${ARGS[@]}" "$@"
+    torchrun --nproc-per-node "$NPROC" "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" "$@"
 fi
