@@ -200,7 +200,7 @@ class Adapter(nn.Module):
             return found
 
         parts = entries(key, parameter, replica)
-        if len(parts) == 1 and not self.grouped:
+        if len(parts) == 1 and not self.of_experts:
             return replace(parts[0], data=parameter)
 
         def merge(pieces: list[Tensor]) -> Tensor:
@@ -212,19 +212,19 @@ class Adapter(nn.Module):
         return ShardedTensorFactory(key, parameter, entries, merge, replica)
 
     def _entry(self, key: str, data: Tensor, weight: Weight, first: int, replica: tuple) -> ShardedTensor:
-        shape, axis = tuple(next(iter(weight.hf.values()))), weight.lines_axis
-        offset = tuple(first if one == axis else 0 for one in range(len(shape)))
-        experts = (self.num_experts,) if self.of_experts else ()
+        (shape,) = weight.hf.values()
+        offset = tuple(first if axis == weight.lines_axis else 0 for axis in range(len(shape)))
+        if self.of_experts:
+            data, shape, offset = data[None], (self.num_experts, *shape), (weight.expert, *offset)
         return ShardedTensor(
             key=key,
             data=data,
             dtype=data.dtype,
             local_shape=tuple(data.shape),
-            global_shape=(*experts, *shape),
-            global_offset=(*((weight.expert,) if experts else ()), *offset),
+            global_shape=shape,
+            global_offset=offset,
             axis_fragmentations=None,
             replica_id=replica,
-            prepend_axis_num=len(experts),
         )
 
     def _replica(self, weight: Weight, rank: int) -> tuple[int, int, int]:
