@@ -5,12 +5,18 @@ from argparse import Namespace
 from megatron_grpo.lora import table
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, FlagRow, Number
-from megatron_grpo.utils.rules import flag, needs
+from megatron_grpo.utils.rules import excludes, flag, needs
 
 LORA: tuple[FlagRow, ...] = (
     ("--lora-rank", COUNT, None, "train low-rank adapters of this rank; the base weights are frozen [all weights]"),
     ("--lora-alpha", POSITIVE, 32.0, "an adapter's output is multiplied by alpha / rank"),
     ("--lora-use-rslora", bool, False, "multiply by alpha / sqrt(rank) (rsLoRA)"),
+    (
+        "--lora-use-dora",
+        bool,
+        False,
+        "scale every row of W + s B A to a trained norm (DoRA); the engine gets merged weights",
+    ),
     ("--lora-dropout", Number(float, 0, 0.99), 0.0, "dropout of an adapter's input during updates"),
     (
         "--lora-target-modules",
@@ -52,6 +58,7 @@ def check_lora(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} and --lora-rank cannot both be given: {reason}")
     if args.save and not args.save_adapter:
         args.save_adapter = f"{args.save}/adapter"
+    excludes(args, "lora_use_dora", "lora_dropout", "dropout would change the norms' part of the output, too")
     etp, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
     if args.num_experts and etp not in (1, tp):
         raise GrpoError(

@@ -65,8 +65,9 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
         for name, experts in layers.items():
             layer = chunk.get_submodule(name)
             stacked = any(parameter.dim() == 3 for parameter in layer.parameters(recurse=False))
-            adapter = Adapter(args, chunk.config, experts, groups, stacked or hasattr(layer, "weight0"))
+            adapter = Adapter(args, chunk.config, experts, groups, stacked or hasattr(layer, "weight0"), layer)
             adapter.initialize(partial(initial_value, args))
+            adapter.set_norms()
             chunk.lora.add(name, adapter)
             if hasattr(layer, "gating"):
                 layer.gating = partial(_gating, layer.gating, adapter)
@@ -112,7 +113,7 @@ def initial_value(args: Namespace, name: str, shape: tuple[int, ...]) -> Tensor:
     A is uniform in (-1 / sqrt(in), 1 / sqrt(in)), PEFT's default (kaiming_uniform with a = sqrt(5)), or normal with
     deviation 1 / rank (PEFT's "gaussian"); B is zero.
     """
-    if "lora_B" in name:
+    if "lora_A" not in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{args.seed} {name}".encode()))
     if args.lora_init == "gaussian":
@@ -143,7 +144,8 @@ def _hook(layer: nn.Module, adapter: Adapter) -> None:
         else:
             output, bias = out if isinstance(out, tuple) else (out, None)
         if adapter.enabled:
-            output = adapter(x, output, _experts(x, inputs[1:]) if adapter.grouped else ())
+            added = None if bias is not None else getattr(layer, "bias", None)  # to the output already
+            output = adapter(x, output, added, _experts(x, inputs[1:]) if adapter.grouped else ())
         return (output, bias) if fused_norm or isinstance(out, tuple) else output
 
     layer.register_forward_hook(add)
@@ -160,7 +162,7 @@ def _experts(x: Tensor, inputs: tuple) -> tuple[Tensor, Tensor]:
 
 def _gating(gating: Any, adapter: Adapter, x: Tensor) -> Tensor:
     logits = gating(x)
-    return adapter(x.to(logits.dtype), logits) if adapter.enabled else logits
+    return adapter(x.to(logits.dtype), logits, gating.__self__.bias) if adapter.enabled else logits
 
 
 def _require_gradient(_: nn.Module, __: tuple, output: Tensor) -> None:

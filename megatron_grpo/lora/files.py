@@ -31,7 +31,6 @@ _PLAIN: dict[str, tuple] = {
     "fan_in_fan_out": (False, None),
     "layer_replication": (None,),
     "lora_bias": (False, None),
-    "use_dora": (False, None),
     "modules_to_save": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
@@ -59,7 +58,7 @@ def config_of(args: Namespace) -> dict[str, Any]:
         "r": args.lora_rank,
         "lora_alpha": args.lora_alpha,
         "use_rslora": args.lora_use_rslora,
-        "use_dora": False,
+        "use_dora": args.lora_use_dora,
         "lora_dropout": args.lora_dropout,
         "target_modules": short if same else chosen,
         "modules_to_save": None,
@@ -91,6 +90,7 @@ def merge_config(args: Namespace, directory: str | Path) -> None:
         "lora_rank": config["r"],
         "lora_alpha": float(config["lora_alpha"]),
         "lora_use_rslora": bool(config.get("use_rslora")),
+        "lora_use_dora": bool(config.get("use_dora")),
         "lora_target_modules": [entries] if isinstance(entries, str) else sorted(entries),
     }
     for dest, value in settings.items():

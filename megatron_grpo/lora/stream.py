@@ -49,6 +49,7 @@ class _Merged(Mapping[str, Tensor]):
         self.local, self.places = local, places
 
     def __getitem__(self, name: str) -> Tensor:
+        # Collective with DoRA: row-parallel layers add up their norms. All ranks of a group read in the same order.
         weight = self.local[name]
         if name not in self.places:
             return weight
@@ -67,8 +68,10 @@ class _Merged(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter, place: int = 0) -> Tensor:
-    """Return the shard W + s B A of a layer, or of its expert number ``place``, in W's dtype."""
+    """Return the shard W + s B A of a layer, or of its expert number ``place``, in W's dtype; DoRA scales its rows."""
     down, up = adapter.matrices()
+    factors = adapter.row_factors(down, up)
     if adapter.grouped:
-        down, up = down[place], up[place]
-    return torch.addmm(weight.float(), up.float(), down.float(), alpha=adapter.scale).to(weight.dtype)
+        down, up, factors = down[place], up[place], None if factors is None else factors[place]
+    whole = torch.addmm(weight.float(), up.float(), down.float(), alpha=adapter.scale)
+    return (whole if factors is None else whole * factors[:, None]).to(weight.dtype)

@@ -285,7 +285,9 @@ def check_truth(args, model, steps):
         for name, got in stream_hf(model, args):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
-            if frozen or args.lora_rank or name.endswith("bias"):  # the experts' biases are moved by the load, not by gradients
+            if (
+                frozen or args.lora_rank or name.endswith("bias")
+            ):  # the experts' biases are moved by the load, not by gradients
                 want = made_up(name, "weight", got.shape)
             else:
                 want = truth(name, got.shape, steps, args.bf16)

@@ -26,6 +26,8 @@ CASES = [
     ("phi3", "all-linear", {}),
     ("qwen3_moe", ["q_proj", "o_proj", *MLP], {}),
     ("qwen3_moe", ["q_proj", "o_proj", *MLP], {"grouped": True, "config": {"mlp_only_layers": []}}),
+    ("qwen3", ["q_proj", "v_proj", "o_proj", *MLP], {"use_dora": True}),
+    ("qwen3_moe", ["k_proj", "o_proj", *MLP], {"use_dora": True, "grouped": True}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
 ]
 
@@ -146,9 +148,12 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
         ), name
     assert not any(p.requires_grad for name, p in model.module.named_parameters() if not name.startswith("lora."))
 
-    adam = torch.optim.AdamW(
-        [p for p in peft.parameters() if p.requires_grad], lr=UPDATE["lr"], weight_decay=0.1, eps=1e-4
-    )
+    trained = [p for p in peft.parameters() if p.requires_grad]
+    groups = [  # Megatron takes no weight decay on vectors
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": UPDATE["weight_decay"]},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=UPDATE["lr"], eps=UPDATE["adam_eps"])
     for parameter in peft.parameters():  # AdamW skips parameters without gradient, with their decay
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -181,9 +186,8 @@ def _parameters(model):
 
     for adapter in adapters([model]):
         for _, parameter, weights in adapter._parameters_and_weights():
-            gradient = parameter.main_grad
             for place, weight in enumerate(weights):
-                yield weight, gradient[place] if adapter.grouped else gradient
+                yield weight, adapter.of_expert(parameter.main_grad, place)
 
 
 def _by_name(weight, tensor) -> dict[str, torch.Tensor]:
@@ -192,4 +196,4 @@ def _by_name(weight, tensor) -> dict[str, torch.Tensor]:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".default", "")
+    return name.removeprefix("base_model.model.").replace(".default", "").replace("vector.weight", "vector")
