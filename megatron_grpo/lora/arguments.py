@@ -26,6 +26,13 @@ LORA: tuple[FlagRow, ...] = (
         "(all of the decoder except routers), all-router",
     ),
     (
+        "--lora-modules-to-save",
+        [str],
+        [],
+        "modules whose weights are trained whole beside the adapters, and stored with them: Hugging Face names or "
+        "regular expressions as in --lora-target-modules (lm_head, embed_tokens); the engine gets merged weights",
+    ),
+    (
         "--lora-init",
         ("default", "gaussian"),
         "default",
@@ -35,6 +42,12 @@ LORA: tuple[FlagRow, ...] = (
 )
 ADAPTER_FILES: tuple[FlagRow, ...] = (
     ("--load-adapter", PATH, None, "directory of a PEFT adapter to start from; it sets rank, alpha and target modules"),
+    (
+        "--reference-adapter",
+        PATH,
+        None,
+        "directory of a PEFT adapter, of the policy's shape, of the reference model [no adapter]",
+    ),
     ("--save-adapter", PATH, None, "directory of the adapter in PEFT's files at the end of the run [{save}/adapter]"),
 )
 _DESTS = [name.removeprefix("--").replace("-", "_") for name, *_ in (*LORA, *ADAPTER_FILES)]
@@ -65,4 +78,5 @@ def check_lora(args: Namespace) -> None:
             f"--lora-rank with --expert-tensor-parallel-size {etp} and --tensor-model-parallel-size {tp}: adapters of "
             "experts need an expert tensor-parallel size of 1 or TP"
         )
+    needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
     table.check(args)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import Pair, pairs
+from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -52,6 +53,7 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
     Call this after the weights are loaded, and before the optimizer is built. A layer's output does not change, because
     B is zero.
     """
+    saved = {weight.name for weight in saved_weights(args)}
     by_base: dict[str, list[Pair]] = {}
     for pair in pairs(args):
         by_base.setdefault(pair.base.name, []).append(pair)
@@ -59,6 +61,9 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
         chunk.requires_grad_(False)
         # The balance of experts is part of the base.
         chunk.config.moe_router_bias_update_rate = 0.0
+        for name, parameter in chunk.named_parameters():
+            if any(canonical in saved for canonical, _ in model_weights.canonical(chunk, name, parameter)):
+                parameter.requires_grad_(True)
         layers = dict(_layers(chunk, by_base))
         chunk.lora = Adapters()
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
@@ -92,7 +97,7 @@ def adapters(model: Sequence[nn.Module]) -> Iterator[Adapter]:
 
 @contextlib.contextmanager
 def switched_off(model: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which the model computes without its adapters."""
+    """Context in which the model computes without its adapters; weights that are trained whole stay as they are."""
     for adapter in adapters(model):
         adapter.enabled = False
     try:
@@ -100,6 +105,12 @@ def switched_off(model: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters(model):
             adapter.enabled = True
+
+
+def trained(model: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the adapters, and those that are trained whole."""
+    for chunk in model:
+        yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
 
 
 def local_adapter(model: Sequence[nn.Module]) -> list[tuple[Weight, Tensor]]:

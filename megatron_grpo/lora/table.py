@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron_grpo.lora.targets import targets
+from megatron_grpo.lora.targets import saved_weights, targets
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Layout, Slice, Weight, same
@@ -59,7 +59,12 @@ def adapter_table(args: Namespace) -> list[Weight]:
 
 
 def check(args: Namespace) -> None:
-    """Raise GrpoError for a target that matches nothing, and for a rank larger than a layer."""
+    """Raise GrpoError for a target that matches nothing, a rank larger than a layer, and tied weights to be saved."""
+    if not args.untie_embeddings_and_output_weights and any("embedding" in w.name for w in saved_weights(args)):
+        raise GrpoError(
+            "--lora-modules-to-save: embed_tokens is also the output layer of this model, which PEFT stores as two "
+            "modules: leave it out"
+        )
     for pair in pairs(args):
         (outputs, _), (_, inputs) = next(iter(pair.b.hf.values())), next(iter(pair.a.hf.values()))
         if args.lora_rank > min(outputs, inputs):

@@ -19,8 +19,8 @@ from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
-from megatron_grpo.lora.attach import attach
-from megatron_grpo.lora.files import load_adapter, merge_config
+from megatron_grpo.lora.attach import attach, trained
+from megatron_grpo.lora.files import check_same_shape, load_adapter, merge_config
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
@@ -301,7 +301,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
     """
 
     if args.lora_rank:
-        return BaseReference(args)
+        return _build_base_reference(args, model)
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:
@@ -323,6 +323,19 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
             policy.copy_to(model)
     if updated:
         reference.load(updated, model)
+    return reference
+
+
+def _build_base_reference(args, model: forward.Model) -> BaseReference:
+    """Return the reference of a policy with adapters, with the adapter of --reference-adapter."""
+    if not args.reference_adapter:
+        return BaseReference(args, model)
+    check_same_shape(args, args.reference_adapter)
+    policy = [tensor.detach().clone() for tensor in trained(model)]
+    load_adapter(args, model, args.reference_adapter)
+    reference = BaseReference(args, model)
+    for tensor, own in zip(trained(model), policy, strict=True):
+        tensor.data.copy_(own)
     return reference
 
 
