@@ -70,6 +70,8 @@ METRICS = {
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
     "time/update": "seconds of forward pass, backward pass and optimizer",
     "time/sync": "seconds of the weight sync",
+    "lora/sync_bytes": "bytes of the adapter that the newest sync sent (--lora-weight-sync adapter)",
+    "lora/check_seconds": "seconds of the newest sync for reading the adapter back from the engine and comparing it",
     "time/save": "seconds of saving a checkpoint (counted in the row after the save)",
     "time/eval": "seconds of evaluation",
     "time/step": "wall-clock seconds since the last row",
@@ -182,6 +184,8 @@ REMEDIES = {
     "time/update": "Most of the step: raise --max-tokens-per-microbatch, recompute less, enable fused kernels; see "
     "docs/performance.md.",
     "time/sync": "Large with servers: use another --weight-sync-method.",
+    "lora/sync_bytes": "A count: with merged weights, the whole model is sent instead.",
+    "lora/check_seconds": "Large compared with time/sync: --no-check-lora-sync leaves the proof out.",
     "time/save": "Large: raise --save-interval.",
     "time/eval": "Large: raise --eval-interval, or lower --eval-max-prompts.",
     "time/step": "More than the sum of its phases: other work keeps the host busy.",

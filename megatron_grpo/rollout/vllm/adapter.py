@@ -40,13 +40,12 @@ def slot_rank(rank: int) -> int:
 
 def lora_options(rank: int, modules: Iterable[str]) -> dict:
     """Return vLLM's options for one adapter of ``rank`` on ``modules`` (Hugging Face names of linear layers)."""
-    kinds = {module.rpartition(".")[2] for module in modules}
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": slot_rank(rank),
-        "lora_target_modules": sorted(kinds),  # the other layers stay as they are
+        "lora_target_modules": sorted({module.rpartition(".")[2] for module in modules}),  # no others have slots
     }
 
 
@@ -91,9 +90,9 @@ def load_adapter(worker, adapter: Adapter) -> None:
 
 
 def compare_adapter(worker, adapter: Adapter) -> list[str]:
-    """Return one line for each A or B in a worker's slots that differs in one bit from this rank's shard of ``adapter``.
+    """Return one line for each A or B in a worker's slots that differs in one bit from ``adapter``.
 
-    The shards are computed here and not by vLLM's loading functions. Unused parts and ranks of a slot must be zero.
+    Each rank compares its shards. The shards are computed here and not by vLLM's loading functions. Unused parts and ranks of a slot must be zero.
     """
     manager = _manager(worker)
     if list(manager.lora_index_to_id) != [SLOT]:
@@ -133,8 +132,13 @@ def restore_slots(worker, copies: list[Tensor]) -> bool:
     return torch.equal(_bits(slots), _bits(copies))
 
 
-def random_adapter(like: Adapter, kind: str | None) -> Adapter:
-    """Return an adapter with the shapes of ``like``: random in the modules named ``kind``, 0 in all others.
+def kinds(names: Iterable[str]) -> list[str]:
+    """Return the last words of the modules' names, such as q_proj, for names of an adapter's tensors."""
+    return list(dict.fromkeys(name.split(".")[-3] for name in names))
+
+
+def random_adapter(like: Adapter, kind: str | None, device: torch.device) -> Adapter:
+    """Return an adapter with the shapes of ``like``: random in the modules of ``kind``, 0 in all others.
 
     With entries of variance 1 / in and 1 / r, the change of a layer's output is as large as its normalized input.
     """
@@ -143,12 +147,12 @@ def random_adapter(like: Adapter, kind: str | None) -> Adapter:
     made = {}
     for name, tensor in like.items():
         if name.split(".")[-3] != kind:
-            made[name] = torch.zeros_like(tensor)
+            made[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
             continue
         key = (name.split(".")[-2], *tensor.shape)
         if key not in drawn:
             numbers = torch.randn(tensor.shape, generator=generator) / tensor.shape[1] ** 0.5
-            drawn[key] = numbers.to(tensor)
+            drawn[key] = numbers.to(device, tensor.dtype)
         made[name] = drawn[key]
     return made
 
@@ -174,7 +178,7 @@ def _check_slots(manager, pairs: dict[str, Pair]) -> None:
     parts = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
     if missing := sorted(pairs.keys() - parts):
         raise GrpoError(
-            f"vLLM's adapters have no slot for {missing[0]} ({len(missing)} such layers): give --lora-weight-sync merged"
+            f"vLLM has no adapter slot for {missing[0]} ({len(missing)} such layers): give --lora-weight-sync merged"
         )
 
 
