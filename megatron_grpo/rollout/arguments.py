@@ -316,11 +316,15 @@ def adapter_refused(args: Namespace) -> str | None:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
     if args.vllm_quantization:
         return "--vllm-quantization quantizes the weights that are sent"
+    if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
+        return "vLLM's CPU build has no adapters for mixtures of experts"
     layers, modules = linear_layers(args), targets(args)
     if any(is_router(layers[name]) for name in modules):
         return "vLLM has no adapters of routers"
     if any(".experts." in name or ".shared_expert" in name for name in modules):
         return "adapters of experts are not among those that this program loads into vLLM"
+    if args.model_family in ("glm", "glm4") and any(name.endswith(".gate_up_proj") for name in modules):
+        return f"vLLM has no adapter of {args.model_family}'s gate_up_proj"
     return None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy_checkpoints as toys
 from adapter_sync_worker import TOKENS, prompts
 from ranks import run_torchrun
 from safetensors.torch import load_file
@@ -65,7 +66,8 @@ def found(layout, out) -> list[dict]:
 
 def merged(model: str, adapter: dict, scale: float):
     """The model of transformers with the adapter merged."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    # Other implementations of attention ignore soft caps and sinks.
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, up in adapter.items():
             if ".lora_B." in name:
@@ -79,7 +81,10 @@ def test_the_engine_answers_as_the_merged_model(layout, model, out, found):
 
     With prefix caching, under which an adapter in place of another one could find the other one's keys and values.
     """
-    scale = ALPHA / RANK**0.5 if layout == "rsLoRA" else ALPHA / RANK
+    check_answers(model, out, found, ALPHA / RANK**0.5 if layout == "rsLoRA" else ALPHA / RANK)
+
+
+def check_answers(model, out, found, scale: float = ALPHA / RANK) -> None:
     assert len({str(answer) for answer in found[0]["answers"][:3]}) == 3, "the adapters make no difference"
     for number in range(4):
         network = merged(model, load_file(out / f"adapter-{number}.safetensors"), scale)
@@ -127,3 +132,42 @@ def test_the_metrics(layout, found):
         channels = (64 + 128) + 2 * (64 + 64) + (128 + 64) + 2 * (64 + 96) + (96 + 64)
         assert found[0]["metrics"]["lora/sync_bytes"] == 2 * channels * RANK * 4
     assert 0 < found[0]["metrics"]["lora/check_seconds"] < 1
+
+
+ATTENTION = "--lora-target-modules q_proj k_proj v_proj o_proj".split()
+LATENT = "--lora-target-modules q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj".split()
+# The smallest heads of vLLM on a CPU have 32 channels; its prompts here are longer than the toys' 128 positions.
+HEADS = {"head_dim": 32}
+LONG_ROPE = {"type": "longrope", "short_factor": 12 * [1.0], "long_factor": 12 * [9.0]}
+SHAPES = {
+    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "phi3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": 512,
+        "rope_scaling": LONG_ROPE,
+    },
+    "deepseek_v3": {"qk_nope_head_dim": 24, "v_head_dim": 32, "rope_scaling": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sync", "flags"),
+    [
+        *((family, "adapter", []) for family in ("qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3_text")),
+        *((family, "adapter", ATTENTION) for family in ("glm", "glm4")),
+        *((family, "merged", []) for family in ("glm", "glm4")),
+        *((family, "merged", ATTENTION) for family in ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")),
+        ("deepseek_v3", "merged", LATENT),
+    ],
+)
+def test_families(family, sync, flags, tmp_path):
+    """What the engine can hold of each family, and what it receives merged."""
+    toys.make(tmp_path / "model", family, family == "gemma2", max_position_embeddings=512, **SHAPES.get(family, HEADS))
+    (tmp_path / "out").mkdir()
+    words = "--load-hf", tmp_path / "model", *flags
+    run_torchrun(1, "tests/distributed/adapter_sync_worker.py", tmp_path / "out", *words)
+    found = json.loads((tmp_path / "out" / "0.json").read_text())
+    assert found["sync"] == sync
+    check_answers(tmp_path / "model", tmp_path / "out", [found])

@@ -59,7 +59,7 @@ def pairs_of(adapter: Adapter) -> dict[str, Pair]:
 def base_model(worker) -> Iterator[torch.nn.Module]:
     """Context with the worker's model without vLLM's adapter wrappers, as its weight loaders expect it."""
     model, manager = worker.model_runner.get_model(), _manager(worker)
-    wrappers = manager.modules if manager else {}
+    wrappers = {} if manager is None else manager.modules  # an empty manager counts as false
     try:
         for name, wrapper in wrappers.items():
             _replace(model, name, wrapper.base_layer)
@@ -160,7 +160,7 @@ def random_adapter(like: Adapter, kind: str | None, device: torch.device) -> Ada
 def _manager(worker):
     """Return vLLM's manager of slots; None in an engine without adapters."""
     lora = getattr(worker.model_runner, "lora_manager", None)
-    return lora and lora._adapter_manager
+    return None if lora is None else lora._adapter_manager
 
 
 def _renamed(manager, pairs: dict[str, Pair]) -> dict[str, Pair]:
