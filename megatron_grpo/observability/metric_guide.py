@@ -96,6 +96,7 @@ HEADINGS = {
     "sampling": "Completions",
     "mismatch": "Trainer and engine",
     "perf": "Time",
+    "lora": "Time",
     "time": "Time",
     "memory": "Memory",
     "tokens": "Amounts",

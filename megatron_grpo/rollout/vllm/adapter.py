@@ -92,7 +92,8 @@ def load_adapter(worker, adapter: Adapter) -> None:
 def compare_adapter(worker, adapter: Adapter) -> list[str]:
     """Return one line for each A or B in a worker's slots that differs in one bit from ``adapter``.
 
-    Each rank compares its shards. The shards are computed here and not by vLLM's loading functions. Unused parts and ranks of a slot must be zero.
+    The shards of this rank are computed here and not by vLLM's loading functions. Unused parts and ranks of a slot must
+    be zero.
     """
     manager = _manager(worker)
     if list(manager.lora_index_to_id) != [SLOT]:
