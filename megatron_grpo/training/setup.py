@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
@@ -23,7 +24,7 @@ from megatron_grpo.lora.attach import attach
 from megatron_grpo.lora.files import load_adapter, merge_config
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
-from megatron_grpo.observability.metrics import MetricsLogger, Timers
+from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.parallel.arguments import recompute_note
@@ -46,9 +47,11 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import check_warmup, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
@@ -99,12 +102,16 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     if torch.cuda.is_available():
         check_host_memory(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
+    lock = _lock_save_directory(args, resume)
+
     initialize_distributed(args)
     set_random_seed(args.seed)
     print_rank_0(banner(args))
+    if lock is not None and lock.taken_over:
+        print_rank_0(lock.taken_over)
     if dist.get_rank() == 0:
         print_args(args, everything=args.print_arguments)
-    for line in batch_arithmetic(args, world_size).lines():
+    for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
     for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
@@ -166,10 +173,11 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
-        timers=Timers(memory.phase),
+        timers=Timers(memory.phase, logger.show_phase),
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
+        save_lock=lock,
         iteration=iteration,
         first_iteration=iteration,
         rollouts=position.get("rollouts", 0),
@@ -192,6 +200,16 @@ def _check_save_directory(args, resume: bool) -> None:
             f"--save {args.save} holds the checkpoint of iteration {there} of another run: add --load {args.save} "
             "to resume it, or choose another directory"
         )
+
+
+def _lock_save_directory(args, resume: bool) -> RunLock | None:
+    """Return rank 0's lock on --save until the end of this process; GrpoError if another run writes there."""
+    if not args.save or os.environ.get("RANK", "0") != "0":
+        return None
+    lock = RunLock(args.save)
+    before_exit(lock.release)
+    _check_save_directory(args, resume)  # again: a run that has just ended may have written its first checkpoint
+    return lock
 
 
 def _check_position(args) -> None:

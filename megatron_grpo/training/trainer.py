@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
@@ -68,6 +69,7 @@ class Trainer:
     profiler: Profiler
     early_exit: EarlyExit
     left_early: str | None = None  # the reason, if the run ends before its last update
+    save_lock: RunLock | None = None  # of rank 0, with --save
     teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
@@ -352,8 +354,15 @@ class Trainer:
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        self._check_save_lock()
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
+
+    def _check_save_lock(self) -> None:
+        """Raise GrpoError if this run has lost --save: two runs must not write there."""
+        reason = self.save_lock.lost() if self.save_lock is not None else None
+        if reason:
+            raise GrpoError(f"--save {self.args.save} is no longer this run's: {reason}")
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
@@ -384,6 +393,7 @@ class Trainer:
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
+        self._check_save_lock()
         self.logger.flush()
         position = position or self._position()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
