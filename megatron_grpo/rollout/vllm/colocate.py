@@ -53,7 +53,7 @@ class VllmColocate:
         self._awake = True
         self._version = 0
         self._sleep_level = args.sleep_level
-        self._vocab_size = args.vocab_size
+        self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
@@ -187,8 +187,10 @@ class VllmColocate:
     def _probe(self, kind: str | None) -> Completion:
         """Return a greedy completion with an adapter that is random on the layers of one kind and 0 on the others."""
         self._load_adapter(slots.random_adapter(self._adapter_like, kind, device()), f"probe {kind}")
-        ids = [(7 * place + 1) % self._vocab_size for place in range(PROBE_LENGTH)]
-        request = Request(0, ids, Sampling(PROBE_TOKENS, temperature=0, log_probs=True))
+        length = max(1, min(PROBE_LENGTH, self._max_model_len - PROBE_TOKENS))
+        ids = [(7 * place + 1) % self._vocab_size for place in range(length)]
+        tokens = min(PROBE_TOKENS, self._max_model_len - length)
+        request = Request(0, ids, Sampling(tokens, temperature=0, log_probs=True))
         with self.rollout(seed=0):
             (completion,) = generate(self, [request])
         return completion
