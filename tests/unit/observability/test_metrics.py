@@ -249,7 +249,7 @@ def test_the_remaining_time_is_that_of_the_last_rows(capsys):
 def test_a_log_file_shows_the_progress_of_a_rollout_every_30_seconds(capsys, monkeypatch):
     clock = iter([100.0, 110.0, 130.0, 150.0, 165.0])
     logger, silent = (MetricsLogger(make_args(), rank, 10, 0) for rank in (0, 1))
-    finished = [Completion(0, [1, 2, 3, 4], None, "stop", 0), Completion(1, [5] * 56, None, "stop", 0)]
+    finished = [Completion(0, [1, 2, 3, 4], None, "stop", [0] * 4), Completion(1, [5] * 56, None, "stop", [0] * 56)]
     silent.rollout_progress(1)(finished, 6)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     show = logger.rollout_progress(num_replicas=2)
