@@ -55,15 +55,19 @@ def collect_partial_rollout(
         requests = _requests(groups, members, plan)
         engine.submit(requests)
         under_way = len(requests)
-        while (taken := partial.to_take(groups)) is None:
+        taken = partial.to_take(groups)
+        while taken is None:
             assert under_way, "no group is complete, and none is generated"
-            for completion in engine.poll():
-                finished.append(completion)
-                under_way -= 1
+            newly = engine.poll()
+            finished += newly
+            under_way -= len(newly)
+            for completion in newly:
                 number, place, _ = members[completion.id]
                 groups[number] = with_completion(groups[number], place, completion)
                 if groups[number].complete and scorer is not None:
                     scored += _submit(scorer, groups[number], members, tokenizer)
+            if newly:
+                taken = partial.to_take(groups)
             progress(finished, under_way)
         for completion in engine.interrupt():
             number, place, _ = members[completion.id]
