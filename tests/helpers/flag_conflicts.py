@@ -16,7 +16,6 @@ CONFLICTS = {
     "--max-staleness 1": "--max-staleness 1 needs --partial-rollouts",
     "--partial-rollouts": "--partial-rollouts needs --max-staleness of at least 1",
     "--partial-rollouts --max-staleness 1": "--rollout-importance-sampling-mode is missing: --partial-rollouts trains",
-    f"{PARTIAL} --router-replay-mode R3 --num-experts 4": "it needs the experts of one rollout",
     f"{PARTIAL} --vllm-mode server --vllm-server-base-url http://localhost:1": "needs an engine in the training",
     f"{PARTIAL} --dynamic-sample": "--dynamic-sample and --partial-rollouts cannot both",
     f"{PARTIAL} --over-sampling-ratio 2": "it throws away what partial rollouts continue",
