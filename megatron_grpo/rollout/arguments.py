@@ -10,6 +10,7 @@ from megatron_grpo.algorithm.registry import ADVANTAGES
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
+from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
@@ -30,6 +31,7 @@ BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("vllm", "megatron", "sglang")
 VLLM_MODES = ("colocate", "server")
+LORA_SYNC = ("adapter", "merged")
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
 
 ROLLOUT: tuple[FlagRow, ...] = (
@@ -118,6 +120,14 @@ ROLLOUT: tuple[FlagRow, ...] = (
         BALANCING[0],
         "dynamic: a replica with free slots draws the next prompt",
     ),
+    (
+        "--lora-weight-sync",
+        LORA_SYNC,
+        None,
+        "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it "
+        "[adapter where the engine can hold it]",
+    ),
+    ("--no-check-lora-sync", bool, False, "do not read the adapter back from the engine after every sync"),
     ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
     (
         "--mismatch-sample-rate",
@@ -141,6 +151,21 @@ DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
         Number(float, 1, 100),
         1.0,
         "start this multiple of the prompts; keep the groups that complete first",
+    ),
+)
+
+PARTIAL_ROLLOUTS: tuple[FlagRow, ...] = (
+    (
+        "--partial-rollouts",
+        bool,
+        False,
+        "end a rollout when enough groups are complete; the next one continues the others",
+    ),
+    (
+        "--max-staleness",
+        COUNT_OR_0,
+        0,
+        "syncs between the start of a completion and the batch that trains on it, at most; needs --partial-rollouts",
     ),
 )
 
@@ -237,6 +262,8 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
 # Arguments of vllm.LLM that must follow from the trainer's configuration.
 OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
 OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
+OURS |= {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"}
+OURS |= {"fully_sharded_loras"}
 # Arguments that store keys and values outside the cache that a weight sync clears.
 KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
@@ -275,6 +302,55 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
+
+
+def check_lora_weight_sync(args: Namespace) -> None:
+    """Raise GrpoError for an adapter that the engine cannot hold; set --lora-weight-sync. Call after `check_lora`."""
+    for dest in ("lora_weight_sync", "no_check_lora_sync"):
+        needs(args, dest, "lora_rank", "there is no adapter")
+    if not args.lora_rank:
+        return
+    if args.rollout_engine == "megatron":
+        for dest in ("lora_weight_sync", "no_check_lora_sync"):
+            if dest in args.explicit:
+                raise GrpoError(f"{flag(dest)} needs an engine with weights of its own: leave it out")
+        return
+    reason = adapter_refused(args)
+    if args.lora_weight_sync == "adapter" and reason:
+        raise GrpoError(f"--lora-weight-sync adapter: {reason}; give merged, or leave it out")
+    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason else "adapter")
+    if args.no_check_lora_sync and args.lora_weight_sync == "merged":
+        raise GrpoError("--no-check-lora-sync needs --lora-weight-sync adapter: merged weights are not read back")
+
+
+def adapter_refused(args: Namespace) -> str | None:
+    """Return the reason why the engine cannot hold the run's adapter; None if it can."""
+    if has_servers(args):
+        return "servers receive whole weights"
+    if args.multi_latent_attention:
+        return "vLLM multiplies the matrices of latent attention before use, without their adapters"
+    if args.vllm_quantization:
+        return "--vllm-quantization quantizes the weights that are sent"
+    if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
+        return "vLLM's CPU build has no adapters for mixtures of experts"
+    layers, modules = linear_layers(args), targets(args)
+    if any(is_router(layers[name]) for name in modules):
+        return "vLLM has no adapters of routers"
+    if any(".experts." in name or ".shared_expert" in name for name in modules):
+        return "adapters of experts are not among those that this program loads into vLLM"
+    if args.model_family in ("glm", "glm4") and any(name.endswith(".gate_up_proj") for name in modules):
+        return f"vLLM has no adapter of {args.model_family}'s gate_up_proj"
+    return None
+
+
+def lora_note(args: Namespace) -> str | None:
+    """Return the line that says what the engine receives of a LoRA run; None without adapters or engine weights."""
+    if not args.lora_weight_sync:
+        return None
+    if args.lora_weight_sync == "adapter":
+        return "LoRA: the engine receives the adapter alone, and it is read back after every sync"
+    reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
+    return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 
 
 def probability_changes(args: Namespace) -> list[str]:
@@ -421,6 +497,44 @@ def check_dynamic_sampling(args: Namespace) -> None:
                 f"{flag(dest)} and --rollout-balancing dynamic cannot both be given: each replica selects within its "
                 "fixed share of the rollout"
             )
+
+
+def check_partial_rollouts(args: Namespace) -> None:
+    """Raise GrpoError for flags that cannot go with completions of several rollouts."""
+    if args.max_staleness and not args.partial_rollouts:
+        raise GrpoError(
+            f"--max-staleness {args.max_staleness} needs --partial-rollouts: without it a rollout finishes every "
+            "completion that it starts"
+        )
+    if not args.partial_rollouts:
+        return
+    if not args.max_staleness:
+        raise GrpoError(
+            "--partial-rollouts needs --max-staleness of at least 1: with 0 every completion must be finished in the "
+            "rollout that starts it"
+        )
+    if has_servers(args):
+        raise GrpoError(
+            "--partial-rollouts needs an engine in the training processes: give --vllm-mode colocate or "
+            "--rollout-engine megatron"
+        )
+    required(
+        args,
+        "rollout_importance_sampling_mode",
+        "--partial-rollouts trains on tokens of older weights, whose importance weights must be bounded: give "
+        "token_truncate",
+    )
+    counted = "a continued completion is a new request, which counts tokens from its own start only"
+    for dest, given, reason in (
+        ("dynamic_sample", args.dynamic_sample, "it replaces groups within a rollout"),
+        ("over_sampling_ratio", args.over_sampling_ratio > 1, "it throws away what partial rollouts continue"),
+        ("rollout_balancing", args.rollout_balancing == "dynamic", "each replica continues its own completions"),
+        ("presence_penalty", args.presence_penalty, counted),
+        ("frequency_penalty", args.frequency_penalty, counted),
+        ("router_replay_mode", args.router_replay_mode == "R3", "it needs the experts of one rollout; give R2"),
+    ):
+        if given:
+            raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
 
 
 def check_structured_outputs(args: Namespace) -> None:

@@ -20,8 +20,8 @@ from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
-from megatron_grpo.lora.attach import attach
-from megatron_grpo.lora.files import load_adapter, merge_config
+from megatron_grpo.lora.attach import attach, trained
+from megatron_grpo.lora.files import check_same_shape, load_adapter, merge_config
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
@@ -39,9 +39,10 @@ from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
-from megatron_grpo.rollout.arguments import not_measured
+from megatron_grpo.rollout.arguments import lora_note, not_measured
 from megatron_grpo.rollout.engine import Engine, OutOfMemory
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
@@ -114,7 +115,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
-    for note in filter(None, (not_measured(args), recompute_note(args))):
+    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
         print_rank_0(note)
     if isolation:
         print_rank_0(f"generated code is isolated by {isolation}")
@@ -149,6 +150,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
         engine = memory.engine = build_engine(args, model, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
+    partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     scorer = None
     if engine.is_lead:
         scorer = build_scorer(args, models)
@@ -170,6 +172,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         tokenizer=tokenizer,
         dataset=dataset,
         sampler=sampler,
+        partial=partial_rollouts,
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
@@ -183,6 +186,24 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
+    """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
+    saved = position.get("partial")
+    if not args.partial_rollouts:
+        if saved:
+            raise GrpoError(
+                f"{args.load} holds unfinished completions: add --partial-rollouts --max-staleness "
+                f"{saved['max_staleness']}, or load only the weights with --finetune"
+            )
+        return None
+    num_groups = args.generation_batch_size // args.num_generations
+    groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
+    if saved:
+        directory = checkpoint.subfolder(args.load, DIRECTORY)
+        groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
+    return groups
 
 
 def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str, Any]) -> dict[str, Callable]:
@@ -319,7 +340,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
     """
 
     if args.lora_rank:
-        return BaseReference(args)
+        return _build_base_reference(args, model)
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:
@@ -341,6 +362,19 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
             policy.copy_to(model)
     if updated:
         reference.load(updated, model)
+    return reference
+
+
+def _build_base_reference(args, model: forward.Model) -> BaseReference:
+    """Return the reference of a policy with adapters, with the adapter of --reference-adapter."""
+    if not args.reference_adapter:
+        return BaseReference(args, model)
+    check_same_shape(args, args.reference_adapter)
+    policy = [tensor.detach().clone() for tensor in trained(model)]
+    load_adapter(args, model, args.reference_adapter)
+    reference = BaseReference(args, model)
+    for tensor, own in zip(trained(model), policy, strict=True):
+        tensor.data.copy_(own)
     return reference
 
 
