@@ -267,6 +267,11 @@ def clean_up(root: str | Path) -> None:
             os.replace(old, final)
 
 
+def discard(temporary: Path) -> None:
+    """Delete a checkpoint that could not be written."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def iteration_directory(root: str | Path, iteration: int) -> Path:
     """Return ``{root}/iter_0000020`` for iteration 20."""
     return Path(root, f"iter_{iteration:07d}")

@@ -17,7 +17,10 @@ _last_steps: list[Callable[[], None]] = []
 
 
 def before_exit(step: Callable[[], None]) -> None:
-    """Have `run` call ``step`` just before the process ends, after an error too; it must neither hang nor raise."""
+    """Have `run` call ``step`` just before the process ends, after an error too; it must neither hang nor raise.
+
+    The last step that was given is called first.
+    """
     _last_steps.append(step)
 
 
@@ -61,7 +64,7 @@ def run(main) -> None:
     if code == 0 and dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()
-    for step in _last_steps:
+    for step in reversed(_last_steps):
         step()
     # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block sys.exit.
     os._exit(code)

@@ -106,6 +106,9 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
     initialize_distributed(args)
     set_random_seed(args.seed)
+    saves = checkpoint.start_background_saves() if args.async_save else None
+    if saves is not None:
+        before_exit(saves.settle)  # after an error, too: the checkpoint in hand is whole in a moment
     print_rank_0(banner(args))
     if lock is not None and lock.taken_over:
         print_rank_0(lock.taken_over)
@@ -178,6 +181,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         profiler=Profiler(args, dist.get_rank(), iteration),
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
         save_lock=lock,
+        background_saves=saves,
         iteration=iteration,
         first_iteration=iteration,
         rollouts=position.get("rollouts", 0),

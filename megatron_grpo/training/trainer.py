@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
@@ -25,6 +26,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
+from megatron_grpo.observability.provenance import write_run_record
 from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
@@ -70,6 +72,7 @@ class Trainer:
     early_exit: EarlyExit
     left_early: str | None = None  # the reason, if the run ends before its last update
     save_lock: RunLock | None = None  # of rank 0, with --save
+    background_saves: BackgroundSaves | None = None  # with --async-save
     teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
@@ -277,10 +280,13 @@ class Trainer:
         save = self.args.save
         if not save:
             return "Nothing is saved: there is no --save"
+        if self.background_saves is not None:
+            self.background_saves.wait()
         newest = checkpoint.latest_iteration(save)
         if newest != self.iteration and all_ranks_agree(able):
-            self.save(position)
-            newest = self.iteration
+            with contextlib.suppress(GrpoError):
+                self.save(position, last=True)
+            newest = checkpoint.latest_iteration(save)
         if newest == self.iteration:
             return f"The run is saved at iteration {newest}: --load {save} resumes from it"
         if newest is None:
@@ -354,15 +360,27 @@ class Trainer:
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
-        self._check_save_lock()
+        self._check_save_directory()
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
 
-    def _check_save_lock(self) -> None:
-        """Raise GrpoError if this run has lost --save: two runs must not write there."""
-        reason = self.save_lock.lost() if self.save_lock is not None else None
-        if reason:
-            raise GrpoError(f"--save {self.args.save} is no longer this run's: {reason}")
+    def _check_save_directory(self) -> None:
+        """Raise GrpoError if another run has --save now; make the directory again if it was deleted."""
+        lock, save = self.save_lock, self.args.save
+        if lock is None:
+            return
+        if holder := lock.taken_by():
+            raise GrpoError(f"--save {save} is no longer this run's: {holder}")
+        if lock.deleted():
+            message = f"--save {save} was deleted during the run, its checkpoints with it"
+            if self.args.on_save_error == "stop":
+                raise GrpoError(f"{message} (--on-save-error stop)")
+            lock.take_again()
+            self.logger.open_files()
+            write_run_record(self.args, self.iteration)
+            self.logger.print(
+                f"{message}: it is made again, and the run goes on without a checkpoint until the next save"
+            )
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
@@ -391,34 +409,66 @@ class Trainer:
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
 
-    def save(self, position: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
-        self._check_save_lock()
+    def save(self, position: dict[str, Any] | None = None, last: bool = False) -> None:
+        """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference.
+
+        If it cannot be written, the run goes on, unless --on-save-error is stop or the save is the ``last``. With
+        --async-save the last save is complete at the return, others later.
+        """
+        self._check_save_directory()
         self.logger.flush()
         position = position or self._position()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
-            # With these files a checkpoint can be resumed and exported without the original model directory.
-            if dist.get_rank() == 0:
-                hf.copy_assets(self.args.tokenizer_model, Path(self.args.save, hf.ASSETS_DIR), self.args.chat_template)
-            # A reference model that was never updated can be loaded from its origin again.
-            updated = self.reference is not None and self.reference.updated
-            checkpoint.save_checkpoint(
-                self.args,
-                self.iteration,
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                extra_state=position,
-                save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
-            )
+            self._end_background_save()
+            with self._save_errors(last):
+                # With these files a checkpoint can be resumed and exported without the original model directory.
+                assets = Path(self.args.save, hf.ASSETS_DIR)
+                checkpoint.on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, self.args.chat_template)
+                # A reference model that was never updated can be loaded from its origin again.
+                updated = self.reference is not None and self.reference.updated
+                checkpoint.save_checkpoint(
+                    self.args,
+                    self.iteration,
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    extra_state=position,
+                    save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
+                )
+                if last:
+                    checkpoint.wait_for_background()
+
+    def _end_background_save(self) -> None:
+        """Wait until the checkpoint that is being written is complete. Collective."""
+        with self._save_errors():
+            checkpoint.wait_for_background()
+
+    @contextlib.contextmanager
+    def _save_errors(self, last: bool = False) -> Iterator[None]:
+        """Context in which a failed save ends the run only with --on-save-error stop, or if it is the ``last``."""
+        try:
+            yield
+        except GrpoError as error:
+            if last or self.args.on_save_error == "stop":
+                raise
+            newest = checkpoint.latest_iteration(self.args.save)
+            rest = "there is none yet" if newest is None else f"the newest is iteration {newest}"
+            self.logger.print(f"the run goes on without a new checkpoint, {rest} (--on-save-error continue): {error}")
 
     def finish(self) -> None:
         """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
 
-        A run that ends early is saved but not exported, because its time may be limited.
+        A run that ends early is saved but not exported, because its time may be limited. If the save fails, GrpoError
+        ends the run after the export.
         """
-        if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
-            self.save()
+        failed = None
+        if self.args.save:
+            self._end_background_save()
+            if checkpoint.latest_iteration(self.args.save) != self.iteration:
+                try:
+                    self.save(last=True)
+                except GrpoError as error:
+                    failed = error
         if self.args.save_adapter and not self.left_early:
             with forward.parameters_complete(self.args, self.model):
                 save_adapter(self.args, self.model, self.args.save_adapter)
@@ -435,6 +485,8 @@ class Trainer:
         self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
+        if failed is not None:
+            raise failed
         print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
 
 

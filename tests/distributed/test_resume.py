@@ -67,8 +67,12 @@ def run_tool(command, **_):
 
 @pytest.fixture(scope="module")
 def stopped(reference) -> resume_check.Run:
-    """The same with --exit-interval, killed while saving on its way there, after a row that no checkpoint has yet."""
-    save, flags = reference.save.with_name("stopped"), [*reference.flags, "--exit-interval", str(STOP)]
+    """The same with --exit-interval, killed while saving on its way there, after a row that no checkpoint has yet.
+
+    It saves in the background; the reference does not.
+    """
+    flags = [*reference.flags, "--exit-interval", str(STOP), "--async-save"]
+    save = reference.save.with_name("stopped")
     assert resume_check.Run(save, flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))
     assert latest_iteration(save) >= 2
     assert 3 in iterations(save)
@@ -102,7 +106,7 @@ def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference,
     """A run that was killed, and killed again or not; --exit-interval does not stop it where it begins."""
     save, flags = (
         stopped.save.with_name(f"killed again {killed_again}"),
-        [*reference.flags, "--exit-interval", str(STOP)],
+        [*reference.flags, "--exit-interval", str(STOP), "--async-save"],
     )
     shutil.copytree(stopped.save, save)
     moments = {
