@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, publish, start
 from tools import resume_check
 from tools.resume_check import Moment, Reference, differences, read_rows, saving
 
@@ -179,9 +179,7 @@ def test_what_the_tool_calls_a_difference(tmp_path):
 def test_moments_are_drawn_from_the_seed_alone(tmp_path):
     rows = [{"iteration": i, "time/save": 0.1} for i in range(1, 25)]
     save = write_run(tmp_path, rows, b"")
-    (save / "iter_0000024").mkdir()
-    (save / "iter_0000024" / "args.json").write_text('{"save_interval": 4}')
-    (save / "latest_checkpointed_iteration.txt").write_text("24")
+    publish(start(save, 24), {"save_interval": 4})
     reference = Reference([], save, start_seconds=10.0)
     draws = [
         [resume_check.draw_moment(k, random.Random(s), reference).text for s in range(40)]
