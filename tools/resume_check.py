@@ -12,13 +12,15 @@ timings), `completions.jsonl` and the exported model must be equal. --seed deter
     starting    during the start, without a checkpoint to resume from
     resuming    as training, and once more during the following start
 
-With --one-run all kills are of one run, which is resumed again and again, with three updates for each kill. Two more kinds:
+With --one-run all kills are of one run, which is resumed again and again, with three updates for each kill. It has two
+more kinds:
 
     launcher    as training, but only torchrun gets SIGKILL; all other processes must end within 5 s
     background  as saving, while the checkpoint is written in the background (--async-save)
 
-Two jobs alternate: one update per rollout; and four, with a token budget and the distributed optimizer. Flags after
-`--` apply to both jobs, such as `--tensor-model-parallel-size 2`. The exit code is 1 for any difference.
+Three jobs alternate: one update per rollout; four, with a token budget and the distributed optimizer; and partial
+rollouts. Flags after `--` apply to all jobs, such as `--tensor-model-parallel-size 2`. The exit code is 1 for any
+difference.
 """
 
 import argparse
@@ -57,6 +59,9 @@ JOBS = {
     "four updates": """--max-tokens-per-microbatch 80 --steps-per-generation 2 --num-iterations 2 --save-interval 4
         --eval-interval 8 --eval-num-generations 2 --log-interval 3 --mismatch-sample-rate 0.5
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --vllm-enable-prefix-caching""",
+    "partial rollouts": """--micro-batch-size 16 --loss-type dapo --save-interval 2 --eval-interval 4
+        --max-completion-length 16 --partial-rollouts --max-staleness 2 --mismatch-limit 1
+        --rollout-importance-sampling-mode token_truncate""",
 }
 KINDS = ("training", "saving", "training", "saving", "starting", "saving", "training", "training", "saving", "resuming")
 KINDS_OF_ONE_RUN = (

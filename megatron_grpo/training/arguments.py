@@ -10,6 +10,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -28,7 +29,7 @@ from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
 from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.registry import load_plugins
-from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
+from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, PARTIAL_ROLLOUTS, ROLLOUT, STRUCTURED_OUTPUTS
 from megatron_grpo.training.command_line import Accept, Parser, parse_words, plugin_files
 from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_flags, help_text
@@ -107,7 +108,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "memory while the engine generates": OFFLOAD,
     "data": DATA,
     "rollout": ROLLOUT,
-    "reuse and sampling": (*DYNAMIC_SAMPLING, *CURRICULUM, STRUCTURED_OUTPUTS),
+    "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *CURRICULUM, STRUCTURED_OUTPUTS),
     "rewards": REWARDS,
     "algorithm": LOSS,
     "advantages and KL": ADVANTAGE,
@@ -206,6 +207,12 @@ def _value_options(kind: Any) -> dict[str, Any]:
     return {"type": plain, "metavar": METAVARS[plain]}
 
 
+@lru_cache(maxsize=1)
+def _parser_with(plugins: str) -> Parser:
+    """Return the parser, made anew if ``plugins``, a text of the registered losses and estimators, has changed."""
+    return build_parser()
+
+
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """Parse flags (by default of the command line); ``args.explicit`` holds the attributes of the given flags.
 
@@ -214,8 +221,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     load_plugins(plugin_files(words))
-    parser = build_parser()
-    args = parse_words(parser, words)
+    args = parse_words(_parser_with(repr([(list(r.entries), r.flags, r.owners) for r in (LOSSES, ADVANTAGES)])), words)
     args.padded_vocab_size = args.engine_decodes = None
     args.end_token_ids = ()
     check_values(args)
