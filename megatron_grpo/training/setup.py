@@ -39,7 +39,7 @@ from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
-from megatron_grpo.rollout.arguments import not_measured
+from megatron_grpo.rollout.arguments import lora_note, not_measured
 from megatron_grpo.rollout.engine import Engine, OutOfMemory
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
@@ -114,7 +114,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
-    for note in filter(None, (not_measured(args), recompute_note(args))):
+    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
         print_rank_0(note)
     if isolation:
         print_rank_0(f"generated code is isolated by {isolation}")
