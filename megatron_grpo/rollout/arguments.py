@@ -312,6 +312,10 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if has_servers(args):
         return "servers receive whole weights"
+    if args.lora_use_dora:
+        return "vLLM has no adapters with magnitudes (--lora-use-dora)"
+    if args.lora_modules_to_save:
+        return "vLLM's adapters have no whole modules (--lora-modules-to-save)"
     if args.multi_latent_attention:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
     if args.vllm_quantization:
