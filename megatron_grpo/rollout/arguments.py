@@ -328,9 +328,9 @@ def adapter_refused(args: Namespace) -> str | None:
     if has_servers(args):
         return "servers receive whole weights"
     if args.lora_use_dora:
-        return "vLLM has no adapters with magnitudes (--lora-use-dora)"
+        return "vLLM has no DoRA"
     if args.lora_modules_to_save:
-        return "vLLM's adapters have no whole modules (--lora-modules-to-save)"
+        return "an adapter does not contain the weights of --lora-modules-to-save"
     if args.multi_latent_attention:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
     if args.vllm_quantization:

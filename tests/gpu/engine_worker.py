@@ -161,7 +161,7 @@ class Worker:
         self.found["weights"] = [before, stale, self.mismatch(1.0)]
 
     def adapter(self) -> None:
-        """An adapter reaches the engine beside weights that no sync changes, and after sleep; one that does not is found."""
+        """An adapter reaches the engine beside weights that stay, and after sleep; a lost one is found."""
         facts = self.found["adapter"] = {"probe": says(lambda: probe_adapter(self.engine))}
         gaps = [self.mismatch(1.0)]
         with torch.no_grad():
