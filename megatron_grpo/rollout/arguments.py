@@ -352,7 +352,8 @@ def lora_note(args: Namespace) -> str | None:
     if not args.lora_weight_sync:
         return None
     if args.lora_weight_sync == "adapter":
-        return "LoRA: the engine receives the adapter alone, and it is read back after every sync"
+        checked = "" if args.no_check_lora_sync else ", and it is read back after every sync"
+        return f"LoRA: the engine receives the adapter alone{checked}"
     reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
     return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 
