@@ -63,6 +63,7 @@ METRICS = {
     "consumed/prompts": "training prompts used since the start of the run",
     "consumed/left_out": "rows that were drawn and then skipped (streamed data only), since the start of the run",
     "memory/peak": "peak GiB of this process's tensors on the device since the last row, the awake engine's included",
+    "memory/peak_update": "as memory/peak, while the engine sleeps: updates and passes for log-probabilities",
     "memory/train": "GiB in use on the device, by all processes, at the end of the updates",
     "memory/sync": "as memory/train, after the weight sync",
     "memory/rollout": "as memory/train, at the start of generation",

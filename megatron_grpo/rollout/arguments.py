@@ -327,6 +327,10 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if has_servers(args):
         return "servers receive whole weights"
+    if args.lora_use_dora:
+        return "vLLM has no DoRA"
+    if args.lora_modules_to_save:
+        return "an adapter does not contain the weights of --lora-modules-to-save"
     if args.multi_latent_attention:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
     if args.vllm_quantization:

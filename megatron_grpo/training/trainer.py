@@ -188,7 +188,7 @@ class Trainer:
         probe = None
         self._offload(self.state_offloader)
         try:
-            self.device_memory.mark()
+            self.device_memory.mark(engine=False)
             with self.device_memory.phase("the engine's allocation of memory for its weights"):
                 self.engine.wake_weights()
             new_weights = self.synced_iteration != self.iteration or not self.engine.has_weights
@@ -196,7 +196,7 @@ class Trainer:
                 self.sync()
             memory["sync"] = self._memory()
             self._offload(self.weight_offloader)
-            self.device_memory.mark()
+            self.device_memory.mark(engine=True)
             with self.device_memory.phase("the engine's allocation of its KV cache"):
                 self.engine.wake_cache()
             memory["rollout"] = self._memory()
@@ -207,7 +207,7 @@ class Trainer:
             if new_weights and self.args.check_weight_sync:
                 probe = self._probe_engine()
             yield
-            self.device_memory.mark()
+            self.device_memory.mark(engine=True)
             self.engine.sleep()
         except EngineLost as error:
             self._raise_engine_lost(error, position)
@@ -363,7 +363,7 @@ class Trainer:
             with forward.parameters_complete(self.args, self.model):
                 metrics = metrics | {"params_norm": train_step.params_norm(self.model)}
         if torch.cuda.is_available():
-            metrics = metrics | {"memory/peak": self.device_memory.peak()}
+            metrics = metrics | self.device_memory.peaks()
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}

@@ -45,6 +45,9 @@ OTHERS += "--quick --shm-size --ipc".split()  # of tools/check_install.py, and o
 OTHERS += (
     "--digits --operations --reversed --train --valid --stop-accuracy".split()
 )  # of tools/data/arithmetic.py and make_tiny_model.py
+OTHERS += (
+    "--hf-to-hf --merge-lora --adapter --hf --data".split()
+)  # of tools/checkpoint/convert.py and tools/check_export.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += ["--extra-index-url"]  # of pip
 OTHERS += ["--rollout-max-response-len"]  # slime's, in docs/migrate.md

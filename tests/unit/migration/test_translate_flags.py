@@ -126,9 +126,10 @@ CASES = {
         SWIFT,
         "ms-swift",
         # 2 completions x 8 micro-batches x 8 GPUs = 128; 32 micro-batches / 8 = 4 updates
-        "--global-batch-size 128 --micro-batch-size 2 --steps-per-generation 4 --lr-warmup-fraction 0.05",
+        "--global-batch-size 128 --micro-batch-size 2 --steps-per-generation 4 --lr-warmup-fraction 0.05 "
+        "--lora-rank 8 --lora-dropout 0.05 --lr 1e-6",
         "--adapters",
-        ["LoRA is not supported", "--deepspeed: --use-distributed-optimizer"],
+        ["--deepspeed: --use-distributed-optimizer"],
     ),
     "verl": (
         "run.sh",
@@ -270,6 +271,11 @@ def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
         ("run.yaml", "a: 1\n", r"its top-level keys \(a\) belong to no known system; give --system"),
         ("run.yaml", "- a\n", "its top level is no mapping"),
         ("run.yaml", "a: [\n", "cannot be read as YAML"),
+        (
+            "run.yaml",
+            "defaults: gone.yaml\npolicy: {}\n",
+            r"its defaults are in .*gone\.yaml, and there is no such file",
+        ),
     ],
 )
 def test_unreadable_scripts_are_refused(file, text, message, tmp_path, capsys):
