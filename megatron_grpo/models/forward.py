@@ -139,6 +139,8 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
 
     The list is empty on all but the last pipeline stage.
     """
+    for chunk in model:
+        _set_dropout(chunk, on=not forward_only)
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=for_each(iter(packs) for _ in model),
@@ -152,6 +154,14 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
     )
     router_replay.end_of_pass(model)
     return results
+
+
+def _set_dropout(chunk: torch.nn.Module, on: bool) -> None:
+    """Switch the dropout of adapters (lora/), the only dropout of the model: log-probabilities are without it."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    if hasattr(chunk, "lora"):
+        chunk.lora.train(on)
 
 
 @contextlib.contextmanager
