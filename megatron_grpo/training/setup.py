@@ -42,6 +42,7 @@ from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.arguments import lora_note, not_measured
 from megatron_grpo.rollout.engine import Engine, OutOfMemory
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
@@ -149,6 +150,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
         engine = memory.engine = build_engine(args, model, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
+    partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     scorer = None
     if engine.is_lead:
         scorer = build_scorer(args, models)
@@ -170,6 +172,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         tokenizer=tokenizer,
         dataset=dataset,
         sampler=sampler,
+        partial=partial_rollouts,
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
@@ -183,6 +186,24 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
+    """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
+    saved = position.get("partial")
+    if not args.partial_rollouts:
+        if saved:
+            raise GrpoError(
+                f"{args.load} holds unfinished completions: add --partial-rollouts --max-staleness "
+                f"{saved['max_staleness']}, or load only the weights with --finetune"
+            )
+        return None
+    num_groups = args.generation_batch_size // args.num_generations
+    groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
+    if saved:
+        directory = checkpoint.subfolder(args.load, DIRECTORY)
+        groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
+    return groups
 
 
 def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str, Any]) -> dict[str, Callable]:
