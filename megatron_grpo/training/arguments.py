@@ -22,7 +22,7 @@ from megatron_grpo.data.arguments import CURRICULUM, DATA
 from megatron_grpo.estimate.arguments import DRY_RUN
 from megatron_grpo.models.arguments import MODEL
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS
+from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS, WATCHDOG
 from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
 from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
@@ -116,7 +116,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "evaluation": EVALUATION,
     "logging": (*LOGGING, *TRACKERS),
     "profiling": PROFILE,
-    "running": (DRY_RUN, TIMEOUT),
+    "running": (DRY_RUN, TIMEOUT, *WATCHDOG),
 }
 
 # Attributes of the parsed arguments that are not flags.

@@ -20,6 +20,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
+from megatron_grpo.observability.watchdog import Watchdog, phase_limits
 from megatron_grpo.parallel.arguments import recompute_note
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.reference import reference_model
@@ -43,6 +44,7 @@ from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import check_warmup, validate_args
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
@@ -52,6 +54,11 @@ from megatron_grpo.weights.arguments import merge_architecture
 
 def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     """Run all start-up checks, then return the trainer; print a report and return None with --dry-run."""
+    with progress.phase("start"):
+        return _setup(args, model_provider, forward_step)
+
+
+def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
@@ -89,7 +96,9 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     if torch.cuda.is_available():
         check_host_memory(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
+    progress.step("process groups")
     initialize_distributed(args)
+    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
     set_random_seed(args.seed)
     print_rank_0(banner(args))
     if dist.get_rank() == 0:
@@ -102,6 +111,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     if isolation:
         print_rank_0(f"generated code is isolated by {isolation}")
 
+    progress.step("model")
     memory = DeviceMemory(args)
     OutOfMemory.explain = memory.explanation
     with memory.phase("the construction of model and optimizer"):
@@ -115,6 +125,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
             teacher = TeacherServer(args)
     iteration, position = 0, {}
     if resume:
+        progress.step("checkpoint")
         with memory.phase("the load of the checkpoint"):
             iteration, position = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
@@ -126,12 +137,15 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
+    progress.step("engine")
     with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
         engine = memory.engine = build_engine(args, model, tokenizer)
     scorer = None
+    progress.step("rewards")
     if engine.is_lead:
         scorer = build_scorer(args, models)
     valid_prompts = valid.first(args.eval_max_prompts) if valid else []
+    progress.step("logs")
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     if args.save and dist.get_rank() == 0:
         write_run_record(args, iteration)
@@ -155,6 +169,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         timers=Timers(memory.phase),
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
+        watchdog=watchdog,
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
         iteration=iteration,
         first_iteration=iteration,

@@ -21,6 +21,7 @@ from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -38,7 +39,7 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
     fused_adam.install()
     optimizer = get_megatron_optimizer(optimizer_config_from_args(args), model)
     config = get_model_config(model[0])
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = for_each(chunk.no_sync for chunk in model)
@@ -46,6 +47,11 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
             config.grad_sync_func = for_each(chunk.start_grad_sync for chunk in model)
             config.param_sync_func = for_each(chunk.start_param_sync for chunk in model)
     return model, optimizer, _learning_rate_schedule(args, optimizer)
+
+
+def _finalize_model_grads(*arguments, **options) -> None:
+    progress.step("reduction of the gradients")
+    finalize_model_grads(*arguments, **options)
 
 
 def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
@@ -81,7 +87,9 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(forward_step, packs, model, forward_only=False)
+    progress.step("optimizer")
     updated, grad_norm, _ = optimizer.step()
+    progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups)
     if updated:
         scheduler.step(increment=1)

@@ -22,6 +22,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
+from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
@@ -36,6 +37,7 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -64,6 +66,7 @@ class Trainer:
     device_memory: DeviceMemory
     profiler: Profiler
     early_exit: EarlyExit
+    watchdog: Watchdog | None = None
     left_early: str | None = None  # the reason, if the run ends before its last update
     teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
@@ -393,7 +396,7 @@ class Trainer:
         if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
             self.save()
         if self.args.save_hf and not self.left_early:
-            with forward.parameters_complete(self.args, self.model):
+            with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
             self.logger.print(f"Hugging Face export: {self.args.save_hf}")
         self.profiler.close()
@@ -401,6 +404,8 @@ class Trainer:
         self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
 
 
