@@ -7,3 +7,8 @@ warnings.filterwarnings("ignore", message="(?i).*(apex|transformer ?engine).*not
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")  # about kernels' order on a GPU
 warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated.*")  # in megatron-core and vLLM
 warnings.filterwarnings("ignore", message="MimoModelConfig is experimental.*")  # megatron-core 0.19, at its import
+
+# megatron-core's: its DDP hooks keep AccumulateGrad nodes, and its optimizer reads .grad of each parameter's copy.
+warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")

@@ -38,6 +38,9 @@ configurations fail at start-up, with the reason. `--help` shows the most common
 derived sizes and the estimated memory and ends, for any number of ranks:
 `WORLD_SIZE=16 python pretrain_grpo.py --dry-run FLAGS`.
 
+`source <(python tools/shell_completion.py bash)`, or `zsh`, makes the shell complete flags, choices and files after
+`pretrain_grpo.py`.
+
 ## Batch arithmetic
 
 Batches count completions. An iteration is one optimizer update.

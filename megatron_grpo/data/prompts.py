@@ -104,14 +104,14 @@ class PromptDataset:
             self._print_first_answer()
         else:
             self._files.held_bytes = size
-            self._numbers, rates = self._check_all()
+            self._numbers, rates = self._check_all(words)
             self.pass_rates = rates if curriculum else None
             self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
             raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path but no prompts: leave it out")
 
-    def _check_all(self) -> tuple[np.ndarray, np.ndarray]:
+    def _check_all(self, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         answers = AnswerCounts()
@@ -130,8 +130,10 @@ class PromptDataset:
             raise self._bad_rows()
         if not numbers:
             raise GrpoError(f"no prompts left: {'; '.join(self.summary())}")
-        for line in filter(None, (*self.summary(), answers.line())):
+        for line in self.summary():
             print_rank_0(line)
+        more = f" and {len(words) - 1} more files" if len(words) > 1 else ""
+        print_rank_0("; ".join(filter(None, (f"{words[0]}{more}: {len(numbers):,} prompts", answers.line()))))
         return np.array(numbers), np.array(rates)
 
     def _print_first_answer(self) -> None:

@@ -318,7 +318,12 @@ RUN = (
     Row("log_completions", "--log-completions", only_if("with report_to", tracked, SWITCH)),
     Row("num_completions_to_print", "--num-completions-to-log"),
     Row("log_unique_prompts", None, None, "completions.jsonl has the prompt of each completion"),
-    Row("log_level", None, None, "metrics and errors are always printed"),
+    Row(
+        "log_level",
+        "--log-level",
+        choice({name: name for name in ("debug", "info", "warning", "error")} | {"critical": "error", "passive": None}),
+        "of libraries; metrics and errors are always printed",
+    ),
     Row("push_to_hub", None, None, "upload {save}/hf_model yourself: hf upload"),
     Row("hub_model_id", None, None, "upload {save}/hf_model yourself: hf upload"),
     Row(

@@ -11,6 +11,12 @@ from megatron_grpo.utils.rules import flag, needs
 
 LOGGING: tuple[FlagRow, ...] = (
     ("--print-arguments", bool, False, "print all arguments at the start, not only the given ones"),
+    (
+        "--log-level",
+        ("debug", "info", "warning", "error"),
+        None,
+        "lowest level of the messages of megatron-core, vLLM and transformers [warning; of vLLM error]",
+    ),
     ("--log-interval", COUNT, 1, "updates between two rows of metrics"),
     ("--log-params-norm", bool, False, "also log the L2 norm of the parameters"),
     ("--include-performance-metrics", bool, False, "also log tokens per second by phase and by device, and TFLOP/s"),

@@ -224,7 +224,8 @@ class MetricsLogger:
         self.interval = []
         if "metrics.jsonl" in self.files:
             self._append("metrics.jsonl", {"iteration": self.iteration} | row)
-        for line in console_lines(self.iteration, self.total, row, self._remaining_seconds(row), _width()):
+        remaining, with_kl = self._remaining_seconds(row), self.args.beta > 0
+        for line in console_lines(self.iteration, self.total, row, remaining, _width(), with_kl):
             self.print(line)
         for tracker in self.trackers:
             tracker.log_row(self.iteration, row)
@@ -298,8 +299,8 @@ def truncate_after(path: Path, iteration: int) -> None:
 _COLUMNS = [
     ("reward", "reward/mean", "7.4f"),
     ("kl", "kl", "8.5f"),
-    ("length", "completion/length_mean", "7.1f"),
-    ("entropy", "entropy", "6.3f"),
+    ("length", "completion/length_mean", "6.1f"),
+    ("entropy", "entropy", "5.3f"),
     ("grad norm", "grad_norm", "7.3f"),
     ("clip", "clip", "6.4f"),
     ("logp diff", "mismatch/mean_abs", "7.1e"),
@@ -309,11 +310,17 @@ _SECONDS = ("rollout", "scoring", "logprobs", "update", "sync")
 
 
 def console_lines(
-    iteration: int, total: int, row: dict[str, float], remaining: float | None = None, width: int | None = None
+    iteration: int,
+    total: int,
+    row: dict[str, float],
+    remaining: float | None = None,
+    width: int | None = None,
+    with_kl: bool = True,
 ) -> list[str]:
     """Return a row as console lines: one of fixed width for training metrics, one for evaluation, if present.
 
-    ``remaining``: seconds until the end of the run. Fields that exceed ``width`` characters are left out [no limit].
+    ``remaining``: seconds until the end of the run. Fields that exceed ``width`` characters are left out [no limit],
+    and the KL to the reference without ``with_kl``.
     """
 
     def cell(value, form):
@@ -321,21 +328,23 @@ def console_lines(
         return f"{'-':>{width}}" if value is None else f"{value:{form}}"
 
     lines = []
-    label = f"iteration {iteration:>{len(str(total))}}/{total}"
-    if any(not name.startswith(("eval/", "time/")) for name in row):
+    position = f"{iteration:>{len(str(total))}}/{total}"
+    if any(not name.startswith(("eval/", "time/", "memory/")) for name in row):  # an evaluation alone has these three
         values = row | ({"clip": row["clip/low"] + row["clip/high"]} if {"clip/low", "clip/high"} <= row.keys() else {})
-        parts = [f"{title} {cell(values.get(name), form)}" for title, name, form in _COLUMNS]
+        columns = [column for column in _COLUMNS if with_kl or column[0] != "kl"]
+        parts = [f"{title} {cell(values.get(name), form)}" for title, name, form in columns]
         parts.append(" ".join(f"{phase} {cell(row.get(f'time/{phase}'), '6.2f')}" for phase in _SECONDS) + " s")
         rate = row.get("perf/tokens_per_second")
         parts.append(f"{'-' if rate is None else format(rate, ',.0f'):>7} tokens/s")
         if "perf/mfu" in row:
             parts.append(f"MFU {row['perf/mfu']:.3f}")
         eta = "-" if remaining is None else str(timedelta(seconds=round(remaining)))
-        lines.append(_fitting(label, f"ETA {eta:>7}", parts, width))
+        lines.append(_fitting(f"iteration {position}", f"ETA {eta:>7}", parts, width))
     evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
     if evaluation:
-        results = [f"{name[5:].replace('_', ' ')} {value:.4f}" for name, value in evaluation.items()]
-        lines.append(_fitting(f"{label} | evaluation", None, results, width))
+        accuracy_first = sorted(evaluation.items(), key=lambda item: not item[0].endswith("_accuracy"))
+        results = [f"{name[5:].replace('_', ' ')} {value:.4f}" for name, value in accuracy_first]
+        lines.append(_fitting(f"evaluation {position}", None, results, width))
     return lines
 
 

@@ -27,7 +27,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +153,20 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
             )
         functions.append(_fill_flags(name, _registry[name].function, flags or {}))
     return functions
+
+
+def check_row(functions: Mapping[str, RewardFunction], sample: Sample) -> None:
+    """Raise GrpoError if a built-in function cannot score the row of ``sample``, whatever the completion is.
+
+    Only built-in functions are called, with an empty completion: those of plug-ins may be slow or have side effects.
+    """
+    for name, function in functions.items():
+        if name not in _BUILTIN:
+            continue
+        try:
+            function(replace(sample, completion=""))
+        except GrpoError as error:
+            raise GrpoError(f'reward "{name}" on {sample.source}: {error}') from error
 
 
 def _fill_flags(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> RewardFunction:

@@ -260,8 +260,8 @@ def print_args(args: Namespace, everything: bool) -> None:
     for dest in ("init_method_std", "embedding_init_method_std"):
         if dest in args.explicit and (args.load_hf or args.load or args.pretrained_checkpoint):
             print(f"note: {flag(dest)} has no effect: the initial weights are loaded")
-    for name in args.repeated:
-        print(f"note: {name} is set more than once: the last value counts")
+    if args.repeated:
+        print(f"note: set more than once, the last value counts: {', '.join(args.repeated)}")
     sys.stdout.flush()
 
 

@@ -79,7 +79,9 @@ class Parser(argparse.ArgumentParser):
         return (
             f"{self._help_on(lambda title, name: name in COMMON)}\n"
             "--help GROUP shows a group of flags, or flags by a part of their name;\n"
-            "--help-all shows all flags. Groups:\n" + textwrap.indent("\n".join(lines), "  ") + "\n"
+            "--help-all shows all flags; tools/shell_completion.py completes them. Groups:\n"
+            + textwrap.indent("\n".join(lines), "  ")
+            + "\n"
         )
 
     def format_group_help(self, wanted: str) -> str:
@@ -150,11 +152,17 @@ def parse_words(parser: Parser, words: Sequence[str]) -> Namespace:
 
 
 def check_flags(argv: Sequence[str]) -> None:
-    """Exit with one line if a flag is unknown or its value is wrong by itself; answer --help.
+    """Exit with one line if a flag is unknown or its value is wrong by itself; answer --help. Else print what is next.
 
     Leaves the check to ``arguments.parse_args`` with --external-plugins, whose losses may add flags, and with another
     megatron-core than the one of ``flags.json``.
     """
+    _check(argv)
+    if os.environ.get("RANK", "0") == "0":
+        print("importing torch and megatron-core", flush=True)
+
+
+def _check(argv: Sequence[str]) -> None:
     words = [hyphens(word) for word in argv]
     table = json.loads(TABLE.read_text())
     plugins = any(word.partition("=")[0] == "--external-plugins" for word in words)

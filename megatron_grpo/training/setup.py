@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.models import forward
+from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
@@ -29,7 +32,7 @@ from megatron_grpo.reference.model_args import check_teacher_tokenizer, referenc
 from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import get_rewards
+from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
@@ -71,8 +74,10 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
+    set_log_level(args.log_level)
     models = reward_models(args)
-    get_rewards([name for name in args.reward_funcs if name not in models], vars(args))
+    names = [name for name in args.reward_funcs if name not in models]
+    functions = dict(zip(names, get_rewards(names, vars(args)), strict=True))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
@@ -82,6 +87,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         check_teacher_tokenizer(args, tokenizer)
     dataset = PromptDataset(args.train_data_path, tokenizer, args)
     valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
+    for prompt in [prompt for data in (dataset, valid) if data for prompt in data.first(1)]:
+        check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
@@ -138,8 +145,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
     progress.step("engine")
+    name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
+    print_rank_0(f"starting the engine: {name}")
+    began = time.monotonic()
     with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
         engine = memory.engine = build_engine(args, model, tokenizer)
+    print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     scorer = None
     progress.step("rewards")
     if engine.is_lead:
@@ -176,6 +187,13 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str, Any]) -> dict[str, Callable]:
+    """Return those of the functions to which --reward-routing sends a row; all without the flag."""
+    routes = reward_routes(args.reward_routing, args.reward_funcs)
+    chosen = routes[row["data_source"]] if routes else functions
+    return {name: function for name, function in functions.items() if name in chosen}
 
 
 def _check_save_directory(args, resume: bool) -> None:

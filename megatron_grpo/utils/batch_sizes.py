@@ -95,7 +95,7 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
     if world_size % (tp * pp * cp):
         raise GrpoError(
             f"world_size ({world_size}) must be divisible by the product of all model parallel sizes ({tp * pp * cp}): "
-            f"TP {tp} x PP {pp} x CP {cp}"
+            f"TP {tp} x PP {pp} x CP {cp}; start more processes (torchrun --nproc-per-node), or lower one of the sizes"
         )
     dp = world_size // (tp * pp * cp)
     micro, budget, group = args.micro_batch_size, args.max_tokens_per_microbatch, args.num_generations

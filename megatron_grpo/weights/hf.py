@@ -57,7 +57,10 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """Return the content of {hf_dir}/config.json; raise GrpoError when the file is missing or not a JSON object."""
-    return read_json_object(Path(hf_dir) / "config.json", f"{hf_dir} is not a Hugging Face model directory")
+    cure = f"{hf_dir} is not a Hugging Face model directory"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(hf_dir)) and not Path(hf_dir).exists():  # a name of the hub
+        cure += f". A run downloads nothing: hf download {hf_dir} --local-dir DIR, then give DIR"
+    return read_json_object(Path(hf_dir) / "config.json", cure)
 
 
 def open_weights(hf_dir: str | Path) -> Safetensors:

@@ -154,7 +154,7 @@ def test_the_run_says_what_it_is(run, model):
 def test_what_is_printed(run):
     output = run[1]
     assert "2 ranks = TP 1 x PP 1 x DP 2" in output
-    assert output.count("| reward ") == 4 and output.count("| evaluation |") == 3
+    assert output.count("| reward ") == 4 and output.count("\nevaluation ") == 3
     assert "done: 4 updates" in output and "Traceback" not in output
 
 

@@ -253,6 +253,16 @@ TOKENIZERS: list[Case] = [
 ]
 
 REWARDS: list[Case] = [
+    (
+        "no answers",
+        lambda b: b.data('{"prompt": "1", "gold": "1"}'),
+        r'^pretrain_grpo.py: error: reward "exact_match" on .*bad\.jsonl:1: the row has no answer to compare with',
+    ),
+    (
+        "no held-out answers",
+        lambda b: ["--val-before-train", "--valid-data-path", *b.data('{"prompt": "1"}')[1:]],
+        r'error: reward "exact_match" on .*bad\.jsonl:1: the row has no answer to compare with',
+    ),
     ("unknown", flags("--reward-funcs exact_macth"), r'"exact_macth" \(did you mean "exact_match"\?\)'),
     (
         "no route",
@@ -292,6 +302,11 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
 
 HUGGING_FACE: list[Case] = [
     ("no directory", flags("--load-hf gone"), r"gone/config\.json .*: gone is not a Hugging Face model directory"),
+    (
+        "name of the hub",
+        flags("--load-hf Qwen/Qwen3-0.6B"),
+        r"0\.6B is not a Hugging Face model directory\. A run downloads nothing: hf download Qwen/Qwen3-0\.6B",
+    ),
     ("no config.json", lambda b: ["--load-hf", str(b.hf("config.json"))], r"hf/config\.json .*: .* not a Hugging Face"),
     ("config.json is not JSON", lambda b: b.hf_file("config.json", "{"), r"hf/config\.json is not valid JSON"),
     (
@@ -440,8 +455,8 @@ FAILING_REWARDS: list[Case] = [
         r"\"accuracy\" on .*bad\.jsonl:\d: .*no mathematical expression in .*'blue': use --reward-funcs exact_match",
     ),
     (
-        "no gold",
-        lambda b: b.resume(*b.data(*['{"prompt": "1", "gold": "1"}'] * 8)),
+        "no gold in a later row",
+        lambda b: b.resume(*b.data('{"prompt": "1", "answer": "1"}', *['{"prompt": "1", "gold": "1"}'] * 7)),
         r'"exact_match" on .*bad\.jsonl:\d: the row has no answer to compare with: .*found prompt, gold',
     ),
 ]

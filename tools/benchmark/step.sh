@@ -5,6 +5,8 @@
 #   NPROC=2 SHAPE=8b bash tools/benchmark/step.sh local runs/8b
 #
 #   SHAPE   0.6b (the default): ten updates of 512 tokens a completion
+#           4b: four updates of 256 completions
+#           30b_a3b: five updates of 128 completions; with --lora-rank on one GPU, with as many as it needs otherwise
 #           8b: three updates of 1,024 tokens a completion, TP 2, with the flags of examples/grpo/qwen3_8b.sh; 107 GiB of disk for
 #           its checkpoint and 150 GiB of host memory
 #   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing.
@@ -21,12 +23,12 @@ python3 tools/make_tiny_model.py --save "$run/tokenizer" --steps 0 --tokenizer b
 python3 tools/data/arithmetic.py --save "$run/data" --digits 3 --pairs 2000 > /dev/null
 
 MODEL_ARGS=(
-    --model-family qwen3 --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm
+    --group-query-attention --kv-channels 128 --qk-layernorm
     --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
     --rotary-base 1000000 --vocab-size 151936 --max-position-embeddings 40960
 )
 ROLLOUT_ARGS=(
-    --num-generations 8 --generation-batch-size 512 --max-prompt-length 32 --ignore-eos
+    --num-generations 8 --max-prompt-length 32 --ignore-eos
     --vllm-max-num-seqs 512 --mismatch-sample-rate 0.1
 )
 GRPO_ARGS=(
@@ -34,11 +36,29 @@ GRPO_ARGS=(
 )
 case ${SHAPE:-0.6b} in
     0.6b) SHAPE_ARGS=(
+        --model-family qwen3 --num-query-groups 8 --generation-batch-size 512
         --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
         --max-completion-length 512 --max-tokens-per-microbatch 16384 --train-iters 10
         --vllm-gpu-memory-utilization 0.3
     ) ;;
+    4b) SHAPE_ARGS=(
+        --model-family qwen3 --num-query-groups 8 --generation-batch-size 256
+        --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+        --max-completion-length 512 --max-tokens-per-microbatch 8192 --train-iters 4
+        --vllm-gpu-memory-utilization 0.4 --sleep-level 2
+        --offload-model --offload-gradients --offload-optimizer --bias-activation-fusion --bias-dropout-fusion
+    ) ;;
+    30b_a3b) SHAPE_ARGS=(
+        --model-family qwen3_moe --num-query-groups 4 --generation-batch-size 128
+        --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
+        --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-router-dtype fp32
+        --untie-embeddings-and-output-weights
+        --max-completion-length 512 --max-tokens-per-microbatch 4096 --train-iters 5
+        --vllm-gpu-memory-utilization 0.6 --sleep-level 2
+        --offload-model --offload-gradients --offload-optimizer
+    ) ;;
     8b) SHAPE_ARGS=(
+        --model-family qwen3 --num-query-groups 8 --generation-batch-size 512
         --num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32
         --untie-embeddings-and-output-weights
         --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer
@@ -46,7 +66,7 @@ case ${SHAPE:-0.6b} in
         --vllm-tensor-parallel-size 2 --vllm-gpu-memory-utilization 0.6 --sleep-level 2
         --offload-model --offload-gradients --offload-optimizer --bias-activation-fusion --bias-dropout-fusion
     ) ;;
-    *) echo "step.sh: SHAPE is 0.6b or 8b, not $SHAPE" >&2; exit 1 ;;
+    *) echo "step.sh: SHAPE is 0.6b, 4b, 8b or 30b_a3b, not $SHAPE" >&2; exit 1 ;;
 esac
 ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$run/data/train.jsonl" --tokenizer-model "$run/tokenizer"
     --save "$run" --no-save-hf "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${SHAPE_ARGS[@]}")

@@ -67,7 +67,7 @@ class ServerPool:
                     if not fault.retryable or time.monotonic() + pause > deadline:
                         raise GrpoError(f"{server.url}: {fault}") from fault
                     if pause == 1.0:
-                        print_rank_0(f"waiting for server {server.url}: {fault}")
+                        print_rank_0(f"waiting up to {self.timeout:g} s for server {server.url}: {fault}")
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, 4.0)
 

@@ -165,7 +165,7 @@ def test_rows_without_answers_are_counted(tmp_path, capsys):
     write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": 1}, {"prompt": "c", "reward_model": {}}])
     assert "answers from answer (1 rows); 2 rows have none\n" in capsys.readouterr().out
     write(tmp_path / "b.jsonl", [{"prompt": "a", "nums": [1], "target": 1}])
-    assert "answers" not in capsys.readouterr().out
+    assert "; answers" not in capsys.readouterr().out
 
 
 def test_streamed_files_name_the_column_of_the_first_row(tmp_path, capsys, monkeypatch):

@@ -24,7 +24,7 @@ from megatron_grpo.rollout.engine import Completion
 
 def make_args(**overrides):
     values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
-    values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False}
+    values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False, "beta": 0.0}
     return argparse.Namespace(**values | {"world_size": 1} | overrides)
 
 
@@ -143,7 +143,7 @@ def test_evaluation_before_training_is_a_row_of_iteration_zero(tmp_path, capsys)
     logger.close()
     assert rows(tmp_path / "metrics.jsonl")[0]["iteration"] == 0
     out = capsys.readouterr().out
-    assert out == "iteration   0/100 | evaluation | greedy reward 0.2500 | greedy accuracy 0.5000\n"
+    assert out == "evaluation   0/100 | greedy accuracy 0.5000 | greedy reward 0.2500\n"
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path):
@@ -213,7 +213,7 @@ def test_console_line_has_a_fixed_width():
     }
     (line,) = console_lines(7, 200, full)
     assert line == (
-        "iteration   7/200 | reward  0.4531 | kl  0.00012 | length    12.3 | entropy  0.532 | grad norm   1.234 | "
+        "iteration   7/200 | reward  0.4531 | kl  0.00012 | length   12.3 | entropy 0.532 | grad norm   1.234 | "
         "clip 0.0012 | logp diff 1.2e-06 | lr 1.00e-06 | rollout   1.25 scoring   1.25 logprobs   1.25 update   1.25 "
         "sync   1.25 s |  12,346 tokens/s | ETA       -"
     )
@@ -223,11 +223,14 @@ def test_console_line_has_a_fixed_width():
     assert line.endswith(" | MFU 0.412 | ETA 3:13:00")
     # A narrow terminal: what comes first, and what fits beside it.
     assert console_lines(7, 200, full, 193 * 60.0, width=80) == [
-        "iteration   7/200 | reward  0.4531 | kl  0.00012 | length    12.3 | ETA 3:13:00"
+        "iteration   7/200 | reward  0.4531 | kl  0.00012 | length   12.3 | ETA 3:13:00"
+    ]
+    assert console_lines(7, 200, full, 193 * 60.0, width=80, with_kl=False) == [
+        "iteration   7/200 | reward  0.4531 | length   12.3 | entropy 0.532 | ETA 3:13:00"
     ]
     scores = {f"eval/pass_at_{2**k}": 0.5 for k in range(10)}
-    (line,) = console_lines(7, 200, scores, width=80)
-    assert line == "iteration   7/200 | evaluation | pass at 1 0.5000 | pass at 2 0.5000"
+    (line,) = console_lines(7, 200, scores | {"time/eval": 1.0, "memory/peak": 2.0}, width=80)
+    assert line == "evaluation   7/200 | pass at 1 0.5000 | pass at 2 0.5000 | pass at 4 0.5000"
 
 
 def test_the_remaining_time_is_that_of_the_last_rows(capsys):

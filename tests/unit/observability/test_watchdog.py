@@ -74,7 +74,7 @@ def test_limits_of_phases():
     limits = phase_limits(validated("--watchdog-timeout 100 --reward-timeout 20"))
     assert (limits[""], limits["update"], limits["save"], limits["start"]) == (100, 100, 600, 600)
     assert (limits["rollout"], limits["scoring"]) == (120, 120)  # a reward may take its own time-out
-    servers = "--rollout-engine vllm --vllm-mode server --vllm-server-base-url http://127.0.0.1:1 --vllm-server-timeout 50"
+    servers = "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1 --vllm-server-timeout 50"
     assert phase_limits(validated(f"--watchdog-timeout 100 {servers}"))["rollout"] == 160
     assert phase_limits(validated('--watchdog-phase-timeouts {"save":7200}'))["save"] == 7200
 

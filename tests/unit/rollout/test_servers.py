@@ -382,7 +382,7 @@ def test_servers_may_still_be_starting(start, monkeypatch):
     monkeypatch.setattr(servers, "print_rank_0", note)
     pool = make_pool([double])
     pool.check()
-    assert len(said) == 1 and said[0].startswith(f"waiting for server {double.url}: ")
+    assert len(said) == 1 and said[0].startswith(f"waiting up to 10 s for server {double.url}: ")
     pool.close()
 
 
