@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
 _host_group: dist.ProcessGroup | None = None
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
@@ -90,7 +90,7 @@ def led_by_rank_0() -> Iterator[None]:
             yield
             outcome = ""
         except GrpoError as error:
-            outcome = f"{type(error).__name__}\n{error}"
+            outcome = described(error)
             raise
         finally:
             store.set(key, outcome)
@@ -99,9 +99,8 @@ def led_by_rank_0() -> Iterator[None]:
     began = time.monotonic()
     while not store.check([key]):  # store.wait has a time-out and prints warnings
         time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
-    kind, _, message = store.get(key).decode().partition("\n")
-    if kind:
-        raise EngineLost(message) if kind == EngineLost.__name__ else GrpoError(message)
+    if outcome := store.get(key).decode():
+        raise rebuilt(outcome)
 
 
 def set_random_seed(seed: int) -> None:

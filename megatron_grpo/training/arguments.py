@@ -34,7 +34,7 @@ from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_fla
 from megatron_grpo.utils.core_names import ACCEPTED
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flag_values import METAVARS, json_object
-from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SHARE, FlagRow, Number
+from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SECONDS, SHARE, FlagRow, Number
 from megatron_grpo.utils.rules import check_value, flag
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
@@ -62,7 +62,13 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
         None,
         "save and end this run after this time, at the end of a rollout's updates",
     ),
-    ("--exit-signal-handler", bool, False, "save and end this run on SIGTERM, at the end of a rollout's updates"),
+    (
+        "--exit-signal-handler",
+        bool,
+        False,
+        "save and end this run on SIGTERM and SIGUSR1, within the rollout or at the end of its updates",
+    ),
+    ("--exit-grace-seconds", SECONDS, 25.0, "seconds from the signal to the end of this run, saved or not"),
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (

@@ -8,8 +8,8 @@ import traceback
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
-from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
+from megatron_grpo.parallel.initialize import host_group, print_rank_0
+from megatron_grpo.utils.errors import GrpoError, Preempted, prints_for_host, record_for_torchrun
 
 
 def run(main) -> None:
@@ -23,6 +23,8 @@ def run(main) -> None:
     code = 0
     try:
         main()
+    except Preempted as error:
+        print_rank_0(f"left the rollout: {error}")
     except GrpoError as error:
         code, raised = 1, time.time()
         if _prints_error(after_rank_0=True):

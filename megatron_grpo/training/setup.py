@@ -43,11 +43,11 @@ from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import check_warmup, validate_args
-from megatron_grpo.utils import progress
+from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
@@ -63,6 +63,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _resume_own_launch(args)
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
     validate_args(args, world_size)
@@ -160,6 +161,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     if args.save and dist.get_rank() == 0:
         write_run_record(args, iteration)
+        unmark(args.save)
     return Trainer(
         args=args,
         model=model,
@@ -181,7 +183,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         watchdog=watchdog,
-        early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
+        early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save),
         iteration=iteration,
         first_iteration=iteration,
         rollouts=position.get("rollouts", 0),
@@ -194,6 +196,18 @@ def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str,
     routes = reward_routes(args.reward_routing, args.reward_funcs)
     chosen = routes[row["data_source"]] if routes else functions
     return {name: function for name, function in functions.items() if name in chosen}
+
+
+def _resume_own_launch(args) -> None:
+    """Set --load to --save if an earlier attempt of this launch has saved there: torchrun has started the run again."""
+    if not args.save or not launch.wrote(args.save) or checkpoint.latest_iteration(args.save) is None:
+        return
+    if args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.finetune:
+        return
+    print_rank_0(f"this launch has saved in --save {args.save} before: the run goes on from there")
+    if args.finetune:  # of the first attempt; a reference model still needs its weights
+        args.pretrained_checkpoint = args.load
+    args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.save, False, False, False
 
 
 def _check_save_directory(args, resume: bool) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
@@ -30,7 +31,7 @@ from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
@@ -38,7 +39,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
@@ -130,6 +131,12 @@ class Trainer:
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
+        show = self.logger.rollout_progress(self.engine.num_replicas)
+
+        def after_step(completions: Sequence[Completion], under_way: int) -> None:
+            show(completions, under_way)
+            self.early_exit.check_rollout(self.engine)
+
         batch, self.reward_failures = collect_rollout(
             self.engine,
             plan,
@@ -137,7 +144,7 @@ class Trainer:
             self.tokenizer,
             self.timers,
             capacity,
-            self.logger.rollout_progress(self.engine.num_replicas),
+            after_step,
         )
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
@@ -252,7 +259,8 @@ class Trainer:
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
                 able = False
-        lost = EngineLost(f"{str(error).rstrip('.')}. {self._try_save(able, position)}")
+        able &= not isinstance(error, Preempted) or self.early_exit.save_fits()
+        lost = type(error)(f"{str(error).rstrip('.')}. {self._try_save(able, position)}")
         lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
         raise lost from error
 
@@ -372,6 +380,7 @@ class Trainer:
         """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
         self.logger.flush()
         position = position or self._position()
+        began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             # With these files a checkpoint can be resumed and exported without the original model directory.
             if dist.get_rank() == 0:
@@ -387,6 +396,7 @@ class Trainer:
                 extra_state=position,
                 save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
             )
+        self.early_exit.save_seconds = time.monotonic() - began
 
     def finish(self) -> None:
         """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
@@ -394,7 +404,10 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited.
         """
         if self.args.save and checkpoint.latest_iteration(self.args.save) != self.iteration:
-            self.save()
+            if all_ranks_agree(self.early_exit.save_fits()):
+                self.save()
+            else:
+                self.logger.print(f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}")
         if self.args.save_hf and not self.left_early:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)

@@ -82,6 +82,7 @@ def _check_evaluation(args: Namespace) -> None:
 def _check_ends(args: Namespace) -> None:
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         needs(args, dest, "save", "without it the run's updates would be lost")
+    needs(args, "exit_grace_seconds", "exit_signal_handler", "without it a signal ends the run at once")
 
 
 def _check_weight_decay(args: Namespace) -> None:
