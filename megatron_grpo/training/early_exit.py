@@ -41,6 +41,7 @@ class EarlyExit:
         self._deadline = 0.0  # of this rank, once it has a signal
         self._on_signal = on_signal
         self._steps, self._last_step = 0, sys.maxsize  # of the engine, in all rollouts
+        self._next_look = 0.0  # at other ranks' signals
         self.save_seconds = 0.0  # of the last save
         if on_signal:
             # Python runs handlers on the main thread, which may be in a collective: this thread reads the signals.
@@ -66,8 +67,7 @@ class EarlyExit:
     def _note(self, number: signal.Signals) -> None:
         self._deadline = time.monotonic() + self.grace
         self._signal = number
-        if self.save and int(os.environ.get("RANK", "0")) == 0:
-            mark(self.save, number.name)
+        self.mark(number.name)
 
     def reason(self) -> str | None:
         """Return the reason to end the run now, or None; equal on all ranks. Collective."""
@@ -77,11 +77,12 @@ class EarlyExit:
         votes = torch.tensor([self._signal or 0, late], dtype=torch.int32)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=host_group())
         if votes[0]:
+            self.mark(signal.Signals(int(votes[0])).name)
             return in_words(signal.Signals(int(votes[0])))
         return "--exit-duration-in-mins is over" if votes[1] else None
 
     def check_rollout(self, engine: Engine) -> None:
-        """Raise Preempted if a signal ends this rollout; call this after every step of the engine.
+        """Raise Preempted if a signal of any rank ends this rollout; call this after every step of the engine.
 
         All ranks of a replica raise after the same step: its lead rank announces the number of the step in the store,
         before the others can have passed it.
@@ -89,17 +90,33 @@ class EarlyExit:
         if not self._on_signal or engine.replica is None:
             return
         self._steps += 1
-        if dist.get_world_size() == engine.num_replicas:
-            self._last_step = 0 if self._signal else sys.maxsize
-        elif self._last_step == sys.maxsize:
-            store, key = dist.distributed_c10d._get_default_store(), f"megatron_grpo/leave/{engine.replica}"
-            if engine.is_lead and self._signal:
-                self._last_step = self._steps + STEPS_AHEAD
-                store.set(key, f"{self._last_step}")
-            elif not engine.is_lead and store.check([key]):
-                self._last_step = int(store.get(key))
+        store = dist.distributed_c10d._get_default_store()
+        own = f"megatron_grpo/leave/{engine.replica}"
+        if self._last_step < sys.maxsize:
+            pass
+        elif not engine.is_lead:
+            if store.check([own]):
+                self._last_step = int(store.get(own))
+        elif self._any_signal(store):
+            alone = dist.get_world_size() == engine.num_replicas
+            self._last_step = self._steps + (0 if alone else STEPS_AHEAD)
+            store.set(own, str(self._last_step))
         if self._steps >= self._last_step:
             raise Preempted(in_words(self._signal or signal.SIGTERM))
+
+    def _any_signal(self, store: dist.Store) -> bool:
+        """Return whether this rank has a signal, or another one has told so; the store is read once a second."""
+        if self._signal is None and time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + 1.0
+        if self._signal is not None:
+            store.set("megatron_grpo/leave", "")
+        return self._signal is not None or store.check(["megatron_grpo/leave"])
+
+    def mark(self, reason: str) -> None:
+        """Write the file that tells a launch script to start the run again; on rank 0 only."""
+        if self.save and int(os.environ.get("RANK", "0")) == 0:
+            Path(self.save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
 
     def save_fits(self) -> bool:
         """Return whether this rank expects a save to end within the grace: the last one is the measure."""
@@ -111,11 +128,6 @@ def in_words(number: signal.Signals) -> str:
     return f"{number.name} (--exit-signal-handler)"
 
 
-def mark(save: str | Path, reason: str) -> None:
-    """Write the file that tells a launch script to start the run again."""
-    Path(save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
-
-
 def unmark(save: str | Path) -> None:
-    """Delete the file of an earlier preemption."""
+    """Delete the file of a preemption."""
     Path(save, MARKER).unlink(missing_ok=True)

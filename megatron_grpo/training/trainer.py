@@ -36,7 +36,7 @@ from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampl
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
@@ -259,7 +259,9 @@ class Trainer:
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
                 able = False
-        able &= not isinstance(error, Preempted) or self.early_exit.save_fits()
+        if isinstance(error, Preempted):
+            self.early_exit.mark(str(error))
+            able &= self.early_exit.save_fits()
         lost = type(error)(f"{str(error).rstrip('.')}. {self._try_save(able, position)}")
         lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
         raise lost from error
@@ -419,6 +421,8 @@ class Trainer:
             self.scorer.close()
         if self.watchdog is not None:
             self.watchdog.close()
+        if self.args.save and not self.left_early and dist.get_rank() == 0:
+            unmark(self.args.save)
         print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
 
 

@@ -22,7 +22,7 @@ def digits(sample: Sample) -> float:
 FLAGS = """--transformer-impl local --rollout-engine megatron --num-generations 4 --lr 2e-4 --max-prompt-length 16
     --max-completion-length 6 --ignore-eos --train-iters 4 --save-interval 2 --micro-batch-size 4 --beta 0
     --reward-funcs digits --no-save-hf --log-interval 1""".split()
-WORKER = "tests/distributed/hanging_worker.py"
+WORKER = "tests/distributed/disturbed_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_rank_that_keeps_pythons_lock_writes_its_stack(flags, tmp_path):
     run = run_torchrun(2, WORKER, 0, "locked", *words, check=False)
     assert run.returncode in (1, -9)
     assert re.search(r"rank 0 \(host \S+, process \d+: S \(sleeping\)\) has been in 'update: backward'", run.stdout)
-    assert re.search(r"File .*/hanging_worker\.py\", line \d+ in hanging_step", stacks(tmp_path)["rank0.txt"])
+    assert re.search(r"File .*/disturbed_worker\.py\", line \d+ in disturbed_step", stacks(tmp_path)["rank0.txt"])
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_an_engine_that_hangs(flags, tmp_path):
     run = run_torchrun(2, WORKER, 1, "engine", *words, check=False)
     assert run.returncode == 1
     assert re.search(
-        r"rank 1 \(host \S+\) has been in 'rollout' for \d+ s, at \S+hanging_worker\.py:\d+ \(hanging_poll\); "
+        r"rank 1 \(host \S+\) has been in 'rollout' for \d+ s, at \S+disturbed_worker\.py:\d+ \(disturbed_poll\); "
         r"the others wait in '(scoring|rollout)' \(rank 0\).*There is no checkpoint: start the run again",
         run.stdout,
     ), run.stdout
