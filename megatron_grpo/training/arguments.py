@@ -68,6 +68,19 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
         False,
         "save and end this run on SIGTERM and SIGUSR1, within the rollout or at the end of its updates",
     ),
+    (
+        "--on-bad-update",
+        ("stop", "skip", "restore"),
+        "stop",
+        "on a loss or gradient norm that is not finite or spikes: end the run, leave out the update, or also load the "
+        "newest checkpoint again",
+    ),
+    (
+        "--bad-update-factor",
+        Number(float, 1, 1e9, above=True),
+        None,
+        "a spike: a gradient norm or loss above so many times the median of the last 100 updates [no spike is bad]",
+    ),
     ("--exit-grace-seconds", SECONDS, 25.0, "seconds from the signal to the end of this run, saved or not"),
 )
 

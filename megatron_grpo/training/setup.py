@@ -42,6 +42,7 @@ from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.offload import Offloader
@@ -143,6 +144,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if position:
         sampler.load_state_dict(position["sampler"])
 
+    bad_updates = BadUpdates(args.on_bad_update, args.bad_update_factor, args.save)
+    bad_updates.load_state_dict(position.get("bad_updates", {}))
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
     progress.step("engine")
@@ -183,6 +186,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         watchdog=watchdog,
+        bad_updates=bad_updates,
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save),
         iteration=iteration,
         first_iteration=iteration,

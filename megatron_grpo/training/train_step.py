@@ -21,6 +21,7 @@ from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
@@ -76,24 +77,31 @@ def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
 
 
 def train_step(
-    forward_step: Callable, packs: Sequence[Pack], model: Model, optimizer, scheduler: OptimizerParamScheduler
+    forward_step: Callable,
+    packs: Sequence[Pack],
+    model: Model,
+    optimizer,
+    scheduler: OptimizerParamScheduler,
+    bad_updates: BadUpdates,
 ) -> dict[str, float]:
     """Run one optimizer update over this rank's ``packs``, through megatron-core's pipeline schedule.
 
     Returns the metrics of the whole global batch, equal on every rank: metrics of the loss
     (`loss_metrics.update_metrics`), gradient norm, learning rate and, for a mixture of experts, load-balancing loss.
+    ``bad_updates`` keeps the optimizer from a bad step.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(forward_step, packs, model, forward_only=False)
+    metrics = update_metrics(_combine_reports(reports))
     progress.step("optimizer")
-    updated, grad_norm, _ = optimizer.step()
+    updated, grad_norm = bad_updates.step(optimizer, metrics["loss"])
     progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups)
     if updated:
         scheduler.step(increment=1)
-    metrics = update_metrics(_combine_reports(reports)) | {"grad_norm": float(grad_norm or 0.0), "lr": learning_rate}
+    metrics |= {"grad_norm": grad_norm, "lr": learning_rate, "update/skipped": float(bad_updates.problem is not None)}
     balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
     return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
 

@@ -1,5 +1,6 @@
 """The parts of a run (model, engine, data, rewards, logs) and its position."""
 
+import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.offload import Offloader
@@ -68,6 +70,7 @@ class Trainer:
     profiler: Profiler
     early_exit: EarlyExit
     watchdog: Watchdog | None = None
+    bad_updates: BadUpdates = field(default_factory=lambda: BadUpdates("stop", None, None))
     left_early: str | None = None  # the reason, if the run ends before its last update
     teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
@@ -328,9 +331,21 @@ class Trainer:
         return row | self.sampling_metrics | self.memory
 
     def advance(self, metrics: dict[str, float]) -> None:
-        """Count one finished update and its tokens."""
+        """Count one finished update and its tokens; after the last one of a rollout, restore what --on-bad-update says."""
         self.iteration += 1
         self.tokens += metrics["tokens/update"]
+        if self.bad_updates.restore_due and self.due(self.args.updates_per_rollout):
+            self._restore()
+
+    def _restore(self) -> None:
+        """Set the model and the optimizer to the newest checkpoint of --save; the run goes on with the next prompts."""
+        source = argparse.Namespace(
+            **vars(self.args) | {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
+        )
+        with self.timers("save"), forward.parameters_complete(self.args, self.model):
+            iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
+        self.bad_updates.restore_due = False
+        self.logger.print(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log the metrics of one update (or of an evaluation before the first) with the seconds of each phase."""
@@ -376,7 +391,12 @@ class Trainer:
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
     def _position(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
+        return {
+            "sampler": self.sampler.state_dict(),
+            "rollouts": self.rollouts,
+            "tokens": self.tokens,
+            "bad_updates": self.bad_updates.state_dict(),
+        }
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""

@@ -82,6 +82,10 @@ def _check_evaluation(args: Namespace) -> None:
 def _check_ends(args: Namespace) -> None:
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         needs(args, dest, "save", "without it the run's updates would be lost")
+    if args.on_bad_update == "restore" and not (args.save and args.save_interval):
+        raise GrpoError("--on-bad-update restore needs --save and --save-interval: it loads the newest checkpoint")
+    if args.on_bad_update == "restore" and args.sync_ref_model:
+        raise GrpoError("--on-bad-update restore does not restore the reference model of --sync-ref-model: give skip")
     needs(args, "exit_grace_seconds", "exit_signal_handler", "without it a signal ends the run at once")
 
 
