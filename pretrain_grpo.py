@@ -20,8 +20,10 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_grpo.training.command_line import check_flags
+from megatron_grpo.utils.process_tree import end_with_launcher
 
 if __name__ == "__main__":
+    end_with_launcher()
     check_flags(sys.argv[1:])  # a wrong flag ends the run here: the imports below take ten seconds
 
 import numpy as np

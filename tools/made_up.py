@@ -20,6 +20,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import set_random_seed
@@ -132,6 +133,10 @@ def trainer(args) -> SimpleNamespace:
         hf.load_hf(model, args, args.load_hf)
     else:
         fill(model, args)
+    if args.lora_rank:
+        attach(args, model)
+        for adapter in adapters(model):  # B is not zero, so that both matrices have a gradient
+            adapter.initialize(weight)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
 

@@ -2,11 +2,11 @@
 
     python tools/soak.py runs/soak --updates 2000 [-- FLAGS OF pretrain_grpo.py]
 
-A tiny model learns one-digit arithmetic on two ranks, with evaluations, saves, resampled groups, a reference model, and a
-second reward function that raises an error now and then. Every --every updates the tool prints for each process of the
-run: anonymous memory (MiB, what the process has allocated), open descriptors and threads. At the end it prints the
-growth of each over the second half of the run, by a straight line. The exit code is 1 if a process grows by more than
---limit KiB an update, or by a descriptor or a thread in 100 updates.
+A tiny model learns one-digit arithmetic on two ranks, with evaluations, saves, resampled groups, a reference model,
+and a second reward function that raises an error now and then. Every --every updates the tool prints for each process
+of the run: anonymous memory (MiB, what the process has allocated), open descriptors and threads. At the end it prints
+the growth of each over the second half of the run, by a straight line. The exit code is 1 if a process grows by more
+than --limit KiB an update, or by a descriptor or a thread in 100 updates.
 
 Flags after `--` come last, such as `--rollout-engine megatron`.
 """
@@ -34,9 +34,9 @@ def sometimes(sample: Sample) -> float:
         raise ValueError("this reward fails now and then")
     return 0.0
 """
-FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 64 --micro-batch-size 16 --lr 1e-4 --beta 0.02
-    --max-prompt-length 6 --max-completion-length 4 --reward-funcs exact_match sometimes --vllm-enforce-eager
-    --dynamic-sample --save-interval 50 --max-checkpoints-to-keep 2 --eval-interval 50 --no-save-hf"""
+FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 64 --micro-batch-size 16 --lr 1e-4
+    --beta 0.02 --max-prompt-length 6 --max-completion-length 4 --reward-funcs exact_match sometimes
+    --vllm-enforce-eager --dynamic-sample --save-interval 50 --max-checkpoints-to-keep 2 --eval-interval 50 --no-save-hf"""
 KINDS = ("MiB", "descriptors", "threads")
 
 

@@ -18,7 +18,12 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
     ("--max-checkpoints-to-keep", COUNT, None, "number of checkpoints to keep; older ones are deleted [all]"),
     ("--pretrained-checkpoint", PATH, None, "directory of a Megatron checkpoint to load the initial weights from"),
     ("--load-hf", PATH, None, "Hugging Face model directory to load initial weights, architecture and tokenizer from"),
-    ("--save-hf", PATH, None, "directory of the Hugging Face export at the end of the run [{save}/hf_model]"),
+    (
+        "--save-hf",
+        PATH,
+        None,
+        "directory of the Hugging Face export at the end of the run [{save}/hf_model; none with --lora-rank]",
+    ),
     ("--no-save-hf", bool, False, "do not export to Hugging Face format at the end of the run"),
     ("--finetune", bool, False, "load only the weights of --load, and start at update 0"),
     ("--use-checkpoint-args", bool, False, "read the model's architecture from the checkpoint"),
@@ -42,5 +47,5 @@ def check_checkpoints(args: Namespace) -> None:
             "--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint with stored arguments"
         )
     excludes(args, "save_hf", "no_save_hf", "one enables the export, the other disables it")
-    if args.save and not args.save_hf and not args.no_save_hf:
+    if args.save and not args.save_hf and not args.no_save_hf and not args.lora_rank:  # the export is the adapter
         args.save_hf = f"{args.save}/hf_model"

@@ -154,6 +154,11 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
     """Load the weights from the directory of a single checkpoint (``iter_*``, or one of save_weights). Collective."""
     common = _common_state(checkpoint)
     _check_architecture(checkpoint, model_chunks)
+    if _stored_args(checkpoint).get("lora_rank") and not hasattr(unwrap_model(model_chunks)[0], "lora"):
+        raise GrpoError(
+            f"checkpoint {checkpoint} holds an adapter only, not the weights below it: resume its run with --load, or "
+            "merge it with tools/checkpoint/convert.py --merge-lora"
+        )
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), common, checkpoint))
 
@@ -276,10 +281,14 @@ def _stored_keys(directory: Path) -> set[str]:
     return {item.key for item in load_sharded_metadata(str(directory)).values()}
 
 
+def _stored_args(directory: Path) -> dict:
+    file = directory / checkpoint_directory.ARGS
+    return read_json_object(file) if file.exists() else {}
+
+
 def _check_architecture(directory: Path, model_chunks) -> None:
     """Compare the stored arguments with the built model; a checkpoint written by Megatron-LM has no args.json."""
-    file = directory / checkpoint_directory.ARGS
-    stored = read_json_object(file) if file.exists() else {}
+    stored = _stored_args(directory)
     model = unwrap_model(model_chunks)[0]
     fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
     built = {name: getattr(model.config, field, None) for name, field in fields.items()}
@@ -316,10 +325,21 @@ def _with_group(metadata: dict) -> dict:
 
 
 def _model_state(model_chunks, metadata: dict) -> dict:
-    """Return the model's sharded state under Megatron-LM's keys: ``model``, or ``model0``, ... for virtual stages."""
+    """Return the model's sharded state under Megatron-LM's keys: ``model``, or ``model0``, ... for virtual stages.
+
+    Of a model with adapters only what is trained.
+    """
     names = ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
     chunks = unwrap_model(model_chunks)
-    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    return {name: _chunk_state(chunk, metadata) for name, chunk in zip(names, chunks, strict=True)}
+
+
+def _chunk_state(chunk, metadata: dict) -> dict:
+    state = chunk.sharded_state_dict(metadata=metadata)
+    if not hasattr(chunk, "lora"):
+        return state
+    trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    return {name: entry for name, entry in state.items() if name in trained}
 
 
 def _set_model_state(model_chunks, state: dict) -> None:

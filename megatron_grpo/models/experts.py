@@ -198,7 +198,7 @@ class GroupedLinear(torch.nn.Module):
         self, x: torch.Tensor, ends: torch.Tensor, idle: torch.Tensor, probs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x W_e^T + b_e, ``[t, out]``, or x W_e^T + p b_e with probabilities p ``[t, 1]`` (`_GroupedMatmul`)."""
-        product = _GroupedMatmul.apply(x, self.weight, ends, idle)
+        product = grouped_matmul(x, self.weight, ends, idle)
         if self.bias is None:
             return product
         # The bias of each token is selected by a matrix product, because its gradient is then summed in float32.
@@ -215,11 +215,16 @@ def _parameter(config: TransformerConfig, shape: tuple, partition_dim: int, stri
     return stack
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """y = x W_e^T for the tokens of each expert: x is ``[t, in]``, W ``[E, out, in]``.
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, idle: torch.Tensor) -> torch.Tensor:
+    """Return x W_e^T, ``[t, out]``, for the tokens of each expert: x is ``[t, in]``, W ``[E, out, in]``.
 
     ``ends`` int32 ``[E]`` holds the end of each expert's tokens, ``idle`` the indices of experts without tokens.
     """
+    return _GroupedMatmul.apply(x, weight, ends, idle)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """`grouped_matmul`."""
 
     @staticmethod
     def forward(ctx, x, weight, ends, idle):

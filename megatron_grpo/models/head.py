@@ -111,7 +111,8 @@ class _LogProbs(torch.autograd.Function):
         grad_chosen = zeros if grad_chosen is None else grad_chosen
         grad_entropy = zeros if grad_entropy is None else grad_entropy
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        trained = ctx.needs_input_grad[1]  # not with adapters, which freeze the output layer
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for part in _chunks(len(labels), chunk):
             known, upstream = (log_z[part], entropy[part]), (grad_chosen[part], grad_entropy[part])
             if kept is None:
@@ -124,8 +125,9 @@ class _LogProbs(torch.autograd.Function):
                 grad = values.new_zeros(len(values), len(weight)).scatter_add_(1, columns, values.where(mine, 0))
                 grad = grad[:, :rows]
             grad_hidden[part] = grad @ weight[:rows]
-            grad_weight[:rows] += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
+            if grad_weight is not None:
+                grad_weight[:rows] += grad.T @ hidden[part]
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 
 def _kept_logits(hidden, weight, columns, rows: int):

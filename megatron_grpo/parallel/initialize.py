@@ -49,8 +49,8 @@ def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` for torchrun's store; {} where torch makes a store of its own.
 
     torchrun keeps one store over all attempts of --max-restarts, so a rank would find the addresses of ranks that have
-    ended. All ranks of this attempt therefore agree on a prefix. torchrun gives them no common number: after the loss of
-    a node, its agents count different restarts.
+    ended. All ranks of this attempt therefore agree on a prefix. torchrun gives them no common number: after the loss
+    of a node, its agents count different restarts.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}

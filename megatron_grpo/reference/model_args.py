@@ -94,7 +94,7 @@ def _without_training(args: Namespace) -> Namespace:
     """Return a copy of the arguments for a model without training and without router replay."""
     own = copy.copy(args)
     own.explicit, own.router_replay_mode, own.overlap_param_gather = frozenset(), "disabled", False
-    own.mtp_loss_scaling_factor, own.perform_initialization = 0.0, False
+    own.mtp_loss_scaling_factor, own.perform_initialization, own.lora_rank = 0.0, False, None
     return own
 
 

@@ -2,7 +2,8 @@
 
 A reference with the policy's parallel configuration is a second set of weights for the policy's modules
 (``SwappedReference``). A reference with another one, and a teacher, are second models with process groups of their own
-on the same ranks (``ReferenceModel``). Both store their weights in host memory between passes, and both can follow the
+on the same ranks (``ReferenceModel``). The reference of a policy with adapters is the policy without them
+(``BaseReference``). The first two store their weights in host memory between passes, and can follow the
 policy by an EMA update (TR-DPO, arXiv:2404.09656).
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.lora.attach import switched_off
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.cpu_backend import device
@@ -145,8 +147,30 @@ class SwappedReference:
         present.copy_to(policy)
 
 
+class BaseReference:
+    """Reference of a policy with adapters: the same model with its adapters switched off."""
+
+    updated = False
+
+    def __init__(self, args: Namespace):
+        self.args = args
+
+    @contextlib.contextmanager
+    def ready(self, policy: forward.Model) -> Iterator[Namespace]:
+        """Context in which the adapters are switched off."""
+        with forward.parameters_complete(self.args, policy), switched_off(policy):
+            yield Namespace(args=self.args, model=policy)
+
+    def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
+        """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
+        return _log_probs(self, batch, policy, forward_step)
+
+
 def _log_probs(
-    reference: ReferenceModel | SwappedReference, batch: RolloutBatch, policy: forward.Model, forward_step: Callable
+    reference: ReferenceModel | SwappedReference | BaseReference,
+    batch: RolloutBatch,
+    policy: forward.Model,
+    forward_step: Callable,
 ) -> np.ndarray:
     with reference.ready(policy) as ready:  # routes by itself, not by the policy's experts
         return forward.log_probs(ready.args, ready.model, forward_step, replace(batch, routed_experts=None))

@@ -33,6 +33,7 @@ REWARD_MODEL_TIMEOUTS = (
     3  # time limit of a call to a reward model with all its retries, in units of --reward-model-timeout
 )
 _MAX_REPORT = 2**26  # bytes of a report
+_SECONDS_TO_END = 10.0  # for a worker and its descendants
 _MAX_TIMEOUTS = 4  # a function with so many time-outs and no value ends the run
 
 
@@ -259,7 +260,7 @@ class RewardPool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # one signal ends the process and its children; Ctrl-C reaches only the trainer
+            start_new_session=True,  # Ctrl-C reaches only the trainer
         )
         worker = _Worker(process, kind)
         with contextlib.suppress(BrokenPipeError):  # _read detects a dead process
@@ -401,9 +402,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End a worker and all its descendants: its supervisor does it (``process_tree.supervise``)."""
+    process.terminate()
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:  # it is stopped, or outside Linux a function hangs
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     for stream in (process.stdin, process.stdout):
         with contextlib.suppress(BrokenPipeError):
             stream.close()  # type: ignore[union-attr]
@@ -411,5 +417,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _kill_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() == owner:  # a forked child has a copy of the pool, but not its processes
+        for worker in workers:
+            worker.process.terminate()  # all at once
         for worker in workers:
             _kill(worker.process)

@@ -7,13 +7,11 @@ the sample for group-wise functions. Each call is reported when it is done: [sam
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
 import math
 import os
 import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, is_group_wise, load_plugins
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.process_tree import supervise
 
 _FLOAT32_MAX = 3.4028234e38
 Report = Callable[[list[Any]], None]
@@ -47,7 +46,12 @@ def main() -> None:
 
 
 def begin() -> tuple[BinaryIO, Report]:
-    """Return the stream of tasks and the function that sends a report; this process then ends with its parent."""
+    """Return the stream of tasks and the function that sends a report.
+
+    It returns in a child of this process, which ends with its parent, and with it all that reward functions have
+    started.
+    """
+    supervise()
     tasks, reports = _detach_streams()
     process = os.getpid()
 
@@ -57,9 +61,6 @@ def begin() -> tuple[BinaryIO, Report]:
         reports.write(json.dumps(line).encode() + b"\n")
         reports.flush()
 
-    if sys.platform == "linux":
-        # A function that hangs never reads the end of stdin: PR_SET_PDEATHSIG kills this process with its parent.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     return tasks, report
 
 

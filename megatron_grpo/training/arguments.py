@@ -20,6 +20,7 @@ from megatron_grpo.algorithm.registry import ADVANTAGES, LOSSES, Flag
 from megatron_grpo.checkpointing.arguments import CHECKPOINTS
 from megatron_grpo.data.arguments import CURRICULUM, DATA
 from megatron_grpo.estimate.arguments import DRY_RUN
+from megatron_grpo.lora.arguments import ADAPTER_FILES, LORA
 from megatron_grpo.models.arguments import MODEL
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS, WATCHDOG
@@ -130,6 +131,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "algorithm": LOSS,
     "advantages and KL": ADVANTAGE,
     "reference and teacher": REFERENCE_AND_TEACHER,
+    "low-rank adapters": (*LORA, *ADAPTER_FILES),
     "learning rate": LEARNING_RATE,
     "checkpoints": CHECKPOINTS,
     "evaluation": EVALUATION,
@@ -148,6 +150,7 @@ DERIVED = (
     "world_size",
     "data_parallel_size",
     "updates_per_rollout",
+    "lora_base",
 )
 
 

@@ -4,12 +4,21 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group, print_rank_0
 from megatron_grpo.utils.errors import GrpoError, Preempted, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.process_tree import end_with_launcher
+
+_last_steps: list[Callable[[], None]] = []
+
+
+def before_exit(step: Callable[[], None]) -> None:
+    """Have `run` call ``step`` just before the process ends, after an error too; it must neither hang nor raise."""
+    _last_steps.append(step)
 
 
 def run(main) -> None:
@@ -20,6 +29,7 @@ def run(main) -> None:
     exits at once. torchrun ends the ranks that wait for this rank in a collective, or they fail because the connection
     is closed; they print nothing. The printed message is the root cause in torchrun's report.
     """
+    end_with_launcher()
     code = 0
     try:
         main()
@@ -53,6 +63,8 @@ def run(main) -> None:
     if code == 0 and dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()
+    for step in _last_steps:
+        step()
     # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block sys.exit.
     os._exit(code)
 

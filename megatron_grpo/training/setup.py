@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
+from megatron_grpo.lora import base
+from megatron_grpo.lora.attach import attach
+from megatron_grpo.lora.files import load_adapter, merge_config
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
@@ -29,7 +33,7 @@ from megatron_grpo.parallel.initialize import initialize_distributed, print_rank
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
-from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
+from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
@@ -45,6 +49,7 @@ from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
+from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import check_warmup, validate_args
@@ -105,11 +110,15 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if torch.cuda.is_available():
         check_host_memory(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
+    lock = _lock_save_directory(args, resume)
+
     progress.step("process groups")
     initialize_distributed(args)
     watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
     set_random_seed(args.seed)
     print_rank_0(banner(args))
+    if lock is not None and lock.taken_over:
+        print_rank_0(lock.taken_over)
     if dist.get_rank() == 0:
         print_args(args, everything=args.print_arguments)
     for line in batch_arithmetic(args, world_size).lines():
@@ -188,6 +197,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         watchdog=watchdog,
         bad_updates=bad_updates,
         early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save),
+        save_lock=lock,
         iteration=iteration,
         first_iteration=iteration,
         rollouts=position.get("rollouts", 0),
@@ -224,6 +234,16 @@ def _check_save_directory(args, resume: bool) -> None:
         )
 
 
+def _lock_save_directory(args, resume: bool) -> RunLock | None:
+    """Return rank 0's lock on --save until the end of this process; GrpoError if another run writes there."""
+    if not args.save or os.environ.get("RANK", "0") != "0":
+        return None
+    lock = RunLock(args.save)
+    before_exit(lock.release)
+    _check_save_directory(args, resume)  # again: a run that has just ended may have written its first checkpoint
+    return lock
+
+
 def _check_position(args) -> None:
     """Raise GrpoError if the checkpoint is not at the start of a rollout.
 
@@ -249,6 +269,7 @@ def _check_destinations(args) -> None:
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,
         "--save-hf": export and export.parent,
+        "--save-adapter": args.save_adapter,
         "--tensorboard-dir": args.tensorboard_dir,
         "--wandb-save-dir": args.wandb_save_dir,
         "--swanlab-save-dir": args.swanlab_save_dir,
@@ -267,7 +288,14 @@ def _check_destinations(args) -> None:
 
 
 def _merge_architecture(args, resume: bool) -> None:
-    """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ."""
+    """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ.
+
+    Also set the shape of an adapter, and the base of a resumed one.
+    """
+    if resume:
+        base.merge_stored(args, checkpoint.read_checkpoint_args(args.load))
+    elif args.load_adapter:
+        merge_config(args, args.load_adapter)
     source = args.load if resume or args.finetune else args.pretrained_checkpoint
     if source and (resume or args.use_checkpoint_args):
         merge_architecture(args, checkpoint.read_checkpoint_args(source), f"the checkpoint {source}")
@@ -286,17 +314,30 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
     own_origin = args.ref_load or args.ref_load_hf or updated
-    # A resume loads the policy's weights; the initial weights are then needed only for the reference model.
-    if not resume or (ref_args is not None and not own_origin):
+    # A resume loads the policy's weights; the initial weights are then needed only for the reference model, or as the
+    # base of the adapter that it loads.
+    if not resume or args.lora_rank or (ref_args is not None and not own_origin):
         if start:
             checkpoint.load_weights(start, model)
         elif args.load_hf:
             hf.load_hf(model, args, args.load_hf)
         elif resume:
-            raise GrpoError(
-                "resuming with --beta > 0 needs the weights that the run started from, as its reference: give the same "
-                "--pretrained-checkpoint or --load-hf as before, or --ref-load"
+            what = (
+                "--lora-rank needs the weights that the run started from"
+                if args.lora_rank
+                else ("--beta > 0 needs the weights that the run started from, as its reference")
             )
+            raise GrpoError(
+                f"resuming with {what}: give the same --pretrained-checkpoint or --load-hf as before"
+                + ("" if args.lora_rank else ", or --ref-load")
+            )
+    if args.lora_rank:
+        args.lora_base = base.describe(args, model, start or args.load_hf)
+        if resume:
+            base.check(args, checkpoint.read_checkpoint_args(args.load))
+        attach(args, model)
+        if args.load_adapter and not resume:
+            load_adapter(args, model, args.load_adapter)
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
@@ -305,8 +346,12 @@ def _build_model(args, model_provider: Callable, resume: bool, ref_args):
 def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):
     """Return the reference model.
 
-    Its weights are the updated ones of the checkpoint, those of --ref-load or --ref-load-hf, or a copy of the policy.
+    With adapters it is the policy without them. Otherwise its weights are the updated ones of the checkpoint, those of
+    --ref-load or --ref-load-hf, or a copy of the policy.
     """
+
+    if args.lora_rank:
+        return BaseReference(args)
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:

@@ -16,10 +16,13 @@ import torch.distributed as dist
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.lora.files import save_adapter
+from megatron_grpo.lora.stream import merged_shards, stream_merged
 from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
@@ -27,7 +30,7 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
-from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
+from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
@@ -55,7 +58,7 @@ class Trainer:
     forward_step: Callable  # pretrain_grpo.forward_step, for forward passes
     optimizer: object
     scheduler: object
-    reference: ReferenceModel | SwappedReference | None
+    reference: ReferenceModel | SwappedReference | BaseReference | None
     state_offloader: Offloader  # of gradients and optimizer state
     weight_offloader: Offloader
     engine: Engine
@@ -72,6 +75,7 @@ class Trainer:
     watchdog: Watchdog | None = None
     bad_updates: BadUpdates = field(default_factory=lambda: BadUpdates("stop", None, None))
     left_early: str | None = None  # the reason, if the run ends before its last update
+    save_lock: RunLock | None = None  # of rank 0, with --save
     teacher: ReferenceModel | TeacherServer | None = None
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
@@ -215,10 +219,14 @@ class Trainer:
     def sync(self) -> None:
         """Send the trainer's weights to the engine; completions carry this iteration as their version from now on."""
         with self.timers("sync"), forward.parameters_complete(self.args, self.model):
-            self.engine.update_weights(stream_hf(self.model, self.args), self.iteration)
+            self.engine.update_weights(self.weights(), self.iteration)
             self.synced_iteration = self.iteration
             if self.args.check_weight_sync:
-                weight_check.compare_tensors(self.engine, stream_hf(self.model, self.args), self.iteration)
+                weight_check.compare_tensors(self.engine, self.weights(), self.iteration)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, full tensor) of the policy, with an adapter merged into its weights; collective."""
+        return (stream_merged if self.args.lora_rank else stream_hf)(self.model, self.args)
 
     def _offload(self, offloader: Offloader) -> None:
         # A pending gather of parameters would write into freed memory.
@@ -331,7 +339,7 @@ class Trainer:
         return row | self.sampling_metrics | self.memory
 
     def advance(self, metrics: dict[str, float]) -> None:
-        """Count one finished update and its tokens; after the last one of a rollout, restore what --on-bad-update says."""
+        """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""
         self.iteration += 1
         self.tokens += metrics["tokens/update"]
         if self.bad_updates.restore_due and self.due(self.args.updates_per_rollout):
@@ -339,9 +347,8 @@ class Trainer:
 
     def _restore(self) -> None:
         """Set the model and the optimizer to the newest checkpoint of --save; the run goes on with the next prompts."""
-        source = argparse.Namespace(
-            **vars(self.args) | {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
-        )
+        own = {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
+        source = argparse.Namespace(**vars(self.args) | own)
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
         self.bad_updates.restore_due = False
@@ -363,8 +370,15 @@ class Trainer:
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        self._check_save_lock()
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
+
+    def _check_save_lock(self) -> None:
+        """Raise GrpoError if this run has lost --save: two runs must not write there."""
+        reason = self.save_lock.lost() if self.save_lock is not None else None
+        if reason:
+            raise GrpoError(f"--save {self.args.save} is no longer this run's: {reason}")
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
@@ -400,6 +414,7 @@ class Trainer:
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
+        self._check_save_lock()
         self.logger.flush()
         position = position or self._position()
         began = time.monotonic()
@@ -430,9 +445,16 @@ class Trainer:
                 self.save()
             else:
                 self.logger.print(f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}")
+        if self.args.save_adapter and not self.left_early:
+            with progress.phase("export"), forward.parameters_complete(self.args, self.model):
+                save_adapter(self.args, self.model, self.args.save_adapter)
+            self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
         if self.args.save_hf and not self.left_early:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
-                hf.save_hf(self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model)
+                shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
+                hf.save_hf(
+                    self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model, shards=shards
+                )
             self.logger.print(f"Hugging Face export: {self.args.save_hf}")
         self.profiler.close()
         self.logger.close()

@@ -12,6 +12,7 @@ import torch
 from megatron_grpo.algorithm.arguments import check_advantages, check_importance_sampling, check_loss
 from megatron_grpo.checkpointing.arguments import check_checkpoints
 from megatron_grpo.data.arguments import check_data, check_pass_rates
+from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_model
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.rope import check_rope
@@ -59,6 +60,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_importance_sampling(args)
     check_advantages(args)
     check_reference_models(args)
+    check_lora(args)
     check_dynamic_sampling(args)
     check_pass_rates(args)
     check_structured_outputs(args)

@@ -210,11 +210,13 @@ def save_hf(
     tokenizer_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 * 2**30,
+    shards: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the model as a Hugging Face directory: safetensors shards, index, config.json, tokenizer. Collective.
 
     `tokenizer_dir`: source of the tokenizer files, of generation_config.json and of config.json's special token ids.
     `dtype`: dtype of the written weights, None for the model's; a weight whose mapping sets a dtype keeps that one.
+    `shards`: this rank's tensors by the weights' names, instead of the model's (an adapter merged into them).
     All ranks must see the directory: each rank writes the tensors that it owns, one at a time. The files are written to
     a directory beside `out_dir`, which is renamed at the end, so `out_dir` is always complete. Raises GrpoError on
     every rank when `out_dir` exists and is not a Hugging Face model directory (the export would replace it), or when
@@ -239,7 +241,7 @@ def save_hf(
 
     def write() -> dict[str, dict[int, int]]:
         nonlocal failure
-        for name, tensor, part, parts in owned_hf_tensors(model_chunks, args):
+        for name, tensor, part, parts in owned_hf_tensors(model_chunks, args, shards):
             try:
                 if failure is None:
                     writer.write(name, tensor.to(dtypes[name]), part, parts)

@@ -111,23 +111,26 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
     The weights are the parameters, and the expert biases of routers, which are buffers. Names have no wrapper prefixes,
     fused norms have their unfused names, and experts are yielded one by one with their global numbers. The last
     pipeline stage's copies of the embedding (tied output layer, multi-token prediction) have the embedding's name.
+    Adapters (``chunk.lora``) are not among the weights.
     """
     for wrapped in model_chunks:
         chunk: Any = wrapped
         while hasattr(chunk, "module"):  # DistributedDataParallel, Float16Module
             chunk = chunk.module
         for name, parameter in chunk.named_parameters():
+            if name.startswith("lora."):
+                continue
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
-            yield from _canonical(chunk, name, parameter.detach())
+            yield from canonical(chunk, name, parameter.detach())
         for name, buffer in chunk.named_buffers():
             if name.endswith("router.expert_bias"):
                 # Float16Module casts it to 16 bits; megatron-core restores float32 only at the first forward pass.
                 buffer.data = buffer.data.float()
-                yield from _canonical(chunk, name, buffer)
+                yield from canonical(chunk, name, buffer)
 
 
-def _canonical(chunk: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def canonical(chunk: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) with global layer and expert numbers and the local spec's parameter names."""
     # The layer within a multi-token-prediction layer is mtp_model_layer since megatron-core 0.19, not in checkpoints.
     found = re.match(r"((?:decoder|mtp)\.layers)\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)", name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -39,8 +39,23 @@ def stream_hf(
 
     Raises GrpoError, before anything is sent, when the model differs from its family's table.
     """
-    weights = model_weights.table(args)
-    local = {weight.name: tensor for weight, tensor in model_weights.local_weights(model_chunks, weights)}
+    shards = local_shards(model_chunks, args)
+    yield from stream_weights(model_weights.table(args), shards, params_dtype(args), bucket_bytes)
+
+
+def local_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> dict[str, Tensor]:
+    """Return this rank's tensors by the names of the family's table; they share the model's memory."""
+    local = model_weights.local_weights(model_chunks, model_weights.table(args))
+    return {weight.name: tensor for weight, tensor in local}
+
+
+def stream_weights(
+    weights: Sequence[Weight], local: Mapping[str, Tensor], params: torch.dtype, bucket_bytes: int = 256 * 2**20
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor) as `stream_hf`, of any ``weights``. Collective.
+
+    ``local``: this rank's shards by the weights' names. ``params``: dtype of the weights without one of their own.
+    """
     stages = model_weights.owning_stages(weights, local)
     dense, experts = _dense_group(), _expert_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -59,7 +74,7 @@ def stream_hf(
             if len(stack[1]) == weight.hf[name][0]:
                 yield name, stacks.pop(name)[0]
 
-    for stage, dtype, bucket in _buckets(units(weights), stages, params_dtype(args), bucket_bytes):
+    for stage, dtype, bucket in _buckets(units(weights), stages, params, bucket_bytes):
         group = dense if bucket[0][0].expert is None else experts
         if dist.get_world_size(pp_group) == len(group.members) == 1:
             progress.advance()
@@ -110,16 +125,18 @@ def describe(args: Namespace) -> list[Described]:
     return found
 
 
-def owned_hf_tensors(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor, int, int]]:
+def owned_hf_tensors(
+    model_chunks: Sequence[nn.Module], args: Namespace, shards: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor, int, int]]:
     """Yield (Hugging Face name, tensor, part, parts) for the tensors that this rank has to write. Collective.
 
     `parts` is 1, or the number of experts for a tensor that holds them all; `part` is then the expert's number. Over
     all ranks, each part of each tensor is yielded once. Pipeline stages and expert-parallel ranks yield the weights
     that they hold. Only the tensor-parallel groups of the first data-parallel replica gather shards; the ranks of such
-    a group take turns.
+    a group take turns. ``shards``: this rank's tensors by the weights' names, instead of the model's.
     """
     weights = model_weights.table(args)
-    local = {weight.name: tensor for weight, tensor in model_weights.local_weights(model_chunks, weights)}
+    local: Mapping[str, Tensor] = shards or local_shards(model_chunks, args)
     stages = model_weights.owning_stages(weights, local)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

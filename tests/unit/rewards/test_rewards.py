@@ -237,8 +237,8 @@ def act(sample):
         raise OSError("not yet")
     if what == "hang":  # in C, holding the interpreter's lock
         return re.match("(a+)+$", "a" * 60 + "b")
-    if what == "stray":  # with a child of its own
-        child = subprocess.Popen(["sleep", "600"])
+    if what in ("stray", "daemon"):  # with a child of its own, in a session of its own
+        child = subprocess.Popen(["sleep", "600"], start_new_session=what == "daemon")
         Path(argument).write_text(f"{child.pid}\n")
         time.sleep(600)
     if what == "gate":
@@ -558,10 +558,11 @@ def test_samples_travel_together(monkeypatch):
     assert sum(sent) == 1000 and len(sent) < 100
 
 
-def test_close_ends_workers_and_what_they_started(make_pool, tmp_path):
+@pytest.mark.parametrize("child", ["stray", "daemon"])
+def test_close_ends_workers_and_what_they_started(make_pool, tmp_path, child):
     pool = make_pool(timeout=1000.0)
     pids = [worker.process.pid for worker in pool._workers]
-    pool.submit(0, samples(f"stray {tmp_path / 'child'}")[0])
+    pool.submit(0, samples(f"{child} {tmp_path / 'child'}")[0])
     deadline = time.monotonic() + 60
     while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text().endswith("\n")):
         assert time.monotonic() < deadline

@@ -1,0 +1,61 @@
+"""Flags and rules of low-rank adapters."""
+
+from argparse import Namespace
+
+from megatron_grpo.lora import table
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, FlagRow, Number
+from megatron_grpo.utils.rules import flag, needs
+
+LORA: tuple[FlagRow, ...] = (
+    ("--lora-rank", COUNT, None, "train low-rank adapters of this rank; the base weights are frozen [all weights]"),
+    ("--lora-alpha", POSITIVE, 32.0, "an adapter's output is multiplied by alpha / rank"),
+    ("--lora-use-rslora", bool, False, "multiply by alpha / sqrt(rank) (rsLoRA)"),
+    ("--lora-dropout", Number(float, 0, 0.99), 0.0, "dropout of an adapter's input during updates"),
+    (
+        "--lora-target-modules",
+        [str],
+        ["all-linear"],
+        "layers with adapters: Hugging Face names (q_proj), regular expressions of whole module names, all-linear "
+        "(all of the decoder except routers), all-router",
+    ),
+    (
+        "--lora-init",
+        ("default", "gaussian"),
+        "default",
+        "distribution of A: uniform with variance 1 / (3 inputs), PEFT's default, or normal with deviation 1 / rank; "
+        "B is zero",
+    ),
+)
+ADAPTER_FILES: tuple[FlagRow, ...] = (
+    ("--load-adapter", PATH, None, "directory of a PEFT adapter to start from; it sets rank, alpha and target modules"),
+    ("--save-adapter", PATH, None, "directory of the adapter in PEFT's files at the end of the run [{save}/adapter]"),
+)
+_DESTS = [name.removeprefix("--").replace("-", "_") for name, *_ in (*LORA, *ADAPTER_FILES)]
+
+
+def check_lora(args: Namespace) -> None:
+    """Raise GrpoError for settings of adapters that do not work, alone or with the other arguments."""
+    for dest in _DESTS[1:]:
+        needs(args, dest, "lora_rank", "it describes an adapter")
+    if not args.lora_rank:
+        return
+    refused = {
+        "ref_load": "the reference is the model without its adapter",
+        "ref_load_hf": "the reference is the model without its adapter",
+        "sync_ref_model": "the reference is the model without its adapter, which does not change",
+        "moe_shared_expert_overlap": "adapters of shared experts communicate by themselves",
+        "mtp_loss_scaling_factor": "multi-token-prediction layers have no adapters, so nothing would be trained",
+    }
+    for dest, reason in refused.items():
+        if getattr(args, dest):
+            raise GrpoError(f"{flag(dest)} and --lora-rank cannot both be given: {reason}")
+    if args.save and not args.save_adapter:
+        args.save_adapter = f"{args.save}/adapter"
+    etp, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
+    if args.num_experts and etp not in (1, tp):
+        raise GrpoError(
+            f"--lora-rank with --expert-tensor-parallel-size {etp} and --tensor-model-parallel-size {tp}: adapters of "
+            "experts need an expert tensor-parallel size of 1 or TP"
+        )
+    table.check(args)

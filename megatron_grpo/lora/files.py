@@ -1,0 +1,161 @@
+"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_grpo.lora.attach import local_adapter
+from megatron_grpo.lora.stream import stream_adapter
+from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.lora.targets import linear_layers, targets
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.utils.rules import flag
+from megatron_grpo.weights import model_weights
+from megatron_grpo.weights.safetensors_files import Safetensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Settings of PEFT that change what an adapter computes, and the values that this project's adapters have.
+_PLAIN: dict[str, tuple] = {
+    "bias": ("none", None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "exclude_modules": (None, []),
+    "layers_to_transform": (None, []),
+}
+
+
+class _AdapterFiles(Safetensors):
+    index, single = f"{WEIGHTS}.index.json", WEIGHTS
+
+
+def config_of(args: Namespace) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    ``target_modules`` are the last words of the layers' names if these select the same layers, else whole names.
+    """
+    chosen = targets(args)
+    short = sorted({name.rsplit(".", 1)[-1] for name in chosen})
+    same = [name for name in linear_layers(args) if name.rsplit(".", 1)[-1] in short] == chosen
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": args.load_hf or args.pretrained_checkpoint,
+        "r": args.lora_rank,
+        "lora_alpha": args.lora_alpha,
+        "use_rslora": args.lora_use_rslora,
+        "use_dora": False,
+        "lora_dropout": args.lora_dropout,
+        "target_modules": short if same else chosen,
+        "modules_to_save": None,
+        "bias": "none",
+        "init_lora_weights": True if args.lora_init == "default" else args.lora_init,
+        "inference_mode": True,
+    }
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the content of an adapter's adapter_config.json; GrpoError for an adapter of another kind."""
+    config = read_json_object(Path(directory) / CONFIG, f"{directory} is not the directory of a PEFT adapter")
+    if config.get("peft_type") != "LORA":
+        raise GrpoError(f"{directory}: {CONFIG} has peft_type {config.get('peft_type')}: only LORA is supported")
+    for key, values in _PLAIN.items():
+        if config.get(key) not in values:
+            raise GrpoError(f"{directory}: {CONFIG} has {key} {config[key]}, which is not supported")
+    return config
+
+
+def merge_config(args: Namespace, directory: str | Path) -> None:
+    """Set rank, alpha, rsLoRA and target modules from an adapter's configuration.
+
+    Raises GrpoError, which names the flag and both values, when a flag that was given differs.
+    """
+    config = read_config(directory)
+    entries = config["target_modules"]
+    settings = {
+        "lora_rank": config["r"],
+        "lora_alpha": float(config["lora_alpha"]),
+        "lora_use_rslora": bool(config.get("use_rslora")),
+        "lora_target_modules": [entries] if isinstance(entries, str) else sorted(entries),
+    }
+    for dest, value in settings.items():
+        given = getattr(args, dest)
+        if dest in args.explicit and given != value and dest != "lora_target_modules":
+            raise GrpoError(f"{flag(dest)} is {given}, the adapter in {directory} has {value}: leave the flag out")
+        if dest not in args.explicit:
+            setattr(args, dest, value)
+
+
+def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:
+    """Fill the model's adapters from PEFT's files; every rank reads its own slices.
+
+    Raises GrpoError before anything is changed when a tensor is missing, unknown or has another shape.
+    """
+    source = _AdapterFiles(directory)
+    expected = {name: shape for weight in adapter_table(args) for name, shape in weight.hf.items()}
+    found = {name.removeprefix(PREFIX): name for name in source.names()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise GrpoError(
+                f"{directory} has no tensor {PREFIX}{name}: it is the adapter of another model, or of other "
+                "--lora-target-modules"
+            )
+        if source.shape(found[name]) != shape:
+            raise GrpoError(
+                f"{directory}: tensor {found[name]} has shape {source.shape(found[name])}, this run's is {shape}: give "
+                "the adapter's --lora-rank and base"
+            )
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise GrpoError(
+            f"{directory} has the tensor {found[unknown[0]]}, whose layer has no adapter in this run: add it to "
+            "--lora-target-modules"
+        )
+    for weight, tensor in local_adapter(model):
+        weight.fill(tensor, *model_weights.tensor_parallel(weight), lambda name, index: source.read(found[name], index))
+
+
+def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:
+    """Write the adapter as PEFT's files; each is replaced atomically. Collective.
+
+    Raises GrpoError on every rank when rank 0 cannot write.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stream_adapter(model, args):
+        if dist.get_rank() == 0:
+            tensors[PREFIX + name] = tensor.to("cpu", copy=True).contiguous()
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_files(directory, tensors, config_of(args))
+        except OSError as error:
+            failure = [f"{directory}: the adapter cannot be written: {error}"]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise GrpoError(failure[0])
+
+
+def write_files(directory: str | Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write both files of an adapter."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f".{WEIGHTS}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, directory / WEIGHTS)
+    partial = directory / f".{CONFIG}.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(partial, directory / CONFIG)

@@ -1,0 +1,137 @@
+"""End of processes with the process that started them: ranks with torchrun, workers and their children with a rank.
+
+Linux only; elsewhere the functions do nothing, or less, as their docstrings say.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+# From <sys/prctl.h>.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it in the environment of ranks
+_SECONDS_TO_END = 5.0  # for the descendants of a supervisor
+
+
+@functools.cache  # once for a process
+def end_with_launcher() -> None:
+    """End this process at once when torchrun ends, however it ends; do nothing if torchrun did not start it.
+
+    Scripts between torchrun and this process are passed over. No effect outside Linux.
+    """
+    if _LAUNCHED not in os.environ or sys.platform != "linux":
+        return
+    launcher, watched = _launcher()
+    # The death signal follows the thread that started this process. The main thread ends with its process; another one
+    # may end earlier. The signal needs no thread of this process that runs; the watch covers all other cases.
+    if launcher == os.getppid() and _started_by_main_thread(launcher):
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it ended before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_end_after, args=(launcher, watched), name="launcher watch", daemon=True).start()
+
+
+def _launcher() -> tuple[int, int | None]:
+    """Return the process id of torchrun (the first ancestor without its variable), and a descriptor of the process."""
+    process = os.getppid()
+    while True:
+        descriptor = None
+        with contextlib.suppress(OSError):  # an old kernel, or a process that has ended
+            descriptor = os.pidfd_open(process)
+        try:
+            environment = Path(f"/proc/{process}/environ").read_bytes()
+            above = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # of another user: no process of ours
+            return process, descriptor
+        if above == 0 or f"\0{_LAUNCHED}=".encode() not in b"\0" + environment:
+            return process, descriptor
+        if descriptor is not None:
+            os.close(descriptor)
+        process = above
+
+
+def _started_by_main_thread(parent: int) -> bool:
+    """Return whether the main thread of ``parent`` started this process; False if the kernel does not say."""
+    with contextlib.suppress(OSError):
+        return str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return False
+
+
+def _end_after(process: int, descriptor: int | None) -> None:
+    """Wait for the end of another process, then end this one."""
+    if descriptor is not None:
+        select.select([descriptor], [], [])
+    else:
+        while Path(f"/proc/{process}").exists():
+            time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def supervise() -> None:
+    """Return in a child of this process; the process itself stays as the supervisor of the child and never returns.
+
+    The supervisor ends all descendants, also those that have left their process group and session, and then itself:
+    when the child ends (with the same status), when its own parent ends, and on SIGTERM. Call it while this process has
+    one thread. Standard input and output belong to the child alone. Outside Linux the function only returns.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    events = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, events)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # descendants whose parent has ended become children of this process
+    # The death signal comes when the thread that started this process ends: only a reason to look at the parent.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    supervisor, child = os.getpid(), os.fork()
+    if child == 0:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # if something kills the supervisor
+        if os.getppid() != supervisor:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(2, 1)
+    status = None
+    while status is None and os.getppid() == parent:
+        event = signal.sigtimedwait(events, 1.0)
+        status = _reap(child)
+        if event is not None and event.si_signo == signal.SIGTERM:
+            break
+    _end_descendants()
+    code = 1 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:  # the child was killed: end by SIGKILL, so that nothing dumps core twice
+        os.kill(supervisor, signal.SIGKILL)
+    os._exit(code)
+
+
+def _reap(child: int) -> int | None:
+    """Collect all ended children; return the status of ``child`` if it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = ended[1]
+    return found
+
+
+def _end_descendants() -> None:
+    import psutil  # here: the child does not need it
+
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _reap(0)
+        time.sleep(0.002)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

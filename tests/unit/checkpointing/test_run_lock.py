@@ -1,0 +1,131 @@
+"""One run at a time writes to --save; a run that has ended, however, does not stand in the way of the next."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from ranks import REPO
+
+from megatron_grpo.checkpointing import run_lock
+from megatron_grpo.checkpointing.run_lock import NAME, RunLock
+from megatron_grpo.utils.errors import GrpoError
+
+HOLDER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from megatron_grpo.checkpointing.run_lock import RunLock
+try:
+    lock = RunLock(sys.argv[2], patience=0.3, lease=1.0, beat=0.05)
+except Exception as error:
+    print(error, flush=True)
+    os._exit(1)
+print("held", lock.taken_over, flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+class Holder:
+    """A process that holds the lock of a directory, or prints why it does not."""
+
+    def __init__(self, save):
+        command = [sys.executable, "-c", HOLDER, str(REPO), str(save)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.answer = self.process.stdout.readline().strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self, *, killed):
+        if killed:
+            self.process.kill()
+        self.process.communicate("\n" if not killed else None)
+
+
+def test_a_second_run_is_refused_and_named_the_first(tmp_path):
+    with Holder(tmp_path) as first, Holder(tmp_path) as second:
+        assert first.answer == "held"
+        assert f"is in use by the run of process {first.process.pid} on " in second.answer
+        assert second.process.wait() == 1
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_next_run_follows_at_once(tmp_path, killed):
+    with Holder(tmp_path) as first:
+        first.end(killed=killed)
+    with Holder(tmp_path) as second:
+        process = first.process.pid
+        assert second.answer.startswith("held")
+        assert (f"taken over from the run of process {process} on " in second.answer) == killed
+
+
+def test_of_runs_that_start_together_one_gets_the_directory(tmp_path):
+    holders = []
+    threads = [threading.Thread(target=lambda: holders.append(Holder(tmp_path))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(holder.answer == "held" for holder in holders) == [False, False, False, True]
+    for holder in holders:
+        holder.end(killed=True)
+
+
+def elsewhere(tmp_path, monkeypatch):
+    """Make locks of files say nothing, and this process one of another host."""
+    monkeypatch.setattr(run_lock, "_kernel", lambda: "another host")
+    monkeypatch.setattr(run_lock.fcntl, "lockf", lambda *_: None)
+
+
+def test_a_lease_of_another_host_is_watched_not_compared(tmp_path, monkeypatch):
+    elsewhere(tmp_path, monkeypatch)
+    with Holder(tmp_path) as first:
+        with pytest.raises(GrpoError, match=f"is in use by the run of process {first.process.pid} on "):
+            RunLock(tmp_path, lease=30.0)
+        first.process.send_signal(signal.SIGSTOP)  # its host is gone, say
+        lock = RunLock(tmp_path, lease=0.4)
+        assert f"taken over from the run of process {first.process.pid} on " in lock.taken_over
+        lock.release()
+
+
+def test_a_run_that_lost_its_lease_knows(tmp_path, monkeypatch):
+    """It was stopped, and another host took over: it must write no more."""
+    first = RunLock(tmp_path, beat=1000)
+    elsewhere(tmp_path, monkeypatch)
+    second = RunLock(tmp_path, lease=0.1)
+    assert "has taken it over" in first.lost()
+    first.release()
+    assert second.lost() is None
+    second.release()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_deleted_directory_is_noticed(tmp_path):
+    lock = RunLock(tmp_path / "save")
+    assert lock.lost() is None
+    (tmp_path / "save" / NAME).unlink()
+    assert lock.lost() == f"{tmp_path / 'save' / NAME} was deleted"
+    lock.release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"run": "x"}), "\0" * 9])
+def test_whatever_a_killed_host_left_is_taken_over(tmp_path, text):
+    (tmp_path / NAME).write_text(text)
+    lock = RunLock(tmp_path, lease=0.05)
+    assert bool(lock.taken_over) == bool(text)
+    lock.release()
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(GrpoError, match="cannot be locked"):
+        RunLock(tmp_path / "file" / "save")
+    assert os.listdir(tmp_path) == ["file"]

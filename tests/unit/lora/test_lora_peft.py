@@ -1,0 +1,195 @@
+"""Adapters against PEFT's on the same transformers model in float32: outputs, gradients, updated matrices, files."""
+
+import pytest
+from toy_checkpoints import VOCAB, build, make, packed, toy_args
+
+# toy_checkpoints installs the CPU layer, which comes before megatron.core.
+# isort: split
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.lora import files
+from megatron_grpo.lora.attach import attach, switched_off
+from megatron_grpo.lora.stream import stream_adapter, stream_merged
+from megatron_grpo.training import train_step
+from megatron_grpo.weights import hf
+
+IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-4}
+MLP = ["gate_proj", "up_proj", "down_proj"]
+# family, Hugging Face names of the layers with adapters, as PEFT's target_modules and ours, further settings
+CASES = [
+    ("qwen3", ["q_proj", "k_proj", "v_proj", "o_proj", *MLP], {}),
+    ("qwen3", r".*layers\.1\.(self_attn\.v_proj|mlp\.up_proj)", {"use_rslora": True}),
+    ("phi3", "all-linear", {}),
+    ("qwen3_moe", ["q_proj", "o_proj", *MLP], {}),
+    ("qwen3_moe", ["q_proj", "o_proj", *MLP], {"grouped": True, "config": {"mlp_only_layers": []}}),
+    ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
+]
+
+
+class SeparateExperts(torch.nn.Module):
+    """Experts of transformers, whose matrices are stacked parameters, as linear layers with the files' names.
+
+    As in the modules of transformers 4, and as vLLM names the layers of an adapter.
+    """
+
+    class Expert(torch.nn.Module):
+        def __init__(self, gate_up: torch.Tensor, down: torch.Tensor):
+            super().__init__()
+            for name, weight in zip(MLP, (*gate_up.chunk(2), down), strict=True):
+                layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                layer.weight.data = weight.detach().clone()
+                setattr(self, name, layer)
+
+    def __init__(self, stacked: torch.nn.Module):
+        super().__init__()
+        experts = zip(stacked.gate_up_proj, stacked.down_proj, strict=True)
+        for number, matrices in enumerate(experts):
+            self.add_module(str(number), self.Expert(*matrices))
+        self.act_fn = stacked.act_fn
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        output = torch.zeros_like(hidden_states)
+        for number, expert in self.named_children():
+            if number == "act_fn":
+                continue
+            token, place = (top_k_index == int(number)).nonzero(as_tuple=True)
+            x = hidden_states[token]
+            y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
+            output = output.index_add(0, token, y * top_k_weights[token, place, None])
+        return output
+
+
+def with_separate_experts(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace the experts; the logits stay the same."""
+    with torch.no_grad():
+        before = model(IDS[None]).logits
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.experts = SeparateExperts(layer.mlp.experts)
+        assert (model(IDS[None]).logits - before).abs().max() < 1e-4
+    model.config.model_type = "separate"  # PEFT converts the names of the types whose experts transformers has stacked
+    return model
+
+
+def theirs(directory, targets, **more):
+    """PEFT's model on the transformers model of a directory, with random A and B."""
+    model = with_separate_experts(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    options = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM", **more}
+    model = get_peft_model(model, LoraConfig(**options))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def ours(directory, adapter, **more):
+    """This project's model of the directory with the adapter of PEFT's files, and its optimizer."""
+    args = toy_args(directory, **UPDATE, **more)
+    args.explicit = frozenset()
+    files.merge_config(args, adapter)
+    chunks = build(args)
+    hf.load_hf(chunks, args, directory)
+    attach(args, chunks)
+    files.load_adapter(args, chunks, adapter)
+    return args, *train_step.setup_optimizer(args, chunks)
+
+
+def logits_of(model) -> torch.Tensor:
+    options = {"attention_mask": None, "packed_seq_params": packed(IDS)}
+    return model(IDS[None], torch.arange(len(IDS))[None], **options)[0][:, :VOCAB]
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:-1], IDS[1:])
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("family", "targets", "more"), CASES)
+def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
+    """The output of an adapter from PEFT's files, every gradient, every matrix after a step of AdamW."""
+    more = dict(more)
+    grouped, config = more.pop("grouped", False), more.pop("config", {})
+    make(tmp_path / "base", family, tied=False, **config)
+    peft = theirs(tmp_path / "base", targets, **more)
+    peft.save_pretrained(tmp_path / "adapter")
+    args, (model,), optimizer, _ = ours(tmp_path / "base", tmp_path / "adapter", moe_grouped_gemm=grouped)
+
+    expected = peft(IDS[None]).logits[0]
+    found = logits_of(model)
+    with torch.no_grad(), peft.disable_adapter(), switched_off([model]):
+        base = peft(IDS[None]).logits[0]
+        assert (logits_of(model) - base).abs().max() < 1e-4
+    assert (found - expected).abs().max() < 1e-4 < 0.1 < (expected - base).abs().max()
+
+    model.zero_grad_buffer()
+    loss_of(found).backward()
+    loss_of(expected).backward()
+    gradients = {}
+    for parameter, tensor in _parameters(model):
+        gradients |= _by_name(parameter, tensor)
+    wanted = {_plain(name): p.grad for name, p in peft.named_parameters() if p.requires_grad}
+    assert gradients.keys() == wanted.keys() and len(wanted) > 0
+    for name, gradient in wanted.items():
+        # An expert without tokens has no gradient; PEFT's scatters None, which is zero.
+        assert (
+            relative(gradients[name], gradient) < 1e-4
+            if gradient is not None and gradient.any()
+            else (not gradients[name].any())
+        ), name
+    assert not any(p.requires_grad for name, p in model.module.named_parameters() if not name.startswith("lora."))
+
+    adam = torch.optim.AdamW(
+        [p for p in peft.parameters() if p.requires_grad], lr=UPDATE["lr"], weight_decay=0.1, eps=1e-4
+    )
+    for parameter in peft.parameters():  # AdamW skips parameters without gradient, with their decay
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    adam.step()
+    model.start_grad_sync()
+    model.finish_grad_sync()
+    optimizer.step()
+    updated = {_plain(name): p.detach() for name, p in peft.named_parameters() if p.requires_grad}
+    for name, tensor in stream_adapter([model], args):
+        assert relative(tensor, updated[name]) < 1e-5, name
+
+    # The base is what it was, the merged weights are PEFT's, and PEFT loads the files of the updated adapter.
+    merged = dict(peft.merge_and_unload().named_parameters())
+    for name, tensor in stream_merged([model], args):
+        if name in merged:
+            assert (tensor - merged[name]).abs().max() < 1e-5, name
+    files.save_adapter(args, [model], tmp_path / "ours")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    if not config and family in ("qwen3_moe", "deepseek_v3"):
+        # PEFT stacks the experts' matrices for transformers' modules, if no other layer has names like theirs.
+        base = with_separate_experts(base)
+    again = PeftModel.from_pretrained(base, tmp_path / "ours")
+    with torch.no_grad():
+        assert (again(IDS[None]).logits[0] - logits_of(model)).abs().max() < 1e-4
+
+
+def _parameters(model):
+    """(weight, gradient) of every matrix, experts one by one."""
+    from megatron_grpo.lora.attach import adapters
+
+    for adapter in adapters([model]):
+        for _, parameter, weights in adapter._parameters_and_weights():
+            gradient = parameter.main_grad
+            for place, weight in enumerate(weights):
+                yield weight, gradient[place] if adapter.grouped else gradient
+
+
+def _by_name(weight, tensor) -> dict[str, torch.Tensor]:
+    (name,) = weight.hf
+    return {name: weight.split([tensor])[0]}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default", "")
