@@ -90,6 +90,7 @@ HEADINGS = {
     "clip": "Learning",
     "teacher": "Learning",
     "ratio": "Learning",
+    "update": "Learning",
     "moe": "Learning",
     "completion": "Completions",
     "sampling": "Completions",
