@@ -9,11 +9,12 @@ files, and makes a save atomic. All ranks must see the directory.
 and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
 """
 
+import contextlib
 import inspect
 import logging
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -38,8 +40,9 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_grpo.checkpointing import checkpoint_directory, optimizer_state
+from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
+from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
@@ -186,7 +189,7 @@ def _write(state: dict, directory: Path, metadata: dict) -> None:
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Save strategy for megatron-core's torch_dist format that writes in this process, with torch's own writer.
+    """Save strategy for megatron-core's torch_dist format that writes in this process, with checksums.
 
     megatron-core's strategy is designed for background saves. It forks the trainer, which is unsafe with CUDA, gloo and
     vLLM threads. It also starts a helper process that imports the program again (3 s at the first save of a tiny model,
@@ -203,7 +206,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=data_files.Writer(checkpoint_dir),
             planner=MCoreSavePlanner(flatten_state_dict=False),
         )
 
@@ -225,6 +228,10 @@ def _on_rank_0(function: Callable, *arguments):
 def _find_verified(root: str | Path) -> tuple[int, Path]:
     iteration, directory = checkpoint_directory.find(root)
     checkpoint_directory.verify(directory)
+    if line := checkpoint_directory.note(root):
+        print(line, flush=True)
+    if not checkpoint_directory.has_checksums(directory):
+        print(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found", flush=True)
     return iteration, directory
 
 
@@ -237,7 +244,16 @@ def _common_state(directory: Path) -> dict:
             f"checkpoint {directory} has no common.pt: Megatron-LM with megatron-core 0.19 writes none, and only "
             "megatron-core 0.19 loads such checkpoints (docs/gpus.md); if it had one, the checkpoint is incomplete"
         )
-    return dist_checkpointing.load_common_state_dict(str(directory))
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+    except Exception as error:  # files of Megatron-LM's, which have no checksum, raise anything
+        raise GrpoError(f"checkpoint {directory} is damaged: its common state cannot be read: {error!r}") from error
+    if "layout" in common and not _on_rank_0((directory / checkpoint_directory.MANIFEST).exists):
+        raise GrpoError(
+            f"checkpoint {directory} is damaged: {checkpoint_directory.MANIFEST} is missing, without which nothing can "
+            "be checked"
+        )
+    return common
 
 
 def _load(request: dict, common: dict, directory: Path) -> dict:
@@ -249,12 +265,25 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
         with warnings.catch_warnings():
             # megatron-core calls torch's function by its deprecated name.
             warnings.simplefilter("ignore", FutureWarning)
-            state, *_ = dist_checkpointing.load(
-                {"requested": request}, str(directory), strict=StrictHandling.RETURN_UNEXPECTED
-            )
+            with _checked_reader():
+                state, *_ = dist_checkpointing.load(
+                    {"requested": request}, str(directory), strict=StrictHandling.RETURN_UNEXPECTED
+                )
     except (OSError, CheckpointingException, CheckpointException) as error:
-        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}") from error
+        hint = checkpoint_directory.way_out(directory)
+        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}{hint}") from error
     return merge(common, state["requested"])
+
+
+@contextlib.contextmanager
+def _checked_reader() -> Iterator[None]:
+    """Context in which megatron-core's strategies read with `data_files.Reader`."""
+    original = strategies._get_filesystem_reader
+    strategies._get_filesystem_reader = lambda directory, *_, **__: data_files.Reader(directory)
+    try:
+        yield
+    finally:
+        strategies._get_filesystem_reader = original
 
 
 def _check_presence(request: dict, directory: Path) -> None:
@@ -278,7 +307,10 @@ def _check_presence(request: dict, directory: Path) -> None:
 
 
 def _stored_keys(directory: Path) -> set[str]:
-    return {item.key for item in load_sharded_metadata(str(directory)).values()}
+    try:
+        return {item.key for item in load_sharded_metadata(str(directory)).values()}
+    except Exception as error:  # a damaged pickle of Megatron-LM's, which has no checksum, raises anything
+        raise GrpoError(f"checkpoint {directory} is damaged: .metadata cannot be read: {error!r}") from error
 
 
 def _stored_args(directory: Path) -> dict:

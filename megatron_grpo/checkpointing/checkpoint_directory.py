@@ -3,7 +3,8 @@
     {root}/latest_checkpointed_iteration.txt     iteration of the newest complete checkpoint
     {root}/iter_0000020/                         common.pt, metadata.json, .metadata, *.distcp (megatron-core's)
                         args.json                arguments of the run that wrote the checkpoint
-                        files.json               every file with its size, to detect a damaged checkpoint
+                        checksums.json           checksums of the items of *.distcp, which are checked while loading
+                        files.json               iteration, and size and checksum of every other file
 
 A checkpoint is written to ``iter_0000020.tmp``, flushed to the disk (fsync), renamed, and then named in
 latest_checkpointed_iteration.txt. ``iter_0000020.old`` is an earlier checkpoint of the same iteration while it is being
@@ -17,8 +18,12 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from megatron_grpo.checkpointing import checksums
+from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 
@@ -30,11 +35,24 @@ CORE_FILES = (".metadata", "common.pt", "metadata.json")
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """Return the iteration of the newest checkpoint under ``root`` (a --save directory), or None without one."""
+    """Return the iteration of the newest checkpoint under ``root`` (a --save directory), or None without one.
+
+    Without latest_checkpointed_iteration.txt it is the newest checkpoint that is whole. Raises GrpoError if none is.
+    """
     file = Path(root, LATEST)
     if not file.exists():
-        return None
-    text = file.read_text(encoding="utf-8", errors="replace").strip()
+        there = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_[0-9]+(\.old)?", path.name)]
+        whole = [_number(path) for path in there if (path / MANIFEST).exists() and not any(damage(path))]
+        if there and not whole:
+            raise GrpoError(
+                f"{root} holds checkpoints ({_list_others(root)}) but no {LATEST}, and none of them is known to be "
+                "whole: write the number of one to that file, or choose another directory"
+            )
+        return max(whole, default=None)
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise GrpoError(f"{file} cannot be read: {error.strerror}") from None
     if text == "release":  # written by Megatron-LM's converters
         return 0
     if not re.fullmatch(r"[0-9]+", text):
@@ -75,41 +93,126 @@ def find(root: str | Path) -> tuple[int, Path]:
     )
 
 
+def note(root: str | Path) -> str:
+    """Return a line on how the newest checkpoint was chosen, if latest_checkpointed_iteration.txt is not the reason."""
+    newest = latest_iteration(root)
+    if newest is None:
+        return ""
+    if not Path(root, LATEST).exists():
+        return f"{root} has no {LATEST}: iteration {newest} is its newest whole checkpoint"
+    later = [path.name for path in iterations(root) if _number(path) > newest]
+    return f"{Path(root, LATEST)} names iteration {newest}: {', '.join(later)} not used" if later else ""
+
+
 def verify(directory: Path) -> None:
-    """Raise GrpoError unless every file exists with its original size, and small files with their original content."""
-    if not (directory / MANIFEST).exists():  # written by Megatron-LM
-        # Megatron-LM with megatron-core 0.19 writes no common.pt.
-        missing = [name for name in CORE_FILES if name != "common.pt" and not (directory / name).exists()]
-        if missing and any(directory.glob("*.distcp")):
-            raise GrpoError(
-                f"checkpoint {directory} is incomplete: {missing[0]} is missing; to use another checkpoint, write its "
-                f"number into {directory.parent / LATEST}: {_list_others(directory.parent, besides=directory)}"
-            )
-        if missing:
-            raise GrpoError(
-                f"{directory} is not a checkpoint of megatron.core.dist_checkpointing: {missing[0]} is missing "
-                "(convert Megatron-LM's older formats to torch_dist with Megatron-LM)"
-            )
+    """Raise GrpoError if a checkpoint is damaged, as far as its files except ``*.distcp`` and their sizes tell.
+
+    `data_files.Reader` checks the content of ``*.distcp`` while it is read, and ``damage(directory, True)`` at once.
+    """
+    if not (directory / MANIFEST).exists():
+        if any((directory / name).exists() for name in (ARGS, CHECKSUMS)):
+            raise GrpoError(_damaged(directory, f"{MANIFEST} is missing"))
+        _check_foreign(directory)
         return
-    for name, (size, digest) in read_json_object(directory / MANIFEST).items():
-        file = directory / name
-        if not file.exists():
-            problem = f"{name} is missing"
-        elif file.stat().st_size != size:
-            problem = f"{name} has {file.stat().st_size} bytes instead of {size}"
-        elif digest and _digest(file) != digest:
-            problem = f"the content of {name} has changed since it was written"
-        else:
-            continue
+    for problem in damage(directory):
+        raise GrpoError(_damaged(directory, problem))
+
+
+def _damaged(directory: Path, problem: str) -> str:
+    return f"checkpoint {directory} is damaged: {problem}{way_out(directory)}"
+
+
+def way_out(directory: Path) -> str:
+    """Return the end of a message about a damaged checkpoint: how to use another one."""
+    if _number(directory) is None:
+        return ""
+    return (
+        f"; to use another checkpoint, write its number into {directory.parent / LATEST}: "
+        f"{_list_others(directory.parent, besides=directory)}"
+    )
+
+
+def _check_foreign(directory: Path) -> None:
+    """Raise GrpoError if a checkpoint that Megatron-LM wrote lacks files."""
+    # Megatron-LM with megatron-core 0.19 writes no common.pt.
+    missing = [name for name in CORE_FILES if name != "common.pt" and not (directory / name).exists()]
+    if missing and any(directory.glob("*.distcp")):
+        raise GrpoError(f"checkpoint {directory} is incomplete: {missing[0]} is missing{way_out(directory)}")
+    if missing:
         raise GrpoError(
-            f"checkpoint {directory} is damaged: {problem}; to use another checkpoint, write its number into "
-            f"{directory.parent / LATEST}: {_list_others(directory.parent, besides=directory)}"
+            f"{directory} is not a checkpoint of megatron.core.dist_checkpointing: {missing[0]} is missing "
+            "(convert Megatron-LM's older formats to torch_dist with Megatron-LM)"
         )
+
+
+def damage(directory: Path, content: bool = False) -> Iterator[str]:
+    """Yield every problem of a checkpoint with files.json; with ``content`` also those within data files."""
+    try:
+        manifest = _read_manifest(directory)
+    except GrpoError as error:
+        yield str(error)
+        return
+    iteration = manifest.get("iteration")
+    if iteration is not None and _number(directory) not in (iteration, None):
+        yield f"{MANIFEST} is that of iteration {iteration}: the directory was renamed, or its files were replaced"
+    for name, (size, digest) in manifest["files"].items():
+        try:
+            found = (directory / name).stat().st_size
+            if found != size:
+                yield f"{name} has {found} bytes instead of {size}"
+            elif digest and digest != (checksums.of_file if iteration is not None else _sha256)(directory / name):
+                yield f"the content of {name} has changed since it was written"
+            elif content and Path(name).name == CHECKSUMS:
+                yield from _damaged_items((directory / name).parent)
+        except FileNotFoundError:
+            yield f"{name} is missing"
+        except OSError as error:
+            yield f"{name} cannot be read: {error.strerror}"
+
+
+def _damaged_items(directory: Path) -> Iterator[str]:
+    for name, items in (checksums.read_checksums(directory) or {}).items():
+        with open(directory / name, "rb") as file:
+            for offset, (length, checksum) in items.items():
+                if Checksum.of(file, length) != checksum:
+                    yield f"{name} has changed since it was written, in bytes {offset} to {offset + length}"
+
+
+def has_checksums(directory: Path) -> bool:
+    """Return whether a checkpoint has checksums of its data: those of earlier versions and of Megatron-LM have none."""
+    return (directory / CHECKSUMS).exists()
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Return files.json: ``iteration`` and ``files``, {name: (size, checksum or None)}.
+
+    The iteration is None in that of an earlier version, whose checksums are SHA-256.
+    """
+    file = directory / MANIFEST
+    manifest = read_json_object(file)
+    earlier = "files" not in manifest
+    own = manifest.pop("checksum", None)
+    try:
+        if not earlier and own != _manifest_checksum(manifest):
+            raise GrpoError(f"the content of {MANIFEST} has changed since it was written")
+        files = {
+            name: (int(size), digest) for name, (size, digest) in (manifest if earlier else manifest["files"]).items()
+        }
+    except (ValueError, TypeError, AttributeError):
+        raise GrpoError(f"the content of {MANIFEST} has changed since it was written") from None
+    if not files:
+        raise GrpoError(f"{MANIFEST} names no files")
+    return {"iteration": None if earlier else manifest["iteration"], "files": files}
+
+
+def _manifest_checksum(manifest: dict[str, Any]) -> str:
+    return Checksum(json.dumps(manifest, sort_keys=True).encode()).text()
 
 
 def read_checkpoint_args(root: str | Path) -> dict:
     """Return the arguments stored with the newest checkpoint under ``root``; {} for one written by Megatron-LM."""
     _, directory = find(root)
+    verify(directory)
     return read_json_object(directory / ARGS) if (directory / ARGS).exists() else {}
 
 
@@ -124,12 +227,7 @@ def start(root: str | Path, iteration: int) -> Path:
 def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     """Make the written directory the newest checkpoint; delete the oldest beyond ``keep`` (None: keep all)."""
     _write(temporary / ARGS, json.dumps(args, indent=1, sort_keys=True))
-    manifest = {}
-    for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
-        name = str(file.relative_to(temporary))
-        manifest[name] = [file.stat().st_size, _digest(file) if file.name in CORE_FILES else None]
-        _sync(file)
-    _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
+    _write(temporary / MANIFEST, json.dumps(_manifest(temporary), indent=1))
     _sync(temporary)
 
     final, root = temporary.with_suffix(""), temporary.parent
@@ -143,9 +241,31 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     _sync(root)
     _remove(old)
     if keep is not None:
-        others = [directory for directory in _iterations(root) if directory != final]
+        others = [directory for directory in iterations(root) if directory != final]
         for directory in others[: max(0, len(others) + 1 - keep)]:
             _remove(directory)
+
+
+def _manifest(temporary: Path) -> dict[str, Any]:
+    """Flush all files of a new checkpoint to the disk; return the content of its files.json.
+
+    Raises GrpoError for a data file that is not as long as it was written.
+    """
+    data = {}  # sizes of the files that a checksums.json describes
+    for listing in temporary.rglob(CHECKSUMS):
+        for name, items in (checksums.read_checksums(listing.parent) or {}).items():
+            data[str((listing.parent / name).relative_to(temporary))] = sum(length for length, _ in items.values())
+    files: dict[str, tuple[int, str | None]] = {}
+    for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
+        name, size = str(file.relative_to(temporary)), file.stat().st_size
+        if data.get(name, size) != size:
+            raise GrpoError(f"checkpoint {temporary} cannot be written: {name} has {size} of {data[name]} bytes")
+        files[name] = size, None if name in data else checksums.of_file(file)
+        _sync(file)
+    if missing := data.keys() - files.keys():
+        raise GrpoError(f"checkpoint {temporary} cannot be written: {min(missing)} is not there")
+    manifest = {"iteration": _number(temporary), "files": files}
+    return manifest | {"checksum": _manifest_checksum(manifest)}
 
 
 def clean_up(root: str | Path) -> None:
@@ -165,14 +285,20 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
     return Path(root, f"iter_{iteration:07d}")
 
 
-def _iterations(root: str | Path) -> list[Path]:
+def iterations(root: str | Path) -> list[Path]:
     """Return the checkpoints under ``root``, oldest iteration first."""
     found = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
+def _number(directory: Path) -> int | None:
+    """Return the iteration in the name of a checkpoint's directory; None for another name."""
+    found = re.fullmatch(r"iter_([0-9]+)(\.old|\.tmp)?", directory.name)
+    return int(found[1]) if found else None
+
+
 def _list_others(root: str | Path, besides: Path | None = None) -> str:
-    return ", ".join(path.name for path in _iterations(root) if path != besides) or "there is no other checkpoint"
+    return ", ".join(path.name for path in iterations(root) if path != besides) or "there is no other checkpoint"
 
 
 def _write(file: Path, text: str) -> None:
@@ -197,5 +323,5 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _digest(file: Path) -> str:
+def _sha256(file: Path) -> str:  # in files.json of earlier versions
     return hashlib.sha256(file.read_bytes()).hexdigest()

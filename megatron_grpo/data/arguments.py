@@ -71,7 +71,6 @@ CURRICULUM: tuple[FlagRow, ...] = (
 
 def check_data(args: Namespace) -> None:
     """Refuse missing or contradictory flags of prompts and tokenizers; set --tokenizer-model from --load-hf."""
-    required(args, "train_data_path", "name the files of training prompts")
     weights = read_blend(args.train_data_path or [])[1]
     if weights and args.num_epochs is not None:
         raise GrpoError(

@@ -114,7 +114,7 @@ class RolloutBatch:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         log_probs: Sequence[Sequence[float] | None],
-        weight_version: int | Sequence[int],
+        weight_version: int | Sequence[Sequence[int]],
         group_ids: Sequence[int],
         row_ids: Sequence[int],
         sample_ids: Sequence[int],
@@ -125,7 +125,8 @@ class RolloutBatch:
         """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
 
         Every sequence has n entries; `prompts[i]` are the token ids before `completions[i]`, and `log_probs[i]`
-        the engine's log-probabilities of the latter, or None; `weight_version` is one for all, or one each.
+        the engine's log-probabilities of the latter, or None; `weight_version` is one for all tokens, or
+        `weight_version[i]` are those of the tokens of `completions[i]` (a prompt has that of the token after it).
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
         are [tokens of the completion, k]. Raises GrpoError as `validate` does.
         """
@@ -138,7 +139,7 @@ class RolloutBatch:
             tokens=np.zeros(total, np.int32),
             response_mask=np.zeros(total, np.uint8),
             rollout_log_probs=np.full(total, np.nan, np.float32),
-            weight_version=np.repeat(np.broadcast_to(np.array(weight_version, np.int32), lengths.shape), lengths),
+            weight_version=np.full(total, weight_version if isinstance(weight_version, int) else 0, np.int32),
             prompt_lengths=prompt_lengths,
             group_ids=np.array(group_ids, np.int64),
             row_ids=np.array(row_ids, np.int64),
@@ -154,6 +155,10 @@ class RolloutBatch:
             batch.response_mask[middle:end] = 1
             if values is not None:
                 batch.rollout_log_probs[middle:end] = values
+        for i, versions in enumerate(() if isinstance(weight_version, int) else weight_version):
+            begin, middle, end = cu_seqlens[i], cu_seqlens[i] + len(prompts[i]), cu_seqlens[i + 1]
+            batch.weight_version[begin:middle] = versions[0] if len(versions) else 0
+            batch.weight_version[middle:end] = versions
         if routed_experts:
             batch.routed_experts = np.full((total, *routed_experts[0].shape[1:]), -1, np.int16)
             for begin, experts in zip(cu_seqlens[:-1], routed_experts, strict=True):

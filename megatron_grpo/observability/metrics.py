@@ -40,11 +40,15 @@ _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}
 class Timers:
     """Timers of the phases on this rank: ``with timers("rollout"): ...`` adds to the metric ``time/rollout``.
 
-    Every phase also runs in the context ``guard(phase)``.
+    Every phase runs in the context ``guard(phase)``; ``began(phase)`` is called at its start.
     """
 
-    def __init__(self, guard: Callable[[str], AbstractContextManager] = lambda phase: contextlib.nullcontext()):
-        self.guard = guard
+    def __init__(
+        self,
+        guard: Callable[[str], AbstractContextManager] = lambda phase: contextlib.nullcontext(),
+        began: Callable[[str], None] = lambda phase: None,
+    ):
+        self.guard, self.began = guard, began
         self.seconds: dict[str, float] = {}
         self.row_start = _now()
         self.in_phase = False
@@ -62,6 +66,7 @@ class Timers:
                 yield
             return
         self.in_phase = True
+        self.began(phase)
         start = _now()
         try:
             with (
@@ -149,6 +154,11 @@ class MetricsLogger:
         if iteration == self.total:
             self.bar.close()  # the lines that follow, of the save and the export, start in its place
 
+    def show_phase(self, phase: str) -> None:
+        """Show in the progress bar what the run does now."""
+        if self.active and not self.bar.disable:
+            self.bar.set_postfix_str(phase)
+
     def rollout_progress(self, num_replicas: int) -> Callable[[Sequence[Completion], int], None]:
         """Return the function that shows the progress of one rollout of rank 0's engine replica, from now on.
 
@@ -225,12 +235,10 @@ class MetricsLogger:
         if "metrics.jsonl" in self.files:
             self._append("metrics.jsonl", {"iteration": self.iteration} | row)
         remaining, with_kl = self._remaining_seconds(row), self.args.beta > 0
-        for line in console_lines(self.iteration, self.total, row, remaining, _width(), with_kl):
+        for line in console_lines(self.iteration, self.total, row, remaining, terminal_width(), with_kl):
             self.print(line)
         for tracker in self.trackers:
             tracker.log_row(self.iteration, row)
-        if "reward/mean" in row:
-            self.bar.set_postfix_str(f"reward {row['reward/mean']:.4f}")
 
     def _remaining_seconds(self, row: dict) -> float | None:
         """Return the seconds that the remaining updates take at the speed of the last rows; None without a speed."""
@@ -357,6 +365,6 @@ def _fitting(label: str, last: str | None, parts: Sequence[str], width: int | No
     return " | ".join(kept)
 
 
-def _width() -> int | None:
+def terminal_width() -> int | None:
     """Return the width of the terminal; None if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -6,7 +6,7 @@ from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.rewards.reward_models.arguments import REWARD_MODELS
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, REAL, SECONDS, FlagRow, Number, count_to
-from megatron_grpo.utils.rules import flag, required
+from megatron_grpo.utils.rules import flag
 
 SANDBOXES = ("auto", "strict")
 
@@ -67,7 +67,6 @@ READ_BY = {
 
 def check_rewards(args: Namespace) -> None:
     """Check the flags of rewards, and fill in the weights."""
-    required(args, "reward_funcs", "name at least one reward function")
     functions = args.reward_funcs or []
     if len(set(functions)) < len(functions):
         raise GrpoError(

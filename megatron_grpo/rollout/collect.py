@@ -40,6 +40,7 @@ def collect_rollout(
     prompts, num_generations, selection = plan.prompts, plan.num_generations, plan.selection
     dispatcher = selection or PromptDispatcher(engine, len(prompts), num_generations, capacity)
     completions: list[Completion] = []
+    members: dict[int, GroupMember] = {}  # by the id of the request; the group is the number of the prompt
     texts: dict[int, str] = {}
 
     def requests(numbers: Sequence[int] | None) -> list[Request] | None:
@@ -47,10 +48,12 @@ def collect_rollout(
             return None
         if scorer is not None:
             texts.update((p, tokenizer.decode(prompts[p].ids)) for p in numbers)
+        begun = [GroupMember(p, g, num_generations) for p in numbers for g in range(num_generations)]
+        ids = [member.group * num_generations + member.place for member in begun]
+        members.update(zip(ids, begun, strict=True))
         return [
-            Request(p * num_generations + g, prompts[p].ids, prompts[p].sampling(plan.sampling))
-            for p in numbers
-            for g in range(num_generations)
+            Request(number, prompts[member.group].ids, prompts[member.group].sampling(plan.sampling))
+            for number, member in zip(ids, begun, strict=True)
         ]
 
     def further(under_way: int) -> list[Request] | None:
@@ -60,18 +63,18 @@ def collect_rollout(
     with timers("rollout"), engine.rollout(plan.seed):
         for completion in generate(engine, requests(dispatcher.first), further):
             completions.append(completion)
+            member = members[completion.id]
             if scorer is not None:
-                p = completion.id // num_generations
-                member = GroupMember(p, completion.id % num_generations, num_generations)
-                scorer.submit(completion.id, _sample(prompts[p], texts[p], completion, tokenizer), member)
+                sample = _sample(prompts[member.group], texts[member.group], completion, tokenizer)
+                scorer.submit(completion.id, sample, member)
             if selection is not None:
-                selection.take(completion)
+                selection.take(completion.id, member.group)
     with timers("scoring"):
         spoken = completions if engine.is_lead else []  # all ranks of a replica hold the same completions
         places = selection.places() if selection is not None else range(len(prompts))
-        spoken = [completion for completion in spoken if completion.id // num_generations in places]
+        spoken = [completion for completion in spoken if members[completion.id].group in places]
         num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
-        mine = _to_batch(prompts, spoken, num_generations, places, num_kept)
+        mine = _to_batch(prompts, spoken, members, places, num_kept)
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
         failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
@@ -97,7 +100,7 @@ def _sample(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sam
 def _to_batch(
     prompts: Sequence[Prompt],
     completions: list[Completion],
-    num_generations: int,
+    members: Mapping[int, GroupMember],
     places: Mapping[int, int] | Sequence[int],
     num_kept: int,
 ) -> RolloutBatch:
@@ -105,16 +108,16 @@ def _to_batch(
         none = np.full((len(completion.token_ids), num_kept), -1, np.int32)  # the row's constraint replaces the sets
         return none if completion.kept_token_ids is None else completion.kept_token_ids
 
-    numbers = [completion.id // num_generations for completion in completions]
-    groups = [places[number] for number in numbers]
+    of = [members[completion.id] for completion in completions]
+    groups = [places[member.group] for member in of]
     return RolloutBatch.from_completions(
-        prompts=[prompts[number].ids for number in numbers],
+        prompts=[prompts[member.group].ids for member in of],
         completions=[completion.token_ids for completion in completions],
         log_probs=[completion.log_probs for completion in completions],
-        weight_version=[completion.weight_version for completion in completions],
+        weight_version=[completion.weight_versions for completion in completions],
         group_ids=groups,
-        row_ids=[prompts[number].id for number in numbers],
-        sample_ids=[g * num_generations + c.id % num_generations for g, c in zip(groups, completions, strict=True)],
+        row_ids=[prompts[member.group].id for member in of],
+        sample_ids=[group * member.size + member.place for group, member in zip(groups, of, strict=True)],
         finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.engine import Engine
 
 # Engine steps between the end of a group and the decision about it, during which its rewards are computed. The number
 # is fixed so that a replacement starts after the same step in every run, however fast the rewards are.
@@ -79,7 +79,7 @@ class Selection:
         self._quota = len(share)
         self._fresh = deque(self._num_first + k * num_groups + place for k in range(self._rounds) for place in share)
         self._round = dict.fromkeys(self.first, 0)  # replacement round of each started group
-        self._complete: dict[int, int] = {}  # completions of each group
+        self._complete: dict[int, list[int]] = {}  # ids of each group's completions
         self._undecided: deque[tuple[int, int]] = deque()  # (group, the step at which it is decided)
         self._decided = 0
         self._kept: list[int] = []
@@ -90,11 +90,11 @@ class Selection:
         self._store = dist.PrefixStore(f"selection/{next(_rollouts)}/{engine.replica}", store)
         self._said: list[str] = []
 
-    def take(self, completion: Completion) -> None:
-        """Record a completion that was submitted to the scorer."""
-        group = completion.id // self._num_generations
-        self._complete[group] = self._complete.get(group, 0) + 1
-        if self._complete[group] == self._num_generations:
+    def take(self, number: int, group: int) -> None:
+        """Record completion ``number`` of a group, which was submitted to the scorer."""
+        complete = self._complete.setdefault(group, [])
+        complete.append(number)
+        if len(complete) == self._num_generations:
             self._undecided.append((group, self._step + (STEPS_TO_SCORE if self._rounds else 0)))
 
     def further(self, under_way: int) -> list[int] | None:
@@ -122,8 +122,7 @@ class Selection:
         if not self._is_lead:
             return self._store.get(word) == b"1"  # waits for the lead rank
         assert self._scorer is not None
-        ids = range(group * self._num_generations, (group + 1) * self._num_generations)
-        answer = has_signal(combine_rewards(self._scorer.wait(ids), self._reward_weights))
+        answer = has_signal(combine_rewards(self._scorer.wait(self._complete[group]), self._reward_weights))
         if not self._alone:
             self._store.set(word, "1" if answer else "0")
             self._said.append(word)

@@ -36,7 +36,10 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one completion of one prompt; the completion carries the same ``id``."""
+    """A request for one completion of one prompt; the completion carries the same ``id``.
+
+    The id is unique within a rollout and has no other meaning.
+    """
 
     id: int
     prompt_ids: Sequence[int]
@@ -53,13 +56,13 @@ def request_seed(rollout_seed: int, request_id: int) -> int:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: token ids (including the end-of-sequence token), finish reason, weight version."""
+    """A finished request: token ids (including the end-of-sequence token), finish reason, weight versions."""
 
     id: int
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: str  # "stop" or "length"
-    weight_version: int
+    weight_versions: Sequence[int]  # of the engine's weights at each token
     # [tokens, MoE layers, topk] of the prompt and the sampled tokens except the last, which is never routed; None
     # unless --router-replay-mode is R3
     routed_experts: npt.NDArray[np.int16] | None = None

@@ -29,7 +29,7 @@ from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, ROLLOUT, STRUCTURED_OUTPUTS
-from megatron_grpo.training.command_line import Accept, Parser, parse_words
+from megatron_grpo.training.command_line import Accept, Parser, parse_words, plugin_files
 from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_flags, help_text
 from megatron_grpo.utils.core_names import ACCEPTED
@@ -232,11 +232,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     --external-plugins run first, because their losses and advantages add flags; GrpoError if a file fails.
     """
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
-    plugins = Parser(prog="pretrain_grpo.py", add_help=False)
-    plugins.add_argument("--external-plugins", nargs="+", default=[], metavar=METAVARS[str])
-    files = plugins.parse_known_args(words)[0].external_plugins
-    check_value("--external-plugins", [PATH], files)
-    load_plugins(files)
+    load_plugins(plugin_files(words))
     parser = build_parser()
     args = parse_words(parser, words)
     args.padded_vocab_size = args.engine_decodes = None

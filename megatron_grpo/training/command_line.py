@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_grpo.migration.table import answer
+from megatron_grpo.training.early_checks import check_early
 from megatron_grpo.utils.arguments import hyphens
 from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
 from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
@@ -152,7 +153,9 @@ def parse_words(parser: Parser, words: Sequence[str]) -> Namespace:
 
 
 def check_flags(argv: Sequence[str]) -> None:
-    """Exit with one line if a flag is unknown or its value is wrong by itself; answer --help. Else print what is next.
+    """Exit with one line if a flag is unknown, its value is wrong, or flags contradict each other; answer --help.
+
+    Else print what is next. The rules that need torch follow in ``validation.validate_args``.
 
     Leaves the check to ``arguments.parse_args`` with --external-plugins, whose losses may add flags, and with another
     megatron-core than the one of ``flags.json``.
@@ -165,18 +168,30 @@ def check_flags(argv: Sequence[str]) -> None:
 def _check(argv: Sequence[str]) -> None:
     words = [hyphens(word) for word in argv]
     table = json.loads(TABLE.read_text())
-    plugins = any(word.partition("=")[0] == "--external-plugins" for word in words)
-    if plugins or importlib.metadata.version("megatron-core") != table["megatron-core"]:
-        return
     parser = parser_from_table(table)
-    args = parse_words(parser, words)
     try:
+        if plugin_files(words) or importlib.metadata.version("megatron-core") != table["megatron-core"]:
+            return
+        args = parse_words(parser, words)
         for row in table["flags"]:
             value = getattr(args, row["dest"])
             if row["dest"] in args.explicit and value != row.get("default"):
                 check_value(row["options"][0], _kind_from_json(row.get("kind")), value)
+        check_early(args, int(os.environ.get("WORLD_SIZE", "1")))
     except GrpoError as error:
         parser.end(str(error), code=1)
+
+
+def plugin_files(words: Sequence[str]) -> list[str]:
+    """Return the files of --external-plugins; GrpoError if one does not exist."""
+    parser = Parser(prog="pretrain_grpo.py", add_help=False)
+    parser.add_argument("--external-plugins", nargs="+", default=[], metavar="S")
+    files = parser.parse_known_args(words)[0].external_plugins
+    check_value("--external-plugins", [PATH], files)
+    for file in files:
+        if not Path(file).is_file():
+            raise GrpoError(f"--external-plugins {file}: no such file")
+    return files
 
 
 def table_of(parser: Parser, kinds: Mapping[str, Any], version: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron_grpo.lora.attach import attach
 from megatron_grpo.lora.files import load_adapter, merge_config
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
-from megatron_grpo.observability.metrics import MetricsLogger, Timers
+from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.observability.watchdog import Watchdog, phase_limits
@@ -51,8 +51,9 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import check_warmup, validate_args
+from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
@@ -121,7 +122,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         print_rank_0(lock.taken_over)
     if dist.get_rank() == 0:
         print_args(args, everything=args.print_arguments)
-    for line in batch_arithmetic(args, world_size).lines():
+    for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
     for note in filter(None, (not_measured(args), recompute_note(args))):
@@ -191,7 +192,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
-        timers=Timers(memory.phase),
+        timers=Timers(memory.phase, logger.show_phase),
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         watchdog=watchdog,

@@ -58,8 +58,11 @@ class BatchArithmetic:
         """Return the number of updates between two rollouts."""
         return self.steps_per_generation * self.num_iterations
 
-    def lines(self) -> list[str]:
-        """Return the arithmetic as text, one line for each size: its name, its value, its numbers and its formula."""
+    def lines(self, width: int | None = None) -> list[str]:
+        """Return the arithmetic as text, one line for each size: its name, its value, its numbers and its formula.
+
+        The formulas are left out if a line is longer than ``width`` characters [no limit].
+        """
         tp, pp, cp = self.model_parallel_sizes
         micro_batches = f"{self.micro_batch_size} x {self.dp_size} x {self.gradient_accumulation_steps}"
         formulas = dict(FORMULAS)
@@ -77,7 +80,9 @@ class BatchArithmetic:
         }
         formulas["updates_per_rollout"] = "steps_per_generation x num_iterations"
         values = {name: round(getattr(self, name), 4) for name in worked}
-        return [f"{name:<25} {values[name]:<7} = {how:<18} ({formulas[name]})" for name, how in worked.items()]
+        short = [f"{name:<25} {values[name]:<7} = {how}" for name, how in worked.items()]
+        long = [f"{line:<54} ({formulas[name]})" for name, line in zip(worked, short, strict=True)]
+        return short if width and max(map(len, long)) > width else long
 
 
 def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:

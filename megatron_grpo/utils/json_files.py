@@ -1,6 +1,7 @@
 """JSON files of models and checkpoints."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +19,11 @@ def read_json_object(path: str | Path, cure: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise GrpoError(f"{path} is not a JSON object")
     return value
+
+
+def read_config(hf_dir: str | Path) -> dict[str, Any]:
+    """Return the content of {hf_dir}/config.json; raise GrpoError when the file is missing or not a JSON object."""
+    cure = f"{hf_dir} is not a Hugging Face model directory"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(hf_dir)) and not Path(hf_dir).exists():  # a name of the hub
+        cure += f". A run downloads nothing: hf download {hf_dir} --local-dir DIR, then give DIR"
+    return read_json_object(Path(hf_dir) / "config.json", cure)

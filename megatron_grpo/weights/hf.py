@@ -9,7 +9,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.weights import families, model_weights, quantized
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (
@@ -53,14 +53,6 @@ _ASSETS = (
 # Subfolder of a Megatron checkpoint directory that holds these files, beside the iterations.
 ASSETS_DIR = "hf_assets"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """Return the content of {hf_dir}/config.json; raise GrpoError when the file is missing or not a JSON object."""
-    cure = f"{hf_dir} is not a Hugging Face model directory"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(hf_dir)) and not Path(hf_dir).exists():  # a name of the hub
-        cure += f". A run downloads nothing: hf download {hf_dir} --local-dir DIR, then give DIR"
-    return read_json_object(Path(hf_dir) / "config.json", cure)
 
 
 def open_weights(hf_dir: str | Path) -> Safetensors:

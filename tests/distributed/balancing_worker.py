@@ -51,7 +51,8 @@ class CountingEngine:
             entry[1] -= 1
         done = [request for request, left in self.running if left == 0]
         self.running = [entry for entry in self.running if entry[1]]
-        return [Completion(r.id, [r.id, *r.prompt_ids], None, "stop", 1000 + r.id) for r in done]
+        ids = {r.id: [r.id, *r.prompt_ids] for r in done}
+        return [Completion(i, tokens, None, "stop", [1000 + i] * len(tokens)) for i, tokens in ids.items()]
 
     def rollout(self, seed):
         return contextlib.nullcontext()

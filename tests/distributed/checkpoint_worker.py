@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import random
 import shutil
@@ -29,6 +28,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 import pretrain_grpo
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory, optimizer_state
+from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
@@ -461,8 +461,10 @@ def refuse(root):
 
     # Without its own notes (as Megatron-LM writes it), a checkpoint is judged by the tensors that it has.
     def forget(directory):
-        for name in (checkpoint_directory.ARGS, checkpoint_directory.MANIFEST):
-            (directory / name).unlink()
+        for name in (checkpoint_directory.ARGS, checkpoint_directory.MANIFEST, CHECKSUMS):
+            (directory / name).unlink(missing_ok=True)
+        common = torch.load(directory / "common.pt")
+        torch.save({key: value for key, value in common.items() if key != "layout"}, directory / "common.pt")
 
     foreign = changed("foreign", forget)
     refused(foreign, *DISTRIBUTED, "--ffn-hidden-size", "64", weights_only=True)
@@ -473,10 +475,7 @@ def refuse(root):
     model = forward.build_model(args, model_provider)
     checkpoint.save_checkpoint(args, 0, model, None, None, {})
     if dist.get_rank() == 0:
-        stored = plain / "iter_0000000" / checkpoint_directory.ARGS
-        stored.write_text(json.dumps(json.loads(stored.read_text()) | {"qk_layernorm": None}))
-        manifest = plain / "iter_0000000" / checkpoint_directory.MANIFEST
-        manifest.unlink()
+        forget(plain / "iter_0000000")
     dist.barrier()
     refused(plain, weights_only=True)
     refused(plain)

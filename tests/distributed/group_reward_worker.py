@@ -45,7 +45,7 @@ class ShufflingEngine:
     def poll(self):
         request = self.waiting.pop(self.rng.integers(len(self.waiting)))
         token = int(np.random.default_rng(request.id).integers(3))
-        return [Completion(request.id, [token], None, "stop", 0)]
+        return [Completion(request.id, [token], None, "stop", [0])]
 
     def abort(self, ids):
         self.waiting = [request for request in self.waiting if request.id not in ids]

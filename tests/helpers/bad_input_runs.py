@@ -44,7 +44,8 @@ class StubEngine:
 
     def poll(self):
         request = self.queue.pop()
-        return [Completion(request.id, [1, request.sampling.stop_token_ids[0]], None, "stop", self.version)]
+        ids = [1, request.sampling.stop_token_ids[0]]
+        return [Completion(request.id, ids, None, "stop", [self.version] * 2)]
 
     def rollout(self, seed):
         return contextlib.nullcontext()

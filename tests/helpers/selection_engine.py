@@ -35,7 +35,7 @@ class CountingEngine:
         done = [request for left, request in self.running.values() if left == 0]
         for request in done:
             del self.running[request.id]
-        return [Completion(r.id, [r.prompt_ids[0] + 7, r.id], None, "stop", 5) for r in done]
+        return [Completion(r.id, [r.prompt_ids[0] + 7, r.id], None, "stop", [5, 5]) for r in done]
 
     def abort(self, ids):
         for i in ids:

@@ -72,7 +72,7 @@ def cycle(args, trainer: Trainer) -> dict[str, float]:
         requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if makes_any else []
         with trainer.engine.rollout(seed=1):
             done = list(generate(trainer.engine, requests))
-        assert len(done) == len(requests) and all(c.weight_version == trainer.iteration for c in done)
+        assert len(done) == len(requests) and all(set(c.weight_versions) == {trainer.iteration} for c in done)
     dist.barrier()
     return trainer.timers.collect() | trainer.memory
 

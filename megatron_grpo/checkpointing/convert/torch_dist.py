@@ -23,12 +23,11 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
+from megatron_grpo.checkpointing import data_files
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.model_weights import FUSED_NORMS
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -101,7 +100,8 @@ class Checkpoint:
         self.directory = Path(directory)
         self._check_format()
         try:
-            metadata = torch_checkpoint.FileSystemReader(self.directory).read_metadata()
+            self._reader = data_files.Reader(self.directory)
+            metadata = self._reader.read_metadata()
             self.tensors: dict[str, TensorStorageMetadata] = {
                 key: value
                 for key, value in metadata.state_dict_metadata.items()
@@ -126,8 +126,7 @@ class Checkpoint:
             if (item := self._stored.get(MetadataIndex(_COMMON_STATE))) and not file.exists():
                 file = self.directory / item.relative_path
                 with file.open("rb") as data:
-                    data.seek(item.offset)
-                    content = io.BytesIO(data.read(item.length))
+                    content = io.BytesIO(self._reader.checked_view(data, item).read())
                 (common,) = torch.load(content, map_location="cpu", weights_only=True)
             else:
                 common = torch.load(file, map_location="cpu", weights_only=True)
@@ -247,7 +246,7 @@ class Checkpoint:
         memory = self._file(info.relative_path)
         try:
             with open(self.directory / info.relative_path, "rb") as stream:
-                view = _create_file_view(stream, info.offset, info.length)
+                view = self._reader.checked_view(stream, info)
                 meta = torch.load(view, map_location="meta", weights_only=True)  # reads everything except the values
         except (RuntimeError, UnpicklingError, OSError) as error:
             raise GrpoError(f"{self.directory / info.relative_path}: {key} cannot be read: {error}") from None

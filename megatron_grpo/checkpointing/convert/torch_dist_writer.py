@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +19,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
+from megatron_grpo.checkpointing import data_files
 from megatron_grpo.checkpointing.checkpoint import CONTENT_METADATA
 from megatron_grpo.checkpointing.convert.torch_dist import Place, written_places
 from megatron_grpo.utils.errors import GrpoError
@@ -53,15 +50,13 @@ def write(
     reading or writing fails.
     """
     planner = _Planner(list(_cuts(args, written_places(args, weights), mine, dtype)), read, progress)
-    crc32 = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # no reader checks it, and it takes longer than everything else here
     try:
-        torch_checkpoint.save({}, storage_writer=_Writer(directory), planner=planner, no_dist=not dist.is_initialized())
+        torch_checkpoint.save(
+            {}, storage_writer=data_files.Writer(directory), planner=planner, no_dist=not dist.is_initialized()
+        )
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         raise GrpoError(f"checkpoint {directory} cannot be written (rank {rank}): {cause}") from error
-    finally:
-        torch.serialization.set_crc32_options(crc32)
 
 
 def write_common(directory: Path) -> None:
@@ -147,33 +142,3 @@ class _Planner(DefaultSavePlanner):
             part = part.clone(memory_format=torch.contiguous_format)  # torch.save would write the full tensor
         self.progress(part.nbytes)
         return part.view(item.tensor_data.chunk.sizes)
-
-
-class _Writer(torch_checkpoint.FileSystemWriter):
-    """File writer that prefetches one chunk and frees each tensor after its write; torch's keeps the last per key."""
-
-    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        results = []
-        with open(Path(self.path) / name, "wb") as stream:
-            for item, tensor in _prefetch(planner.resolve_data, plan.items):
-                start = stream.tell()
-                torch.save(tensor, stream)
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _prefetch(read: Callable[[WriteItem], Tensor], items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Yield (item, its tensor); the next tensor is read in a thread meanwhile."""
-    with ThreadPoolExecutor(1) as reader:
-        last = None
-        for item in items:
-            coming = item, reader.submit(read, item)
-            if last is not None:
-                yield last[0], last[1].result()
-            last = coming
-        if last is not None:
-            yield last[0], last[1].result()

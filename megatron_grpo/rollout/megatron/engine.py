@@ -92,7 +92,8 @@ class MegatronEngine:
 
     def _completion(self, running) -> Completion:
         log_probs = running.log_probs if running.request.sampling.log_probs else None
-        return Completion(running.request.id, running.token_ids, log_probs, running.finish_reason, self._version)
+        versions = [self._version] * len(running.token_ids)
+        return Completion(running.request.id, running.token_ids, log_probs, running.finish_reason, versions)
 
     def _padded_length(self, works: list[Work]) -> int:
         """Return the number of tokens of this member's step, with padding to a multiple of the tensor-parallel size.

@@ -120,7 +120,7 @@ class SglangServer(Server):
             if [pair[1] for pair in pairs] != ids:
                 raise Fault("its log-probabilities do not belong to the sampled tokens")
             log_probs = [pair[0] for pair in pairs]
-        return Completion(request.id, ids, log_probs, reason, version)
+        return Completion(request.id, ids, log_probs, reason, [version] * len(ids))
 
     async def load_weights(self, directory: str, timeout: float) -> None:
         body = {

@@ -93,7 +93,8 @@ class VllmColocate:
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
                 request_id = int(output.request_id.rpartition("-")[2])
-                finished.append(Completion(request_id, ids, log_probs, reason, self._version, experts, kept))
+                versions = [self._version] * len(ids)
+                finished.append(Completion(request_id, ids, log_probs, reason, versions, experts, kept))
         return finished
 
     def _engine_id(self, request_id: int) -> str:

@@ -180,7 +180,7 @@ class VllmServer(Server):
             log_probs = choice["logprobs"]["token_logprobs"]
             if sampling.kept_token_ids:
                 kept = _kept(ids, log_probs, choice["logprobs"]["top_logprobs"], sampling.top_k)
-        return Completion(request.id, ids, log_probs, reason, version, kept_token_ids=kept)
+        return Completion(request.id, ids, log_probs, reason, [version] * len(ids), kept_token_ids=kept)
 
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.vllm_server_timeout

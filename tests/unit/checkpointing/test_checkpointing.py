@@ -1,5 +1,6 @@
 """The directory of a checkpoint under kills and damage."""
 
+import json
 import os
 import random
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.checkpointing import checkpoint_directory as cd
+from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
 from megatron_grpo.utils.errors import GrpoError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,6 +25,8 @@ def save(root, iteration, keep=None, payload="weights"):
     for name in cd.CORE_FILES:
         (temporary / name).write_text(f"{name} {iteration}")
     (temporary / "__0_0.distcp").write_text(payload * 100)
+    items = [[100 * len(payload), Checksum(100 * payload.encode()).text()]]
+    (temporary / CHECKSUMS).write_text(json.dumps({"__0_0.distcp": items}))
     cd.publish(temporary, {"num_layers": 4}, keep)
 
 
@@ -163,10 +167,6 @@ def damage_latest(directory):
     (directory.parent / cd.LATEST).write_text("twenty")
 
 
-def damage_no_latest(directory):
-    (directory.parent / cd.LATEST).unlink()
-
-
 def damage_manifest(directory):
     (directory / cd.MANIFEST).write_text("[")
 
@@ -179,7 +179,6 @@ def damage_manifest(directory):
         (damage_metadata, r"iter_0000020 is damaged: the content of .metadata has changed since it was written"),
         (damage_absent, r"names iteration 20, but .*iter_0000020 does not exist; .*: iter_0000010$"),
         (damage_latest, r"holds 'twenty', not an iteration; in .*: iter_0000010, iter_0000020$"),
-        (damage_no_latest, r"no checkpoint in .*: there is no latest_checkpointed_iteration.txt"),
         (damage_manifest, r"files.json is not valid JSON"),
     ],
 )
@@ -208,3 +207,54 @@ def test_megatron_lms_own_checkpoints_are_found(tmp_path):
     cd.verify(directory)
     assert (iteration, directory) == (0, tmp_path / "release")
     assert cd.read_checkpoint_args(tmp_path) == {}
+
+
+def test_without_the_pointer_the_newest_whole_checkpoint_is_taken(tmp_path):
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    (tmp_path / cd.LATEST).unlink()
+    (tmp_path / "iter_0000030" / "common.pt").unlink()
+    assert cd.find(tmp_path) == (20, tmp_path / "iter_0000020")
+    assert cd.note(tmp_path).endswith("iteration 20 is its newest whole checkpoint")
+    for iteration in (10, 20):
+        (tmp_path / f"iter_{iteration:07d}" / cd.MANIFEST).unlink()
+    with pytest.raises(GrpoError, match=r"holds checkpoints .*iter_0000010, .*none of them is known to be whole"):
+        cd.find(tmp_path)
+
+
+def test_an_older_checkpoint_than_the_newest_is_said(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    assert cd.note(tmp_path) == ""
+    (tmp_path / cd.LATEST).write_text("10")
+    assert cd.note(tmp_path).endswith("names iteration 10: iter_0000020 not used")
+
+
+def test_a_short_write_is_never_published(tmp_path):
+    temporary = cd.start(tmp_path, 20)
+    (temporary / CHECKSUMS).write_text(json.dumps({"__0_0.distcp": [[4, "0"], [4, "0"]]}))
+    with pytest.raises(GrpoError, match=r"__0_0.distcp is not there"):
+        cd.publish(temporary, {})
+    (temporary / "__0_0.distcp").write_text("1234567")
+    with pytest.raises(GrpoError, match=r"__0_0.distcp has 7 of 8 bytes"):
+        cd.publish(temporary, {})
+    assert cd.latest_iteration(tmp_path) is None
+
+
+VERIFY = [sys.executable, str(ROOT / "tools/checkpoint/verify.py")]
+
+
+def test_the_tool_names_every_damaged_file(tmp_path):
+    for iteration in (10, 20):
+        save(tmp_path, iteration)
+    run = subprocess.run([*VERIFY, tmp_path, "--all"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.count("all as they were written") == 2
+    for name in ("__0_0.distcp", "common.pt"):
+        data = bytearray((tmp_path / "iter_0000010" / name).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / "iter_0000010" / name).write_bytes(data)
+    run = subprocess.run([*VERIFY, tmp_path, "--iteration", "10"], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "damaged: __0_0.distcp has changed since it was written, in bytes 0 to 700" in run.stdout
+    assert "damaged: the content of common.pt has changed" in run.stdout
+    assert subprocess.run([*VERIFY, tmp_path], capture_output=True).returncode == 0

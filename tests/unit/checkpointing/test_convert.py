@@ -160,6 +160,7 @@ def megatron_lm(root, hf_dir, fused=True, singleton=False, common_pt=True, **mor
         tensors["common"] = dist_checkpointing.ShardedObject("common_state", common, (1,), (0,))
         dist_checkpointing.save(tensors, str(directory), sharded_strategy=strategy)
         (directory / "common.pt").unlink()
+    (directory / "checksums.json").unlink()
     (root / checkpoint_directory.LATEST).write_text("100")
 
 
@@ -328,9 +329,15 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if "back" in path.name]
 
 
+def forget(directory):
+    """Make a checkpoint one that this program did not write: it has no files besides megatron-core's."""
+    for name in ("files.json", "args.json", "checksums.json"):
+        (directory / name).unlink()
+
+
 def change_metadata(directory, change):
     """Change what a checkpoint's index says of its tensors; it then is one that this program did not write."""
-    (directory / checkpoint_directory.MANIFEST).unlink()
+    forget(directory)
     metadata = torch_checkpoint.FileSystemReader(directory).read_metadata()
     change(metadata.state_dict_metadata)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -351,17 +358,13 @@ NORM = "decoder.final_layernorm.weight"
             lambda d: change_metadata(d, lambda t: setattr(t[NORM], "size", torch.Size([65]))),
             rf"{NORM} has shape \(65,\), but the configuration says \(64,\)",
         ),
-        # Without files.json, as Megatron-LM's own are.
-        (lambda d: (d / "files.json").unlink() or os.truncate(d / "__0_0.distcp", 1000), "damaged: __0_0.distcp has"),
+        (lambda d: forget(d) or os.truncate(d / "__0_0.distcp", 1000), "damaged: __0_0.distcp has"),
         (lambda d: (d / "__0_0.distcp").unlink(), "damaged: __0_0.distcp is missing"),
-        (lambda d: (d / "files.json").unlink() or (d / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
+        (lambda d: (d / "files.json").unlink(), "damaged: files.json is missing"),
+        (lambda d: forget(d) or (d / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
         (
-            lambda d: (d / "files.json").unlink() or (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+            lambda d: forget(d) or (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             "has the format 'zarr'",
-        ),
-        (
-            lambda d: (d / "files.json").unlink() or (d / "args.json").unlink(),
-            "does not store its model family.*--hf-config DIR",
         ),
     ],
 )
@@ -369,9 +372,17 @@ def test_damaged_checkpoints_are_refused(convert, source, tmp_path, damage, mess
     convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
     directory = tmp_path / "megatron" / "iter_0000000"
     damage(directory)
+    into = "--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back"
     with pytest.raises(GrpoError, match=message):
-        convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back")
+        convert(*into, "--hf-config", source)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_checkpoint_of_megatron_lms_needs_a_configuration(convert, source, tmp_path):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+    forget(tmp_path / "megatron" / "iter_0000000")
+    with pytest.raises(GrpoError, match=r"does not store its model family.*--hf-config DIR"):
+        convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back")
 
 
 def test_verify_names_the_tensor_that_changed(convert, source, tmp_path, monkeypatch):

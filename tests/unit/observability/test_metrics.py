@@ -249,7 +249,7 @@ def test_the_remaining_time_is_that_of_the_last_rows(capsys):
 def test_a_log_file_shows_the_progress_of_a_rollout_every_30_seconds(capsys, monkeypatch):
     clock = iter([100.0, 110.0, 130.0, 150.0, 165.0])
     logger, silent = (MetricsLogger(make_args(), rank, 10, 0) for rank in (0, 1))
-    finished = [Completion(0, [1, 2, 3, 4], None, "stop", 0), Completion(1, [5] * 56, None, "stop", 0)]
+    finished = [Completion(0, [1, 2, 3, 4], None, "stop", [0] * 4), Completion(1, [5] * 56, None, "stop", [0] * 56)]
     silent.rollout_progress(1)(finished, 6)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     show = logger.rollout_progress(num_replicas=2)
@@ -277,11 +277,13 @@ def test_timers_add_up_and_start_anew(monkeypatch):
 def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
     monkeypatch.setattr(metrics, "_now", lambda: next(clock))
-    timers = Timers()
+    began = []
+    timers = Timers(began=began.append)
     with timers("eval"), timers("rollout"):
         pass
     with timers("rollout"):
         pass
+    assert began == ["eval", "rollout"]
     assert timers.collect() == {"time/eval": 3.0, "time/rollout": 0.5, "time/step": 6.0}
 
 
@@ -294,7 +296,7 @@ from megatron_grpo.observability import metrics
 metrics.SECONDS_BETWEEN_DRAWS = 0.0
 logger = train(make_args(), 0, 2, total=3)
 logger.rollout_progress(1)([], 8)
-logger.bar.refresh()
+logger.show_phase("update")
 logger.log(3, {{"reward/mean": 1.0, "time/step": 0.5}})
 print("done", flush=True)
 """
@@ -324,7 +326,8 @@ def test_a_progress_bar_in_a_terminal_leaves_the_lines_whole():
     assert "training:" in text
     drawn = [line.strip() for line in re.split(r"[\r\n]+", text)]
     assert max(map(len, drawn)) <= columns
-    assert any(re.fullmatch(r"training: 2/3 \|.*\| 00:0\d, rollout 0/8, 0 tokens/s", line) for line in drawn)
+    for now in ("rollout 0/8, 0 tokens/s", "update"):
+        assert any(re.fullmatch(rf"training: 2/3 \|.*\| 00:0\d, {now}", line) for line in drawn)
     assert "done" in drawn  # on a line of its own
     lines = [line for line in drawn if "| ETA" in line]
     assert [line.startswith(f"iteration {i}/3 | reward") for i, line in enumerate(lines, 1)] == [True] * 3

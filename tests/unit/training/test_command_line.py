@@ -66,8 +66,39 @@ def test_mistakes(words, code, message, capsys):
 
 
 @pytest.mark.parametrize("words", ["--xyzzy --external-plugins my.py", "--external_plugins=my.py --loss-type mine"])
-def test_plug_ins_may_add_flags(words):
+def test_plug_ins_may_add_flags(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        check_flags(words.split())
+    assert capsys.readouterr().err == "pretrain_grpo.py: error: --external-plugins my.py: no such file\n"
+    (tmp_path / "my.py").touch()
     check_flags(words.split())
+    assert capsys.readouterr().out == "importing torch and megatron-core\n"
+
+
+RUN = "--lr 1e-6 --train-iters 8 --reward-funcs exact_match --train-data-path prompts.jsonl --micro-batch-size 8"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ("--lr 1e-6", "--train-data-path is missing: name the files of training prompts"),
+        (f"{RUN} --global-batch-size 20", "global_batch_size (20) must be divisible by micro_batch_size (8)"),
+        (f"{RUN} --num-iterations 3", "--train-iters (8) must be divisible by the updates per rollout (3 = "),
+        (f"{RUN} --reward-funcs exact_macth", '"exact_macth" (did you mean "exact_match"?)'),
+        (f"{RUN} --load-hf gone", "gone is not a Hugging Face model directory"),
+        (f"{RUN} --train-data-path gone.jsonl", "--train-data-path gone.jsonl: no such file"),
+        (f"{RUN} --save-interval 2", "--save-interval needs --save"),
+        (f"{RUN} --min-lr 1", "--min-lr (1.0) must lie between 0 and --lr (1e-06)"),
+    ],
+)
+def test_flags_together_are_checked_as_early(changes, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").touch()
+    with pytest.raises(SystemExit) as end:
+        check_flags(changes.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and message in error and error.count("\n") == 1
 
 
 def shown(words, capsys):
@@ -110,7 +141,15 @@ def test_another_megatron_core_has_other_flags(monkeypatch):
     check_flags(["--xyzzy"])
 
 
-@pytest.mark.parametrize("words, code", [("--xyzzy", 2), ("--lr nan", 1), ("--help", 0)])
+def test_a_run_may_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").touch()
+    check_flags([*RUN.split(), "--pretrained-checkpoint", "checkpoint", "--use-checkpoint-args"])
+    check_flags("--dry-run --num-layers 4 --micro-batch-size 8".split())  # sizes alone
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words, code", [("--xyzzy", 2), (f"{RUN} --load-hf gone", 1), ("--help", 0)])
 def test_nothing_large_is_imported(words, code):
     command = [sys.executable, "-X", "importtime", "pretrain_grpo.py", *words.split()]
     result = subprocess.run(

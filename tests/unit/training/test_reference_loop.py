@@ -75,7 +75,8 @@ class Script:
 
     def poll(self):
         request = self.queue.pop()
-        return [Completion(request.id, COMPLETIONS[request.id], None, "stop", self.version)]
+        ids = COMPLETIONS[request.id]
+        return [Completion(request.id, ids, None, "stop", [self.version] * len(ids))]
 
     def finish(self, keys):
         return REWARDS[keys, None].astype(np.float32)

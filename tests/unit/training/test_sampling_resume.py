@@ -49,7 +49,8 @@ class SeededEngine(StubEngine):
         for entry in self.running.values():
             entry[1] += 1
         done = [number for number, (ids, steps) in self.running.items() if steps == len(ids)]
-        return [Completion(number, self.running.pop(number)[0], None, "stop", self.version) for number in done]
+        ids = {number: self.running.pop(number)[0] for number in done}
+        return [Completion(number, ids[number], None, "stop", [self.version] * len(ids[number])) for number in done]
 
     def abort(self, ids):
         for number in ids:

@@ -152,4 +152,6 @@ def test_lines_show_all_six_numbers_with_their_formulas():
     assert "64      = 4 x 8 x 2" in text and "192     = 64 x 3" in text
 
     budget = arguments(max_tokens_per_microbatch=4096, global_batch_size=64)
+    assert batch_arithmetic(args, 16).lines(width=200) == batch_arithmetic(args, 16).lines()
+    assert max(map(len, batch_arithmetic(args, 16).lines(width=80))) <= 80
     assert "gradient accumulation is not fixed" in "\n".join(batch_arithmetic(budget, 16).lines())

@@ -1,0 +1,158 @@
+"""Data files of a checkpoint (``*.distcp``): torch's format, with a checksum of every item.
+
+A file consists of items, each written by torch.save or pickle. ``checksums.json`` in the same directory has their
+lengths and checksums (xxh3, 64 bits), in the order of the file: ``{"__0_0.distcp": [[length, "hexadecimal"], ...]}``.
+A reader checks each item that it loads, so nothing is read twice from the disk and nothing unchecked is loaded.
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum, read_checksums
+from megatron_grpo.utils.errors import GrpoError
+
+Data = torch.Tensor | io.BytesIO
+
+
+@dataclass(frozen=True)
+class Written(WriteResult):
+    """Place of an item in a file, as torch gathers it on rank 0, and its checksum."""
+
+    checksum: str = ""
+
+
+class _ChecksumStream:
+    """File to write to: adds what is written to a checksum."""
+
+    def __init__(self, stream: IO[bytes]):
+        self.stream, self.checksum = stream, Checksum()
+
+    def write(self, data) -> int:
+        self.checksum.update(data)
+        return self.stream.write(data)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def write_items(file: Path, items: Iterable[tuple[MetadataIndex, Data]]) -> list[Written]:
+    """Write a data file to the disk (fsync); return the places and checksums of the items."""
+    results = []
+    crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # no reader checks it, and it takes longer than all other checksums
+    try:
+        with open(file, "wb") as stream:
+            for index, data in items:
+                start, checked = stream.tell(), _ChecksumStream(stream)
+                if isinstance(data, torch.Tensor):
+                    torch.save(data, checked)
+                else:
+                    checked.write(data.getbuffer())
+                length = stream.tell() - start
+                info = _StorageInfo(file.name, start, length)
+                results.append(Written(index, length, info, checked.checksum.text()))
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        torch.serialization.set_crc32_options(crc32)
+    return results
+
+
+class Writer(torch_checkpoint.FileSystemWriter):
+    """Torch's writer of checkpoints in this process: one data file a rank, and checksums.json."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Write this rank's items; the next tensor is copied from the device meanwhile."""
+        file = Path(self.path, f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}")
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(list(write_items(file, _prefetched(planner, plan.items))))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write checksums.json and .metadata, on rank 0."""
+        write_checksums(Path(self.path), [item for of_rank in results for item in of_rank])
+        super().finish(metadata, results)
+
+
+def write_checksums(directory: Path, written: Sequence[Written]) -> None:
+    """Write checksums.json for the items of all data files of a directory."""
+    files: dict[str, list] = {}
+    for item in sorted(written, key=lambda item: item.storage_data.offset):
+        files.setdefault(item.storage_data.relative_path, []).append([item.size_in_bytes, item.checksum])
+    (directory / CHECKSUMS).write_text(json.dumps(files) + "\n")
+
+
+def _prefetched(planner: Any, items: Sequence[WriteItem]) -> Iterator[tuple[MetadataIndex, Data]]:
+    """Yield (index, data on the host) of each item; a thread copies the next one from the device meanwhile."""
+    with ThreadPoolExecutor(1) as copies:
+        coming = None
+        for item in items:
+            following = item.index, copies.submit(on_host, planner, item)
+            if coming is not None:
+                yield coming[0], coming[1].result()
+            coming = following
+        if coming is not None:
+            yield coming[0], coming[1].result()
+
+
+def on_host(planner: Any, item: WriteItem) -> Data:
+    """Return an item's bytes, or its tensor on the host with a storage of its own, all of which torch.save writes."""
+    data = planner.resolve_data(item)
+    if not isinstance(data, torch.Tensor):
+        return data
+    tensor = data.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class Reader(torch_checkpoint.FileSystemReader):
+    """Torch's reader, which compares every item with its checksum before it is loaded; metadata is read once.
+
+    Without checksums.json (in checkpoints of earlier versions and of Megatron-LM) nothing is compared.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+        self._expected = read_checksums(Path(path))
+        self._checked: set[tuple[str, int]] = set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        return self.checked_view(file, sinfo)
+
+    def checked_view(self, file: IO[bytes], place: _StorageInfo) -> IO[bytes]:
+        """Return an item of an open file as a file; raise GrpoError unless the item has its checksum."""
+        if self._expected is not None and (place.relative_path, place.offset) not in self._checked:
+            length, checksum = self._expected.get(place.relative_path, {}).get(place.offset, (None, None))
+            file.seek(place.offset)
+            if length != place.length or Checksum.of(file, place.length) != checksum:
+                raise GrpoError(self._damage(place))
+            self._checked.add((place.relative_path, place.offset))
+        return super()._slice_file(file, place)
+
+    def _damage(self, place: _StorageInfo) -> str:
+        stored = self.read_metadata().storage_data
+        holds = next((index.fqn for index, info in stored.items() if info == place), "an item")
+        return (
+            f"the content of {place.relative_path} has changed since it was written: {holds}, in bytes {place.offset} "
+            f"to {place.offset + place.length}"
+        )

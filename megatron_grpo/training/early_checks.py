@@ -1,0 +1,49 @@
+"""Checks of the flags together that need neither torch nor the model: the rules of a run, files, names of rewards."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_grpo.checkpointing.arguments import check_checkpoints
+from megatron_grpo.rewards.arguments import check_rewards
+from megatron_grpo.rewards.registry import get_rewards, known_rewards
+from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
+from megatron_grpo.training.run_rules import (
+    check_duration,
+    check_ends,
+    check_evaluation,
+    check_optimizer,
+    check_required,
+    check_weight_decay,
+    set_batch_sizes,
+)
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_config
+from megatron_grpo.utils.rules import flag
+
+
+def check_early(args: Namespace, world_size: int) -> None:
+    """Raise GrpoError for what ``setup`` would refuse after the imports, as far as the flags alone tell it.
+
+    Sets attributes as ``validate_args`` does: the run parses its flags again.
+    """
+    check_required(args)
+    set_batch_sizes(args, world_size)
+    check_evaluation(args)
+    check_rewards(args)
+    check_reward_models(args)
+    check_ends(args)
+    check_weight_decay(args)
+    check_duration(args)
+    check_optimizer(args)
+    check_checkpoints(args)
+    for dest in ("load_hf", "ref_load_hf", "teacher_load_hf"):
+        if directory := getattr(args, dest):
+            read_config(directory)
+    if args.dry_run:
+        return
+    for dest in ("train_data_path", "valid_data_path"):
+        for word in getattr(args, dest) or []:
+            if Path(word).suffix in (".jsonl", ".parquet", ".arrow") and not Path(word).exists():
+                raise GrpoError(f"{flag(dest)} {word}: no such file")
+    functions = {*args.reward_funcs} - reward_models(args).keys()
+    get_rewards(sorted(functions - set(known_rewards())))  # raises for an unknown name

@@ -1,0 +1,99 @@
+"""Rules of a run's length, evaluation, batch sizes and optimizer; this module does not import torch."""
+
+import math
+from argparse import Namespace
+
+from megatron_grpo.utils.batch_sizes import batch_arithmetic
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import excludes, flag, needs, required
+
+
+def check_required(args: Namespace) -> None:
+    """Refuse the absence of what every run needs."""
+    required(args, "train_data_path", "name the files of training prompts")
+    required(args, "reward_funcs", "name at least one reward function")
+    required(args, "lr", "give the learning rate, such as 1e-6")
+    if args.num_epochs is None:
+        required(args, "train_iters", "give it, or --num-epochs")
+
+
+def set_batch_sizes(args: Namespace, world_size: int) -> None:
+    """Set the batch sizes that follow from others; GrpoError for sizes that contradict each other."""
+    sizes = batch_arithmetic(args, world_size)
+    args.world_size, args.data_parallel_size = world_size, sizes.dp_size
+    args.global_batch_size, args.generation_batch_size = sizes.global_batch_size, sizes.generation_batch_size
+    args.steps_per_generation, args.updates_per_rollout = sizes.steps_per_generation, sizes.updates_per_rollout
+
+
+def check_evaluation(args: Namespace) -> None:
+    """Refuse flags of evaluation without held-out prompts, and held-out prompts without evaluation."""
+    for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):
+        needs(args, dest, "valid_data_path", "there are no held-out prompts to evaluate on")
+    if args.valid_data_path and not args.eval_interval and not args.val_before_train:
+        raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: without them it is not used")
+
+
+def check_ends(args: Namespace) -> None:
+    """Refuse ends of a run that would lose its updates."""
+    for dest in ("exit_duration_in_mins", "exit_signal_handler"):
+        needs(args, dest, "save", "without it the run's updates would be lost")
+    if args.on_bad_update == "restore" and not (args.save and args.save_interval):
+        raise GrpoError("--on-bad-update restore needs --save and --save-interval: it loads the newest checkpoint")
+    if args.on_bad_update == "restore" and args.sync_ref_model:
+        raise GrpoError("--on-bad-update restore does not restore the reference model of --sync-ref-model: give skip")
+    needs(args, "exit_grace_seconds", "exit_signal_handler", "without it a signal ends the run at once")
+
+
+def check_weight_decay(args: Namespace) -> None:
+    """Refuse a schedule of the weight decay that is incomplete or has no effect."""
+    ends = ("start_weight_decay", "end_weight_decay")
+    for dest in ends:
+        value = getattr(args, dest)
+        if args.weight_decay_incr_style == "constant" and value is not None:
+            raise GrpoError(f"{flag(dest)} needs --weight-decay-incr-style linear or cosine: otherwise it is constant")
+        if args.weight_decay_incr_style != "constant":
+            required(args, dest, f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both ends")
+            if "weight_decay" in args.explicit:
+                raise GrpoError(f"--weight-decay and {flag(dest)} cannot both be given: each sets the weight decay")
+
+
+def check_duration(args: Namespace) -> None:
+    """Refuse two lengths of a run, and intervals that are no multiples of a rollout's updates."""
+    excludes(args, "train_iters", "num_epochs", "each sets the length of the run")
+    per_rollout = args.updates_per_rollout
+    for dest in ("train_iters", "exit_interval", "eval_interval", "save_interval"):
+        value = getattr(args, dest)
+        if value is not None and value % per_rollout:
+            raise GrpoError(
+                f"{flag(dest)} ({value}) must be divisible by the updates per rollout ({per_rollout} = "
+                f"--steps-per-generation {args.steps_per_generation} x --num-iterations {args.num_iterations})"
+            )
+
+
+def check_optimizer(args: Namespace) -> None:
+    """Refuse contradictory or impossible settings of the optimizer."""
+    excludes(args, "bf16", "fp16", "parameters have one dtype")
+    if args.lr is not None and not 0 <= args.min_lr <= args.lr:
+        raise GrpoError(f"--min-lr ({args.min_lr}) must lie between 0 and --lr ({args.lr})")
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
+        raise GrpoError(f"--lr-warmup-fraction ({args.lr_warmup_fraction}) must be at least 0 and less than 1")
+    excludes(args, "lr_warmup_iters", "lr_warmup_fraction", "each sets the length of the warm-up")
+    check_warmup(args)
+    for dest in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if not 0 <= getattr(args, dest) < 1:
+            raise GrpoError(f"{flag(dest)} ({getattr(args, dest)}) must be at least 0 and less than 1")
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise GrpoError("--use-distributed-optimizer needs --optimizer adam")
+    for dest in ("offload_model", "offload_gradients"):
+        excludes(args, dest, "use_nccl_ub", "the network card has registered the addresses of the buffers")
+    needs(args, "overlap_param_gather", "use_distributed_optimizer", "only then are parameters gathered")
+    needs(args, "overlap_param_gather", "overlap_grad_reduce", "megatron-core overlaps both or neither")
+
+
+def check_warmup(args: Namespace) -> None:
+    """Raise GrpoError for a warm-up longer than the schedule; call again once --num-epochs has set --train-iters."""
+    decay = args.lr_decay_iters or args.train_iters or math.inf
+    if not 0 <= args.lr_warmup_iters < decay:
+        raise GrpoError(
+            f"--lr-warmup-iters ({args.lr_warmup_iters}) must be at least 0 and less than the updates in all ({decay})"
+        )
