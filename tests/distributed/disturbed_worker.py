@@ -4,7 +4,8 @@ torchrun --nproc-per-node W tests/distributed/disturbed_worker.py RANK KIND FLAG
 
 KIND: in the backward pass of the third update `stopped`, `locked` with Python's lock, or `killed`; in the eighth step
 of the engine, `engine` blocks, and `signal` is SIGTERM to the rank itself; `deaf` is both. `slow`: each step of the
-engine takes 0.2 s. The file `disturbed` in --save keeps a second start from the same.
+engine takes 0.2 s. `nan`: the third update has a gradient that is not finite. The file `disturbed` in --save keeps a
+second start from the same.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pretrain_grpo
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils import progress
 
@@ -50,6 +52,15 @@ def main() -> None:
             return poll(engine)
 
         progress.step, MegatronEngine._poll = disturbed_step, disturbed_poll
+        if kind == "nan":
+            whole, updates = train_step.finalize_model_grads, itertools.count(1)
+
+            def finalize(model, *arguments, **options):
+                if next(updates) == 3:
+                    model[0].buffers[0].grad_data[0] = float("nan")
+                whole(model, *arguments, **options)
+
+            train_step.finalize_model_grads = finalize
     pretrain_grpo.main()
 
 

@@ -11,6 +11,7 @@ import pytest
 from ranks import REPO, run_torchrun
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.parallel.initialize import free_port
 
 pytestmark = pytest.mark.distributed
@@ -79,6 +80,25 @@ def test_a_signal_in_a_rollout_saves_the_state_before_it_and_leaves(flags, undis
     assert f"resumed from {tmp_path} at iteration 1" in again.stdout
     assert rows(tmp_path) == undisturbed
     assert not (tmp_path / "preempted").exists()
+
+
+@pytest.mark.parametrize("action", [pytest.param("stop", marks=pytest.mark.slow), "restore"])
+def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
+    """One rank has it, before the gradients are reduced; update 3 of 4, and a checkpoint of update 2."""
+    run = attempt("job 7", "nan", [*flags, "--on-bad-update", action], tmp_path, check=action != "stop")
+    assert (run.returncode != 0) == (action == "stop")
+    assert "update 3 is bad: the gradient norm is nan" in run.stdout
+    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003.npz").num_completions == 8
+    done = rows(tmp_path)
+    assert done[:2] == undisturbed[:2]
+    if action == "stop":
+        assert "The newest checkpoint is iteration 2" in run.stdout and len(done) == 2
+        return
+    assert "model and optimizer are those of the checkpoint of iteration 2 again" in run.stdout
+    assert [row["update/skipped"] for row in done] == [0, 0, 1, 0]
+    assert done[3]["grad_norm"] > 0 and latest_iteration(tmp_path) == 4
+    # The weights are those after update 2, so the rollout of update 3 is on-policy, and so is that of update 4.
+    assert done[3]["mismatch/mean_abs"] < 1e-5 and done[3]["consumed/prompts"] == undisturbed[3]["consumed/prompts"]
 
 
 @pytest.mark.slow
