@@ -172,12 +172,8 @@ class Watchdog:
         # The store outlives an attempt of torchrun --max-restarts; its keys must not.
         token = [os.urandom(8).hex()]
         dist.broadcast_object_list(token, src=0, group=host_group())
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=max(10.0, self.shortest)),
-        )
+        store = dist.distributed_c10d._get_default_store().clone()  # a connection of this thread's own
+        store.set_timeout(timedelta(seconds=max(10.0, self.shortest)))
         self.store = dist.PrefixStore(f"megatron_grpo/watchdog/{token[0]}", store)
         self.stacks = os.memfd_create("stacks")  # no file beside the run as long as nothing hangs
         faulthandler.register(SIGNAL, file=self.stacks, all_threads=True)
@@ -211,14 +207,20 @@ class Watchdog:
         return self
 
     def close(self) -> None:
-        """End the thread; the others no longer wait for this rank."""
+        """End the thread; the others no longer wait for this rank. A further call does nothing."""
+        if self.closing.is_set():
+            return
         self.closing.set()
-        self.thread.join()
+        self.thread.join(1.0)
+        if self.thread.is_alive():  # in a call of the store
+            return
         with contextlib.suppress(RuntimeError):  # the store ended with rank 0
             self.state = replace(self.state, ended=True)
             self._publish()
         faulthandler.unregister(SIGNAL)
-        os.close(self.stacks)
+        progress.show_on(None)
+        for descriptor in (self.stacks, self.board):
+            os.close(descriptor)
 
     # ---- the thread
 

@@ -40,6 +40,7 @@ class EarlyExit:
         self._signal: signal.Signals | None = None
         self._deadline = 0.0  # of this rank, once it has a signal
         self._on_signal = on_signal
+        self._closed = threading.Event()
         self._steps, self._last_step = 0, sys.maxsize  # of the engine, in all rollouts
         self._next_look = 0.0  # at other ranks' signals
         self.save_seconds = 0.0  # of the last save
@@ -57,12 +58,17 @@ class EarlyExit:
             for number in os.read(pipe, 1):
                 if number in SIGNALS:
                     self._note(signal.Signals(number))
-        time.sleep(max(0.0, self._deadline - time.monotonic()))
+        if self._closed.wait(max(0.0, self._deadline - time.monotonic())):
+            return
         print_rank_0(
             f"{self._signal.name}: the grace of {self.grace:g} s is over (--exit-grace-seconds). "
             f"{newest_in_words(self.save)}"
         )
         os._exit(1)
+
+    def close(self) -> None:
+        """End the time limit of a signal: the run has ended."""
+        self._closed.set()
 
     def _note(self, number: signal.Signals) -> None:
         self._deadline = time.monotonic() + self.grace

@@ -116,6 +116,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     progress.step("process groups")
     initialize_distributed(args)
     watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
+    if watchdog is not None:
+        before_exit(watchdog.close)
     set_random_seed(args.seed)
     print_rank_0(banner(args))
     if lock is not None and lock.taken_over:
@@ -175,6 +177,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.save and dist.get_rank() == 0:
         write_run_record(args, iteration)
         unmark(args.save)
+    early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
+    before_exit(early_exit.close)
     return Trainer(
         args=args,
         model=model,
@@ -197,7 +201,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         profiler=Profiler(args, dist.get_rank(), iteration),
         watchdog=watchdog,
         bad_updates=bad_updates,
-        early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save),
+        early_exit=early_exit,
         save_lock=lock,
         iteration=iteration,
         first_iteration=iteration,

@@ -31,10 +31,13 @@ _board: mmap.mmap | None = None
 BOARD_BYTES = 256
 
 
-def show_on(descriptor: int) -> None:
-    """Write the names of phase and step to a file, too: another process reads them when this one is stopped."""
+def show_on(descriptor: int | None) -> None:
+    """Write the names of phase and step to a file, too, from where another process reads them if this one is stopped.
+
+    None: no longer.
+    """
     global _board
-    _board = mmap.mmap(descriptor, BOARD_BYTES)
+    _board = None if descriptor is None else mmap.mmap(descriptor, BOARD_BYTES)
     _begin(position)
 
 
