@@ -43,7 +43,7 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
-from megatron_grpo.lora.stream import stream_adapter
+from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metric_guide import documented
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
@@ -209,7 +209,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     with forward.parameters_complete(args, model):
         rows[-1]["params_norm"] = train_step.params_norm(model)
         stored = safe_open(reference, "pt") if compares else None
-        for name, tensor in stream_adapter(model, args) if args.lora_rank else stream_hf(model, args):
+        streams = (stream_adapter, stream_saved) if args.lora_rank else (stream_hf,)
+        for name, tensor in itertools.chain.from_iterable(stream(model, args) for stream in streams):
             if writes:
                 weights[name] = (
                     tensor.cpu().clone().contiguous()

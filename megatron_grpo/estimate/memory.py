@@ -5,7 +5,7 @@ pipeline stages, so the counts are those of the built models. No process group i
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
 from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
@@ -98,7 +100,10 @@ class Plan:
     def __init__(self, args: Namespace):
         self.args = args
         self.stages = pipeline(args)
-        self.weights = _weights(args)
+        self.weights = _by_place(model_weights.table(args))
+        # With adapters nothing else is trained, except these.
+        self.adapters = _by_place(adapter_table(args)) if args.lora_rank else {}
+        self.saved = {weight.name for weight in saved_weights(args)} if args.lora_rank else set()
 
     def parameters(self, stage: int) -> Count:
         """Return the parameters on one rank of a pipeline stage."""
@@ -117,7 +122,8 @@ class Plan:
         The engine shards experts by tensor parallelism, too.
         """
         width = width or self.args.vllm_tensor_parallel_size
-        return self._count([place for place in self.weights if place != MTP], width, width, 1).total
+        places = [place for place in self.weights if place != MTP]
+        return self._count(places, width, width, 1, with_adapters=False).total
 
     def cache(self, stage: int) -> int:
         """Return the bytes of the key-value cache on a rank of a pipeline stage (--rollout-engine megatron)."""
@@ -154,7 +160,10 @@ class Plan:
             share * on_device,
             self._activations(stage) * size,
             self._head() if self.stages[stage][-1].head else 0,
-            share * on_host + weights * (args.beta > 0) + leaves - gradients * args.offload_gradients,
+            share * on_host
+            + weights * (args.beta > 0 and not args.lora_rank)
+            + leaves
+            - gradients * args.offload_gradients,
             weights + gradients + share * on_device - leaves,
         )
 
@@ -193,18 +202,24 @@ class Plan:
             elif not chunk.embedding:  # the tied copy for the output layer, besides the one for multi-token prediction
                 yield EMBEDDING
 
-    def _count(self, places: list[int | str], tp: int, etp: int | None, ep: int) -> Count:
+    def _count(self, places: list[int | str], tp: int, etp: int | None, ep: int, with_adapters: bool = True) -> Count:
         dense = experts = frozen = 0
         for place in places:
-            for weight in self.weights[place]:
+            adapters = self.adapters.get(place, []) if with_adapters else []
+            for weight, of_adapter in [(w, False) for w in self.weights[place]] + [(w, True) for w in adapters]:
                 number = self._copies(weight) * prod(weight.shard_shape(tp if weight.expert is None else etp))
-                if place == MTP and not self.args.mtp_loss_scaling_factor:
+                if not of_adapter and not self._is_trained(weight, place):
                     frozen += number // (1 if weight.expert is None else ep)
                 elif weight.expert is None or (ep == 1 and etp == tp):
                     dense += number
                 else:
                     experts += number // ep
         return Count(dense, experts, frozen)
+
+    def _is_trained(self, weight: Weight, place: int | str) -> bool:
+        if self.args.lora_rank:
+            return weight.name in self.saved
+        return place != MTP or bool(self.args.mtp_loss_scaling_factor)
 
     def _copies(self, weight: Weight) -> int:
         return 1 if weight.expert is None else self.args.num_experts
@@ -240,25 +255,27 @@ class Plan:
     def _head(self) -> float:
         """Return the bytes of models/head.py in its backward pass.
 
-        A chunk of logits in float32 and its gradient; the output weight's gradient in float32 and in its own dtype;
-        three copies of the hidden states: gathered, selected, gradient.
+        A chunk of logits in float32 and its gradient; the gradient of the output weight, if it is trained, in float32
+        and in its own dtype; three copies of the hidden states: gathered, selected, gradient.
         """
         args, size = self.args, params_dtype(self.args).itemsize
         rows = args.padded_vocab_size // args.tensor_model_parallel_size
         tokens = self.tokens() / args.context_parallel_size
-        weight = rows * args.hidden_size * (4 + size)
+        output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
+        trained = not args.lora_rank or f"{output}.weight" in self.saved
+        weight = rows * args.hidden_size * (4 + size) * trained
         return min(CHUNK, tokens) * rows * (4 + size) + weight + 3 * tokens * args.hidden_size * size
 
 
-def _weights(args: Namespace) -> dict[int | str, list[Weight]]:
-    """Return weights by layer number, ``MTP``, or the name of a parameter outside layers.
+def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
+    """Return weights, the model's or its adapters', by layer number, ``MTP``, or the name of one outside layers.
 
     Only the first expert of each layer is listed. Expert biases of routers are buffers and not listed; duplicates in
     the files are one parameter.
     """
     found: dict[int | str, list[Weight]] = {}
     seen = set()
-    for weight in model_weights.table(args):
+    for weight in weights:
         if weight.expert or weight.name in seen or weight.name.endswith("router.expert_bias"):
             continue
         seen.add(weight.name)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -42,7 +43,8 @@ class ModelFlops:
     Per token: the matrices of every layer, with --moe-router-topk experts of a mixture. Per pair of query and key
     within causal mask and window: 2 (size of a key + size of a value) in each head. Per token of the response mask: the
     output layer. Multi-token-prediction layers count if they are trained. Padding, recomputation and elementwise
-    operations do not count (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    operations do not count (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The backward pass has two products
+    for each one of the forward pass, and one for a frozen matrix.
     """
 
     def __init__(self, args: Namespace):
@@ -50,6 +52,8 @@ class ModelFlops:
         extra = args.mtp_num_layers if args.mtp_num_layers and args.mtp_loss_scaling_factor else 0
         self.per_token = 2 * sum(_multiplications(args, weight) for weight in _matrices(args, bool(extra)))
         self.per_label = 2 * args.hidden_size * args.vocab_size * (1 + extra)
+        adapters = [weight for weight in adapter_table(args) if not weight.expert] if args.lora_rank else []
+        self.per_token_of_adapters = 2 * sum(_multiplications(args, weight) for weight in adapters)
         heads, key, value = args.num_attention_heads, args.kv_channels, args.kv_channels
         if args.multi_latent_attention:
             key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
@@ -59,12 +63,18 @@ class ModelFlops:
 
     def forward(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
         """Return the FLOPs of a forward pass over sequences with ``lengths [n]`` and numbers of ``labels [n]``."""
-        pairs = sum(layers * _attention_pairs(lengths, window) for window, layers in self.windows.items())
-        return float(self.per_token * lengths.sum() + self.per_pair * pairs + self.per_label * labels.sum())
+        return sum(self._parts(lengths, labels))
 
     def update(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
-        """Return the TFLOP of forward and backward pass; the backward pass has twice as many products."""
-        return 3 * self.forward(lengths, labels) / 1e12
+        """Return the TFLOP of forward and backward pass."""
+        of_weights, others = self._parts(lengths, labels)
+        return ((2 if self.args.lora_rank else 3) * of_weights + 3 * others) / 1e12
+
+    def _parts(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> tuple[float, float]:
+        """Return the FLOPs of a forward pass with the model's matrices, and with adapters and in attention."""
+        pairs = sum(layers * _attention_pairs(lengths, window) for window, layers in self.windows.items())
+        of_weights = self.per_token * lengths.sum() + self.per_label * labels.sum()
+        return float(of_weights), float(self.per_token_of_adapters * lengths.sum() + self.per_pair * pairs)
 
 
 def _matrices(args: Namespace, mtp: bool) -> list[Weight]:

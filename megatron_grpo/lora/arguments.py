@@ -5,12 +5,18 @@ from argparse import Namespace
 from megatron_grpo.lora import table
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, FlagRow, Number
-from megatron_grpo.utils.rules import flag, needs
+from megatron_grpo.utils.rules import excludes, flag, needs
 
 LORA: tuple[FlagRow, ...] = (
     ("--lora-rank", COUNT, None, "train low-rank adapters of this rank; the base weights are frozen [all weights]"),
     ("--lora-alpha", POSITIVE, 32.0, "an adapter's output is multiplied by alpha / rank"),
     ("--lora-use-rslora", bool, False, "multiply by alpha / sqrt(rank) (rsLoRA)"),
+    (
+        "--lora-use-dora",
+        bool,
+        False,
+        "scale every row of W + s B A to a trained norm (DoRA); the engine gets merged weights",
+    ),
     ("--lora-dropout", Number(float, 0, 0.99), 0.0, "dropout of an adapter's input during updates"),
     (
         "--lora-target-modules",
@@ -18,6 +24,13 @@ LORA: tuple[FlagRow, ...] = (
         ["all-linear"],
         "layers with adapters: Hugging Face names (q_proj), regular expressions of whole module names, all-linear "
         "(all of the decoder except routers), all-router",
+    ),
+    (
+        "--lora-modules-to-save",
+        [str],
+        [],
+        "modules whose weights are trained whole beside the adapters, and stored with them: Hugging Face names or "
+        "regular expressions as in --lora-target-modules (lm_head, embed_tokens); the engine gets merged weights",
     ),
     (
         "--lora-init",
@@ -29,6 +42,12 @@ LORA: tuple[FlagRow, ...] = (
 )
 ADAPTER_FILES: tuple[FlagRow, ...] = (
     ("--load-adapter", PATH, None, "directory of a PEFT adapter to start from; it sets rank, alpha and target modules"),
+    (
+        "--reference-adapter",
+        PATH,
+        None,
+        "directory of a PEFT adapter, of the policy's shape, of the reference model [no adapter]",
+    ),
     ("--save-adapter", PATH, None, "directory of the adapter in PEFT's files at the end of the run [{save}/adapter]"),
 )
 _DESTS = [name.removeprefix("--").replace("-", "_") for name, *_ in (*LORA, *ADAPTER_FILES)]
@@ -52,10 +71,12 @@ def check_lora(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} and --lora-rank cannot both be given: {reason}")
     if args.save and not args.save_adapter:
         args.save_adapter = f"{args.save}/adapter"
+    excludes(args, "lora_use_dora", "lora_dropout", "dropout would change the norms' part of the output, too")
     etp, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
     if args.num_experts and etp not in (1, tp):
         raise GrpoError(
             f"--lora-rank with --expert-tensor-parallel-size {etp} and --tensor-model-parallel-size {tp}: adapters of "
             "experts need an expert tensor-parallel size of 1 or TP"
         )
+    needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
     table.check(args)

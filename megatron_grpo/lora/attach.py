@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import Pair, pairs
+from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -52,6 +53,7 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
     Call this after the weights are loaded, and before the optimizer is built. A layer's output does not change, because
     B is zero.
     """
+    saved = {weight.name for weight in saved_weights(args)}
     by_base: dict[str, list[Pair]] = {}
     for pair in pairs(args):
         by_base.setdefault(pair.base.name, []).append(pair)
@@ -59,14 +61,18 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
         chunk.requires_grad_(False)
         # The balance of experts is part of the base.
         chunk.config.moe_router_bias_update_rate = 0.0
+        for name, parameter in chunk.named_parameters():
+            if any(canonical in saved for canonical, _ in model_weights.canonical(chunk, name, parameter)):
+                parameter.requires_grad_(True)
         layers = dict(_layers(chunk, by_base))
         chunk.lora = Adapters()
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
         for name, experts in layers.items():
             layer = chunk.get_submodule(name)
             stacked = any(parameter.dim() == 3 for parameter in layer.parameters(recurse=False))
-            adapter = Adapter(args, chunk.config, experts, groups, stacked or hasattr(layer, "weight0"))
+            adapter = Adapter(args, chunk.config, experts, groups, stacked or hasattr(layer, "weight0"), layer)
             adapter.initialize(partial(initial_value, args))
+            adapter.set_norms()
             chunk.lora.add(name, adapter)
             if hasattr(layer, "gating"):
                 layer.gating = partial(_gating, layer.gating, adapter)
@@ -91,7 +97,7 @@ def adapters(model: Sequence[nn.Module]) -> Iterator[Adapter]:
 
 @contextlib.contextmanager
 def switched_off(model: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which the model computes without its adapters."""
+    """Context in which the model computes without its adapters; weights that are trained whole stay as they are."""
     for adapter in adapters(model):
         adapter.enabled = False
     try:
@@ -99,6 +105,12 @@ def switched_off(model: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters(model):
             adapter.enabled = True
+
+
+def trained(model: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the adapters, and those that are trained whole."""
+    for chunk in model:
+        yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
 
 
 def local_adapter(model: Sequence[nn.Module]) -> list[tuple[Weight, Tensor]]:
@@ -112,7 +124,7 @@ def initial_value(args: Namespace, name: str, shape: tuple[int, ...]) -> Tensor:
     A is uniform in (-1 / sqrt(in), 1 / sqrt(in)), PEFT's default (kaiming_uniform with a = sqrt(5)), or normal with
     deviation 1 / rank (PEFT's "gaussian"); B is zero.
     """
-    if "lora_B" in name:
+    if "lora_A" not in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{args.seed} {name}".encode()))
     if args.lora_init == "gaussian":
@@ -143,7 +155,8 @@ def _hook(layer: nn.Module, adapter: Adapter) -> None:
         else:
             output, bias = out if isinstance(out, tuple) else (out, None)
         if adapter.enabled:
-            output = adapter(x, output, _experts(x, inputs[1:]) if adapter.grouped else ())
+            added = None if bias is not None else getattr(layer, "bias", None)  # to the output already
+            output = adapter(x, output, added, _experts(x, inputs[1:]) if adapter.grouped else ())
         return (output, bias) if fused_norm or isinstance(out, tuple) else output
 
     layer.register_forward_hook(add)
@@ -160,7 +173,7 @@ def _experts(x: Tensor, inputs: tuple) -> tuple[Tensor, Tensor]:
 
 def _gating(gating: Any, adapter: Adapter, x: Tensor) -> Tensor:
     logits = gating(x)
-    return adapter(x.to(logits.dtype), logits) if adapter.enabled else logits
+    return adapter(x.to(logits.dtype), logits, gating.__self__.bias) if adapter.enabled else logits
 
 
 def _require_gradient(_: nn.Module, __: tuple, output: Tensor) -> None:

@@ -1,7 +1,9 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
+import itertools
 import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_grpo.lora.attach import local_adapter
-from megatron_grpo.lora.stream import stream_adapter
+from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.lora.table import adapter_table
-from megatron_grpo.lora.targets import linear_layers, targets
+from megatron_grpo.lora.targets import linear_layers, saved_weights, targets
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.rules import flag
@@ -31,8 +33,6 @@ _PLAIN: dict[str, tuple] = {
     "fan_in_fan_out": (False, None),
     "layer_replication": (None,),
     "lora_bias": (False, None),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "exclude_modules": (None, []),
@@ -59,10 +59,11 @@ def config_of(args: Namespace) -> dict[str, Any]:
         "r": args.lora_rank,
         "lora_alpha": args.lora_alpha,
         "use_rslora": args.lora_use_rslora,
-        "use_dora": False,
+        "use_dora": args.lora_use_dora,
         "lora_dropout": args.lora_dropout,
         "target_modules": short if same else chosen,
-        "modules_to_save": None,
+        "modules_to_save": sorted({re.sub(r"\.(weight|bias)$", "", n) for w in saved_weights(args) for n in w.hf})
+        or None,
         "bias": "none",
         "init_lora_weights": True if args.lora_init == "default" else args.lora_init,
         "inference_mode": True,
@@ -91,14 +92,33 @@ def merge_config(args: Namespace, directory: str | Path) -> None:
         "lora_rank": config["r"],
         "lora_alpha": float(config["lora_alpha"]),
         "lora_use_rslora": bool(config.get("use_rslora")),
+        "lora_use_dora": bool(config.get("use_dora")),
         "lora_target_modules": [entries] if isinstance(entries, str) else sorted(entries),
+        "lora_modules_to_save": sorted(config.get("modules_to_save") or []),
     }
     for dest, value in settings.items():
         given = getattr(args, dest)
-        if dest in args.explicit and given != value and dest != "lora_target_modules":
+        if dest in args.explicit and given != value and "modules" not in dest:
             raise GrpoError(f"{flag(dest)} is {given}, the adapter in {directory} has {value}: leave the flag out")
         if dest not in args.explicit:
             setattr(args, dest, value)
+
+
+def check_same_shape(args: Namespace, directory: str | Path) -> None:
+    """Raise GrpoError unless an adapter's configuration has the run's rank, scale and kind."""
+    config = read_config(directory)
+    found = {
+        "lora_rank": config["r"],
+        "lora_alpha": float(config["lora_alpha"]),
+        "lora_use_rslora": bool(config.get("use_rslora")),
+        "lora_use_dora": bool(config.get("use_dora")),
+    }
+    for dest, value in found.items():
+        if getattr(args, dest) != value:
+            raise GrpoError(
+                f"--reference-adapter {directory} has {flag(dest)} {value}, the policy's adapter "
+                f"{getattr(args, dest)}: give an adapter of the same shape"
+            )
 
 
 def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:
@@ -107,7 +127,8 @@ def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
     Raises GrpoError before anything is changed when a tensor is missing, unknown or has another shape.
     """
     source = _AdapterFiles(directory)
-    expected = {name: shape for weight in adapter_table(args) for name, shape in weight.hf.items()}
+    saved = saved_weights(args)
+    expected = {name: shape for weight in [*adapter_table(args), *saved] for name, shape in weight.hf.items()}
     found = {name.removeprefix(PREFIX): name for name in source.names()}
     for name, shape in expected.items():
         if name not in found:
@@ -125,7 +146,9 @@ def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
             f"{directory} has the tensor {found[unknown[0]]}, whose layer has no adapter in this run: add it to "
             "--lora-target-modules"
         )
-    for weight, tensor in local_adapter(model):
+    names = {weight.name for weight in saved}
+    whole = [row for row in model_weights.local_weights(model, model_weights.table(args)) if row[0].name in names]
+    for weight, tensor in [*local_adapter(model), *whole]:
         weight.fill(tensor, *model_weights.tensor_parallel(weight), lambda name, index: source.read(found[name], index))
 
 
@@ -135,7 +158,7 @@ def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
     Raises GrpoError on every rank when rank 0 cannot write.
     """
     tensors: dict[str, Tensor] = {}
-    for name, tensor in stream_adapter(model, args):
+    for name, tensor in itertools.chain(stream_adapter(model, args), stream_saved(model, args)):
         if dist.get_rank() == 0:
             tensors[PREFIX + name] = tensor.to("cpu", copy=True).contiguous()
     failure: list[str | None] = [None]

@@ -17,6 +17,7 @@ gradient of its tokens, and megatron-core adds them up.
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +40,18 @@ def scaling(args: Namespace) -> float:
 
 
 class Matrices(nn.Module):
-    """A ``[rank, in]`` and B ``[out, rank]`` of one Hugging Face layer, or of all experts of this rank, stacked."""
+    """A ``[rank, in]``, B ``[out, rank]`` and DoRA's norms ``[out]`` or None of one Hugging Face layer.
 
-    def __init__(self, a: nn.Parameter, b: nn.Parameter):
+    With a leading axis if they are those of all experts of this rank.
+    """
+
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, m: nn.Parameter | None):
         super().__init__()
-        self.lora_A, self.lora_B = a, b
+        self.lora_A, self.lora_B, self.lora_magnitude_vector = a, b, m
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Return both; only the call of a module waits for its parameters with --overlap-param-gather."""
-        return self.lora_A, self.lora_B
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return all; only the call of a module waits for its parameters with --overlap-param-gather."""
+        return self.lora_A, self.lora_B, self.lora_magnitude_vector
 
 
 class Adapter(nn.Module):
@@ -55,33 +59,41 @@ class Adapter(nn.Module):
 
     ``experts``: the adapters of each Hugging Face layer, for every expert that the layer holds; one list for a layer
     of a single expert, or outside experts. ``grouped``: the layer computes all experts of this rank in one call.
+    ``base``: the layer.
     """
 
-    def __init__(self, args: Namespace, config, experts: Sequence[Sequence[Pair]], groups, grouped: bool):
+    def __init__(
+        self, args: Namespace, config, experts: Sequence[Sequence[Pair]], groups, grouped: bool, base: nn.Module
+    ):
         super().__init__()
+        self._base = (base,)  # not a submodule
         self.experts, self.scale, self.dropout = experts, scaling(args), args.lora_dropout
         self.grouped, self.enabled, self.num_experts = grouped, True, config.num_moe_experts
-        base = experts[0][0].base
-        self.axis, self.of_experts = base.axis, base.expert is not None
+        weight = experts[0][0].base
+        self.axis, self.of_experts = weight.axis, weight.expert is not None
         self.group = groups.expt_tp if self.of_experts else groups.tp
         self.sequence_parallel = config.sequence_parallel and self.group.size() > 1 and not self.of_experts
-        rank, size = model_weights.tensor_parallel(base)
+        rank, size = model_weights.tensor_parallel(weight)
         self.parts = nn.ModuleDict()
         self.rows: dict[str, Tensor | None] = {}
+        self.outputs = weight.shard_shape(size)[0]
+        lines = 0 if self.axis == 0 else None
         for number, pair in enumerate(experts[0]):
             alike = [pairs[number] for pairs in experts]
             a = self._parameter(config, [pair.a.shard_shape(size) for pair in alike], 1 if self.axis == 1 else None)
-            b = self._parameter(config, [pair.b.shard_shape(size) for pair in alike], 0 if self.axis == 0 else None)
-            self.parts[pair.part] = Matrices(a, b)
+            b = self._parameter(config, [pair.b.shard_shape(size) for pair in alike], lines)
+            norms = [pair.m.shard_shape(size) for pair in alike if pair.m is not None]
+            self.parts[pair.part] = Matrices(a, b, self._parameter(config, norms, lines) if norms else None)
             runs = list(rows(pair, rank, size))
             order = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-            self.outputs = base.shard_shape(size)[0]
             whole = len(order) == self.outputs and bool((order == torch.arange(len(order))).all())
             self.rows[pair.part] = None if whole else order.to(device())
 
     def _parameter(self, config, shapes: Sequence[tuple[int, ...]], axis: int | None) -> nn.Parameter:
         """Create a matrix that tensor parallelism shards along ``axis``, with megatron-core's attributes."""
         shape = (len(shapes), *shapes[0]) if self.grouped else shapes[0]
+        if len(shapes[0]) == 1:  # norms stay vectors, on which megatron-core takes no weight decay
+            shape = (prod(shape),)
         parameter = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device()))
         sharded = axis is not None and self.group.size() > 1
         if sharded:
@@ -102,36 +114,108 @@ class Adapter(nn.Module):
         """
         a, b = [], []
         for part, matrices in self.parts.items():
-            for column, matrix in zip((a, b), matrices(), strict=True):
+            for column, matrix in zip((a, b), matrices()[:2], strict=True):
                 column.append(matrix)
             if (order := self.rows[part]) is not None:
                 shape = (*b[-1].shape[:-2], self.outputs, b[-1].shape[-1])
                 b[-1] = b[-1].new_zeros(shape).index_copy(-2, order, b[-1])
         down, up = (a[0] if len(a) == 1 else torch.cat(a, -2)), (b[0] if len(b) == 1 else torch.cat(b, -1))
-        if self.of_experts and self.group.size() > 1:
-            # Backward: a sum over the ranks that share the experts' tokens, each with its rows or columns.
-            if self.axis == 0:
-                down = tensor_parallel.copy_to_tensor_model_parallel_region(down, group=self.group)
-            else:
-                up = tensor_parallel.copy_to_tensor_model_parallel_region(up, group=self.group)
+        if self.axis == 0:
+            down = self._of_all_experts_ranks(down)
+        else:
+            up = self._of_all_experts_ranks(up)
         if self.grouped and (missing := -down.shape[-2] % (16 // down.element_size())):
             down, up = F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))  # kernels need rows of 16 bytes
         return down, up
 
-    def forward(self, x: Tensor, output: Tensor, experts: tuple = ()) -> Tensor:
+    def _of_all_experts_ranks(self, replicated: Tensor) -> Tensor:
+        """Return a replicated matrix; its gradient is a sum over the ranks that share the experts' tokens.
+
+        Each has its rows or columns of the layer.
+        """
+        if self.of_experts and self.group.size() > 1:
+            return tensor_parallel.copy_to_tensor_model_parallel_region(replicated, group=self.group)
+        return replicated
+
+    def forward(self, x: Tensor, output: Tensor, bias: Tensor | None = None, experts: tuple = ()) -> Tensor:
         """Return ``output`` + s B A x for the layer's input x ``[..., in]`` and output ``[..., out]`` on this rank.
 
-        ``experts``: (ends, idle) of `grouped_matmul` for a layer that computes all experts of this rank.
+        DoRA scales all of it except the ``bias`` in ``output``. ``experts``: (ends, idle) of `grouped_matmul` for a
+        layer that computes all experts of this rank.
         """
         if self.training and self.dropout:
             x = self._dropped(x)
         down, up = self.matrices()
         if self.grouped:
             h = grouped_matmul(x, down, *experts)
-            return output + grouped_matmul(self.scale * h, up, *experts).to(output.dtype)
-        h = self._communicate(self.scale * F.linear(x, down.to(x.dtype)))
-        flat = torch.addmm(output.reshape(-1, output.shape[-1]), h.reshape(-1, h.shape[-1]), up.to(x.dtype).t())
-        return flat.view(output.shape)
+            output = output + grouped_matmul(self.scale * h, up, *experts).to(output.dtype)
+        else:
+            h = self._communicate(self.scale * F.linear(x, down.to(x.dtype)))
+            flat = torch.addmm(output.reshape(-1, output.shape[-1]), h.reshape(-1, h.shape[-1]), up.to(x.dtype).t())
+            output = flat.view(output.shape)
+        if (factors := self.row_factors(down, up)) is None:
+            return output
+        if self.grouped:
+            token = torch.arange(len(x), device=x.device, dtype=experts[0].dtype)
+            factors = factors[torch.bucketize(token, experts[0], right=True)]
+        factors = factors.to(output.dtype)
+        return output * factors if bias is None else (output - bias) * factors + bias
+
+    def row_factors(self, down: Tensor, up: Tensor) -> Tensor | None:
+        """Return m / ||W + s B A|| of every output row (DoRA, arXiv:2402.09353), 1 for rows without; None if not DoRA.
+
+        The norms have no gradient (section 4.3 of the paper). ``down``, ``up``: `matrices`.
+        """
+        columns = [self.parts[part]()[2] for part in self.parts]
+        if columns[0] is None:
+            return None
+        norms = self.norms(down, up)
+        factors = torch.ones_like(norms)
+        for column, order in zip(columns, self.rows.values(), strict=True):
+            m = (column if self.axis == 0 else self._of_all_experts_ranks(column)).float()
+            m = m.view(len(self.experts), -1) if self.grouped else m
+            if order is None:
+                return m / norms
+            factors = factors.index_copy(-1, order, m / norms.index_select(-1, order))
+        return factors
+
+    @torch.no_grad()
+    def norms(self, down: Tensor, up: Tensor) -> Tensor:
+        """Return ||W + s B A|| of every row of this rank's shard, over all columns, in float32 ``[out]``.
+
+        ||w + s b A||^2 = ||w||^2 + 2 s (w A^T) b + s^2 b (A A^T) b, which needs no matrix of W's size.
+        """
+        down, up = down.float(), up.float()
+        if self.grouped:
+            pairs = enumerate(zip(down, up, strict=True))
+            squares = torch.stack([self._squares(self.base_weight(place), *pair) for place, pair in pairs])
+        else:
+            squares = self._squares(self.base_weight(), down, up)
+        if self.axis == 1 and self.group.size() > 1:
+            torch.distributed.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+    def _squares(self, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        weight = weight.float()
+        cross = (weight @ down.T * up).sum(-1)
+        own = (up @ (down @ down.T) * up).sum(-1)
+        return weight.square().sum(-1) + 2 * self.scale * cross + self.scale**2 * own
+
+    def base_weight(self, place: int = 0) -> Tensor:
+        """Return this rank's shard of the frozen weight, of expert number ``place`` if the layer has several."""
+        (base,) = self._base
+        if not self.grouped:
+            return base.weight.detach()
+        return (base.weight[place] if hasattr(base, "weight") else getattr(base, f"weight{place}")).detach()
+
+    def set_norms(self) -> None:
+        """Set DoRA's norms to those of the layer's rows, so that the adapter changes nothing while B is zero."""
+        if next(iter(self.parts.values())).lora_magnitude_vector is None:
+            return
+        norms = self.norms(*self.matrices())
+        for matrices, order in zip(self.parts.values(), self.rows.values(), strict=True):
+            chosen = norms if order is None else norms.index_select(-1, order)
+            matrices.lora_magnitude_vector.data.copy_(chosen.flatten())
 
     def _communicate(self, h: Tensor) -> Tensor:
         if self.of_experts or self.axis is None or self.group.size() == 1:
@@ -164,10 +248,14 @@ class Adapter(nn.Module):
     def weights(self) -> list[tuple[Weight, Tensor]]:
         """Return (weight of the adapter's table, this rank's tensor) for every matrix."""
         return [
-            (weight, parameter.detach()[place] if self.grouped else parameter.detach())
+            (weight, self.of_expert(parameter.detach(), place))
             for _, parameter, weights in self._parameters_and_weights()
             for place, weight in enumerate(weights)
         ]
+
+    def of_expert(self, parameter: Tensor, place: int) -> Tensor:
+        """Return the part of a parameter of expert number ``place``; the whole if the layer has one expert."""
+        return parameter.view(len(self.experts), -1, *parameter.shape[2:])[place] if self.grouped else parameter
 
     def _parameters_and_weights(self) -> Iterator[tuple[str, nn.Parameter, list[Weight]]]:
         """Yield (name in this module, parameter, its weight of each expert)."""
@@ -175,6 +263,8 @@ class Adapter(nn.Module):
             pairs = [experts[number] for experts in self.experts]
             yield f"parts.{part}.lora_A", matrices.lora_A, [pair.a for pair in pairs]
             yield f"parts.{part}.lora_B", matrices.lora_B, [pair.b for pair in pairs]
+            if norms := [pair.m for pair in pairs if pair.m is not None]:
+                yield f"parts.{part}.lora_magnitude_vector", matrices.lora_magnitude_vector, norms
 
     def sharded_parameters(self) -> Iterator[tuple[str, ShardedTensor | ShardedTensorFactory]]:
         """Yield (name in this module, entry of a sharded state dict) of every parameter."""
@@ -193,14 +283,14 @@ class Adapter(nn.Module):
         def entries(key: str, data: Tensor, replica_id: tuple, _=None) -> list[ShardedTensor]:
             found = []
             for place, weight in enumerate(weights):
-                shard = data.detach()[place] if self.grouped else data.detach()
+                shard = self.of_expert(data.detach(), place)
                 for offset, first, lines in _runs(weight, rank, size):
                     run = shard.narrow(weight.lines_axis, offset, lines)
                     found.append(self._entry(key, run, weight, first, replica_id))
             return found
 
         parts = entries(key, parameter, replica)
-        if len(parts) == 1 and not self.grouped:
+        if len(parts) == 1 and not self.of_experts:
             return replace(parts[0], data=parameter)
 
         def merge(pieces: list[Tensor]) -> Tensor:
@@ -212,19 +302,19 @@ class Adapter(nn.Module):
         return ShardedTensorFactory(key, parameter, entries, merge, replica)
 
     def _entry(self, key: str, data: Tensor, weight: Weight, first: int, replica: tuple) -> ShardedTensor:
-        shape, axis = tuple(next(iter(weight.hf.values()))), weight.lines_axis
-        offset = tuple(first if one == axis else 0 for one in range(len(shape)))
-        experts = (self.num_experts,) if self.of_experts else ()
+        (shape,) = weight.hf.values()
+        offset = tuple(first if axis == weight.lines_axis else 0 for axis in range(len(shape)))
+        if self.of_experts:
+            data, shape, offset = data[None], (self.num_experts, *shape), (weight.expert, *offset)
         return ShardedTensor(
             key=key,
             data=data,
             dtype=data.dtype,
             local_shape=tuple(data.shape),
-            global_shape=(*experts, *shape),
-            global_offset=(*((weight.expert,) if experts else ()), *offset),
+            global_shape=shape,
+            global_offset=offset,
             axis_fragmentations=None,
             replica_id=replica,
-            prepend_axis_num=len(experts),
         )
 
     def _replica(self, weight: Weight, rank: int) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_grpo.lora.attach import adapters, local_adapter
 from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import local_shards, stream_weights
@@ -18,10 +19,16 @@ def stream_adapter(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterat
     """Yield (name, full tensor) of every matrix, on every rank in the order of `adapter_table`. Collective.
 
     The names are PEFT's without the prefix ``base_model.model.``: model.layers.0.self_attn.q_proj.lora_A.weight. Every
-    rank must iterate to the end. The tensors may be views of the parameters: copy a tensor to keep it.
+    rank must iterate to the end. The tensors may be views of the parameters: copy a tensor to keep it. The weights of
+    --lora-modules-to-save are not among them.
     """
     local = {weight.name: tensor for weight, tensor in local_adapter(model_chunks)}
     yield from stream_weights(adapter_table(args), local, params_dtype(args))
+
+
+def stream_saved(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor) of the weights that are trained whole. Collective, as `stream_adapter`."""
+    yield from stream_weights(saved_weights(args), local_shards(model_chunks, args), params_dtype(args))
 
 
 def stream_merged(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor]]:
@@ -49,6 +56,7 @@ class _Merged(Mapping[str, Tensor]):
         self.local, self.places = local, places
 
     def __getitem__(self, name: str) -> Tensor:
+        # Collective with DoRA: row-parallel layers add up their norms. All ranks of a group read in the same order.
         weight = self.local[name]
         if name not in self.places:
             return weight
@@ -67,8 +75,10 @@ class _Merged(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter, place: int = 0) -> Tensor:
-    """Return the shard W + s B A of a layer, or of its expert number ``place``, in W's dtype."""
+    """Return the shard W + s B A of a layer, or of its expert number ``place``, in W's dtype; DoRA scales its rows."""
     down, up = adapter.matrices()
+    factors = adapter.row_factors(down, up)
     if adapter.grouped:
-        down, up = down[place], up[place]
-    return torch.addmm(weight.float(), up.float(), down.float(), alpha=adapter.scale).to(weight.dtype)
+        down, up, factors = down[place], up[place], None if factors is None else factors[place]
+    whole = torch.addmm(weight.float(), up.float(), down.float(), alpha=adapter.scale)
+    return (whole if factors is None else whole * factors[:, None]).to(weight.dtype)

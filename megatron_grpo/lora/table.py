@@ -11,19 +11,19 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron_grpo.lora.targets import targets
+from megatron_grpo.lora.targets import saved_weights, targets
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Layout, Slice, Weight, same
 
-A, B = "lora_A.weight", "lora_B.weight"
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"  # PEFT's names
 
 
 class Pair(NamedTuple):
     """The adapter of one Hugging Face linear layer.
 
     ``base``: the Megatron weight that contains the layer; ``source``: the layer's number in ``base.hf``; ``part``: last
-    word of the layer's name, such as q_proj.
+    word of the layer's name, such as q_proj. ``m``: the norms of DoRA, one for each row of B.
     """
 
     base: Weight
@@ -31,13 +31,14 @@ class Pair(NamedTuple):
     part: str
     a: Weight
     b: Weight
+    m: Weight | None
 
 
 def pairs(args: Namespace) -> list[Pair]:
     """Return the adapter of each target, in the order of the model's table."""
     chosen = set(targets(args))
     return [
-        _pair(weight, source, name.removesuffix(".weight"), args.lora_rank)
+        _pair(weight, source, name.removesuffix(".weight"), args.lora_rank, args.lora_use_dora)
         for weight in model_weights.table(args)
         for source, name in enumerate(weight.hf)
         if name.removesuffix(".weight") in chosen
@@ -52,12 +53,18 @@ def adapter_table(args: Namespace) -> list[Weight]:
         for pair in run:
             parts.setdefault(pair.part, []).append(pair)
         for alike in parts.values():
-            out += [pair.a for pair in alike] + [pair.b for pair in alike]
+            for column in zip(*((pair.a, pair.b, pair.m) for pair in alike), strict=True):
+                out += filter(None, column)
     return out
 
 
 def check(args: Namespace) -> None:
-    """Raise GrpoError for a target that matches nothing, and for a rank larger than a layer."""
+    """Raise GrpoError for a target that matches nothing, a rank larger than a layer, and tied weights to be saved."""
+    if not args.untie_embeddings_and_output_weights and any("embedding" in w.name for w in saved_weights(args)):
+        raise GrpoError(
+            "--lora-modules-to-save: embed_tokens is also the output layer of this model, which PEFT stores as two "
+            "modules: leave it out"
+        )
     for pair in pairs(args):
         (outputs, _), (_, inputs) = next(iter(pair.b.hf.values())), next(iter(pair.a.hf.values()))
         if args.lora_rank > min(outputs, inputs):
@@ -68,7 +75,7 @@ def check(args: Namespace) -> None:
             )
 
 
-def _pair(base: Weight, source: int, layer: str, rank: int) -> Pair:
+def _pair(base: Weight, source: int, layer: str, rank: int, dora: bool) -> Pair:
     outputs, inputs = list(base.hf.values())[source]
     part, name = layer.rsplit(".", 1)[-1], base.name.removesuffix(".weight")
     lines = tuple(shape[0] for shape in base.hf.values())
@@ -87,7 +94,8 @@ def _pair(base: Weight, source: int, layer: str, rank: int) -> Pair:
         layout=_part(base.layout, lines, source) if base.axis == 0 else same,
         axis=0 if base.axis == 0 else None,
     )
-    return Pair(base, source, part, a, b)
+    m = replace(b, name=f"{name}.{part}.{MAGNITUDE}", hf={f"{layer}.{MAGNITUDE}": (outputs,)})
+    return Pair(base, source, part, a, b, m if dora else None)
 
 
 @functools.lru_cache

@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
@@ -37,29 +37,72 @@ def targets(args: Namespace) -> list[str]:
     whole module names. Raises GrpoError for an entry that matches no layer.
     """
     layers = linear_layers(args)
-    chosen: set[str] = set()
-    for entry in args.lora_target_modules:
-        found = _matches(entry, layers)
-        if not found:
-            kinds = sorted({re.sub(r"^\d+$", "N", part) for name in layers for part in [name.rsplit(".", 1)[-1]]})
+    kinds = {
+        ALL_LINEAR: [name for name, weight in layers.items() if not is_router(weight)],
+        ALL_ROUTER: [name for name, weight in layers.items() if is_router(weight)],
+    }
+    return _chosen("--lora-target-modules", args.lora_target_modules, list(layers), kinds)
+
+
+def saved_weights(args: Namespace) -> list[Weight]:
+    """Return the weights that are trained whole (--lora-modules-to-save), in the model's order.
+
+    Raises GrpoError for an entry that matches no module, for a layer that has an adapter, and for a part of a Megatron
+    weight (q_proj without k_proj and v_proj).
+    """
+    table = {weight.name: weight for weight in reversed(model_weights.table(args))}  # without copies in the files
+    weights = [weight for weight in reversed(table.values()) if not weight.name.startswith("mtp.")]
+    modules = list(dict.fromkeys(_module(name) for weight in weights for name in weight.hf))
+    # As in PEFT, names match here without a dot before them: norm stands for input_layernorm, too.
+    chosen = set(_chosen("--lora-modules-to-save", args.lora_modules_to_save, modules, {}, dot=""))
+    if both := chosen.intersection(targets(args) if chosen else ()):
+        raise GrpoError(f"{min(both)} is in --lora-modules-to-save and in --lora-target-modules: leave it out of one")
+    saved = []
+    for weight in weights:
+        of_weight = {_module(name) for name in weight.hf}
+        if of_weight & chosen and weight.expert is not None:
             raise GrpoError(
-                f"--lora-target-modules: {entry} matches no linear layer of the model; its layers are "
-                f"{', '.join(kinds)} (such as {next(iter(layers))}): give some of these names, all-linear, or a "
-                "regular expression that matches a whole name"
+                f"--lora-modules-to-save: {min(of_weight & chosen)} is an expert's, which only adapters can train: "
+                "name it in --lora-target-modules"
+            )
+        if of_weight <= chosen and not weight.name.endswith("expert_bias"):
+            saved.append(weight)
+        elif part := chosen & of_weight:
+            raise GrpoError(
+                f"--lora-modules-to-save: {min(part)} is one weight with {', '.join(sorted(of_weight - part))}: give "
+                "all of them"
+            )
+    return saved
+
+
+def _module(name: str) -> str:
+    """Return the module of a parameter; a parameter with a name of its own, such as sinks, is its own module."""
+    return re.sub(r"\.(weight|bias)$", "", name)
+
+
+def _chosen(
+    flag: str, entries: Sequence[str], names: Sequence[str], kinds: Mapping[str, Sequence[str]], dot: str = "."
+) -> list[str]:
+    """Return the names that any entry matches, in their order; ``dot`` stands before an entry that ends a name."""
+    chosen: set[str] = set()
+    for entry in entries:
+        found = kinds[entry] if entry in kinds else _matches(flag, entry, names, dot)
+        if not found:
+            words = sorted({name.rsplit(".", 1)[-1] for name in names})
+            raise GrpoError(
+                f"{flag}: {entry} matches nothing in the model, which has {', '.join(words)} (such as {names[0]}): "
+                f"give some of these names{''.join(f', {kind}' for kind in kinds)}, or a regular expression that "
+                "matches a whole name"
             )
         chosen.update(found)
-    return [name for name in layers if name in chosen]
+    return [name for name in names if name in chosen]
 
 
-def _matches(entry: str, layers: dict[str, Weight]) -> Sequence[str]:
-    if entry == ALL_LINEAR:
-        return [name for name, weight in layers.items() if not is_router(weight)]
-    if entry == ALL_ROUTER:
-        return [name for name, weight in layers.items() if is_router(weight)]
-    if named := [name for name in layers if name == entry or name.endswith(f".{entry}")]:
+def _matches(flag: str, entry: str, names: Sequence[str], dot: str) -> Sequence[str]:
+    if named := [name for name in names if name == entry or name.endswith(f"{dot}{entry}")]:
         return named
     try:
         pattern = re.compile(entry)
     except re.error as error:
-        raise GrpoError(f"--lora-target-modules: {entry} is not a regular expression: {error}") from None
-    return [name for name in layers if pattern.fullmatch(name)]
+        raise GrpoError(f"{flag}: {entry} is not a regular expression: {error}") from None
+    return [name for name in names if pattern.fullmatch(name)]

@@ -135,7 +135,7 @@ BATCH = (
 DATA = (
     Row("--prompt-data", "--train-data-path", WORDS),
     Row("--input-key", "--prompt-key"),
-    Row("--label-key", None, None, "the answer is the column answer: docs/rewards.md"),
+    Row("--label-key", None, None, "the answer is the column answer, solution or ground_truth: docs/data.md"),
     Row("--metadata-key", None, None, "reward functions get the whole row"),
     Row("--tool-key", None, None, "the column is tools"),
     Row("--multimodal-keys", None, ask("vision-language models are not supported")),
@@ -159,7 +159,7 @@ DATA = (
     Row("--eval-top-k", None, None, "evaluation is greedy, and sampled as the rollout is"),
     Row("--eval-temperature", None, None, "evaluation is greedy, and sampled as the rollout is"),
     Row("--eval-input-key", None, None, "--prompt-key holds for held-out prompts, too"),
-    Row("--eval-label-key", None, None, "the answer is the column answer"),
+    Row("--eval-label-key", None, None, "the answer is the column answer, solution or ground_truth"),
     Row("--skip-eval-before-train", None, None, "--val-before-train evaluates before the first update"),
     Row("--rollout-stop", "--stop-words", WORDS),
     Row("--rollout-stop-token-ids", "--stop-token-ids", WORDS),
@@ -377,7 +377,7 @@ CHECKPOINTS = (
 
 def _decide(settings: Settings) -> list[str]:
     points = [
-        "the answers: slime reads --label-key; rewards here read the column answer (docs/rewards.md)",
+        "the answers: slime reads --label-key; rewards here read answer, solution or ground_truth (docs/data.md)",
         "--load-hf: slime reads the weights from a Megatron checkpoint (--load, --ref-load); here from --hf-checkpoint",
     ]
     if settings.given("--custom-rm-path"):

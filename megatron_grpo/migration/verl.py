@@ -739,7 +739,6 @@ def _weights(settings: Settings) -> Converted:
 def _decide(settings: Settings) -> list[str]:
     points = [
         "--reward-funcs: verl chooses a reward by the column data_source; here --reward-routing does",
-        "the answers: verl's rows have reward_model.ground_truth; rewards here read answer (docs/rewards.md)",
     ]
     if settings.given("custom_reward_function.path"):
         points.append(f"custom_reward_function: {REGISTER}")

@@ -140,6 +140,8 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
 
     The list is empty on all but the last pipeline stage.
     """
+    for chunk in model:
+        _set_dropout(chunk, on=not forward_only)
 
     def step(*arguments):
         progress.step("forward")
@@ -161,6 +163,14 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
     )
     router_replay.end_of_pass(model)
     return results
+
+
+def _set_dropout(chunk: torch.nn.Module, on: bool) -> None:
+    """Switch the dropout of adapters (lora/), the only dropout of the model: log-probabilities are without it."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    if hasattr(chunk, "lora"):
+        chunk.lora.train(on)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.lora.attach import switched_off
+from megatron_grpo.lora.attach import adapters, switched_off, trained
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.cpu_backend import device
@@ -148,18 +148,37 @@ class SwappedReference:
 
 
 class BaseReference:
-    """Reference of a policy with adapters: the same model with its adapters switched off."""
+    """Reference of a policy with adapters: the same model with its adapters switched off, or with another adapter.
+
+    Only the other adapter, and the original weights of modules that are trained whole, are copies, in host memory.
+    """
 
     updated = False
 
-    def __init__(self, args: Namespace):
+    def __init__(self, args: Namespace, model: forward.Model):
+        """Copy what the policy will train, except adapters that will be switched off."""
         self.args = args
+        self.copies = [(place, forward.to_host(tensor)) for place, tensor in self._swapped(model)]
+
+    def _swapped(self, model: forward.Model) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """Yield (number, parameter) of the trained parameters that the reference has in another version."""
+        off = set() if self.args.reference_adapter else {p for adapter in adapters(model) for p in adapter.parameters()}
+        yield from ((place, tensor) for place, tensor in enumerate(trained(model)) if tensor not in off)
 
     @contextlib.contextmanager
     def ready(self, policy: forward.Model) -> Iterator[Namespace]:
-        """Context in which the adapters are switched off."""
-        with forward.parameters_complete(self.args, policy), switched_off(policy):
-            yield Namespace(args=self.args, model=policy)
+        """Context in which the policy's modules are the reference; all of it is restored bit for bit."""
+        with forward.parameters_complete(self.args, policy), contextlib.ExitStack() as stack:
+            if not self.args.reference_adapter:
+                stack.enter_context(switched_off(policy))
+            present = [(tensor, tensor.detach().clone()) for _, tensor in self._swapped(policy)]
+            for (tensor, _), (_, copy) in zip(present, self.copies, strict=True):
+                tensor.data.copy_(copy)
+            try:
+                yield Namespace(args=self.args, model=policy)
+            finally:
+                for tensor, own in present:
+                    tensor.data.copy_(own)
 
     def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
         """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""

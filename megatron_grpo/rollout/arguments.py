@@ -10,6 +10,7 @@ from megatron_grpo.algorithm.registry import ADVANTAGES
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
+from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
@@ -30,6 +31,7 @@ BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("vllm", "megatron", "sglang")
 VLLM_MODES = ("colocate", "server")
+LORA_SYNC = ("adapter", "merged")
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
 
 ROLLOUT: tuple[FlagRow, ...] = (
@@ -118,6 +120,14 @@ ROLLOUT: tuple[FlagRow, ...] = (
         BALANCING[0],
         "dynamic: a replica with free slots draws the next prompt",
     ),
+    (
+        "--lora-weight-sync",
+        LORA_SYNC,
+        None,
+        "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it "
+        "[adapter where the engine can hold it]",
+    ),
+    ("--no-check-lora-sync", bool, False, "do not read the adapter back from the engine after every sync"),
     ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
     (
         "--mismatch-sample-rate",
@@ -237,6 +247,8 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
 # Arguments of vllm.LLM that must follow from the trainer's configuration.
 OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
 OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
+OURS |= {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"}
+OURS |= {"fully_sharded_loras"}
 # Arguments that store keys and values outside the cache that a weight sync clears.
 KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
@@ -275,6 +287,55 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
+
+
+def check_lora_weight_sync(args: Namespace) -> None:
+    """Raise GrpoError for an adapter that the engine cannot hold; set --lora-weight-sync. Call after `check_lora`."""
+    for dest in ("lora_weight_sync", "no_check_lora_sync"):
+        needs(args, dest, "lora_rank", "there is no adapter")
+    if not args.lora_rank:
+        return
+    if args.rollout_engine == "megatron":
+        for dest in ("lora_weight_sync", "no_check_lora_sync"):
+            if dest in args.explicit:
+                raise GrpoError(f"{flag(dest)} needs an engine with weights of its own: leave it out")
+        return
+    reason = adapter_refused(args)
+    if args.lora_weight_sync == "adapter" and reason:
+        raise GrpoError(f"--lora-weight-sync adapter: {reason}; give merged, or leave it out")
+    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason else "adapter")
+    if args.no_check_lora_sync and args.lora_weight_sync == "merged":
+        raise GrpoError("--no-check-lora-sync needs --lora-weight-sync adapter: merged weights are not read back")
+
+
+def adapter_refused(args: Namespace) -> str | None:
+    """Return the reason why the engine cannot hold the run's adapter; None if it can."""
+    if has_servers(args):
+        return "servers receive whole weights"
+    if args.multi_latent_attention:
+        return "vLLM multiplies the matrices of latent attention before use, without their adapters"
+    if args.vllm_quantization:
+        return "--vllm-quantization quantizes the weights that are sent"
+    if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
+        return "vLLM's CPU build has no adapters for mixtures of experts"
+    layers, modules = linear_layers(args), targets(args)
+    if any(is_router(layers[name]) for name in modules):
+        return "vLLM has no adapters of routers"
+    if any(".experts." in name or ".shared_expert" in name for name in modules):
+        return "adapters of experts are not among those that this program loads into vLLM"
+    if args.model_family in ("glm", "glm4") and any(name.endswith(".gate_up_proj") for name in modules):
+        return f"vLLM has no adapter of {args.model_family}'s gate_up_proj"
+    return None
+
+
+def lora_note(args: Namespace) -> str | None:
+    """Return the line that says what the engine receives of a LoRA run; None without adapters or engine weights."""
+    if not args.lora_weight_sync:
+        return None
+    if args.lora_weight_sync == "adapter":
+        return "LoRA: the engine receives the adapter alone, and it is read back after every sync"
+    reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
+    return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 
 
 def probability_changes(args: Namespace) -> list[str]:

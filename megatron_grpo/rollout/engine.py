@@ -93,6 +93,18 @@ class Engine(Protocol):
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Load new weights (Hugging Face names, full tensors); later completions carry ``version``."""
 
+    def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
+        """Load a LoRA adapter beside the weights (format of rollout/vllm/adapter.py); completions carry ``version``."""
+
+    def compare_adapter(self, adapter: dict[str, torch.Tensor]) -> list[str]:
+        """Return one line for each tensor of an adapter that differs in one bit from the engine's."""
+
+    def probe_adapter(self) -> list[str]:
+        """Return the kinds of layers (q_proj) in which a random adapter changes no log-probability.
+
+        Restores the adapter. Needs the KV cache.
+        """
+
     def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
         """Return one line for each tensor that differs from the engine's; None if the engine cannot compare."""
 

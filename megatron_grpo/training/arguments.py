@@ -10,6 +10,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -225,6 +226,12 @@ def _value_options(kind: Any) -> dict[str, Any]:
     return {"type": plain, "metavar": METAVARS[plain]}
 
 
+@lru_cache(maxsize=1)
+def _parser_with(plugins: str) -> Parser:
+    """Return the parser, made anew if ``plugins``, a text of the registered losses and estimators, has changed."""
+    return build_parser()
+
+
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """Parse flags (by default of the command line); ``args.explicit`` holds the attributes of the given flags.
 
@@ -233,8 +240,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     """
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     load_plugins(plugin_files(words))
-    parser = build_parser()
-    args = parse_words(parser, words)
+    args = parse_words(_parser_with(repr([(list(r.entries), r.flags, r.owners) for r in (LOSSES, ADVANTAGES)])), words)
     args.padded_vocab_size = args.engine_decodes = None
     args.end_token_ids = ()
     check_values(args)

@@ -20,8 +20,8 @@ from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
-from megatron_grpo.lora.attach import attach
-from megatron_grpo.lora.files import load_adapter, merge_config
+from megatron_grpo.lora.attach import attach, trained
+from megatron_grpo.lora.files import check_same_shape, load_adapter, merge_config
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
@@ -40,7 +40,7 @@ from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
-from megatron_grpo.rollout.arguments import not_measured
+from megatron_grpo.rollout.arguments import lora_note, not_measured
 from megatron_grpo.rollout.engine import Engine, OutOfMemory
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
@@ -127,7 +127,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
-    for note in filter(None, (not_measured(args), recompute_note(args))):
+    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
         print_rank_0(note)
     if isolation:
         print_rank_0(f"generated code is isolated by {isolation}")
@@ -356,7 +356,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
     """
 
     if args.lora_rank:
-        return BaseReference(args)
+        return _build_base_reference(args, model)
 
     def load(chunks: forward.Model) -> None:
         if args.ref_load:
@@ -378,6 +378,19 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
             policy.copy_to(model)
     if updated:
         reference.load(updated, model)
+    return reference
+
+
+def _build_base_reference(args, model: forward.Model) -> BaseReference:
+    """Return the reference of a policy with adapters, with the adapter of --reference-adapter."""
+    if not args.reference_adapter:
+        return BaseReference(args, model)
+    check_same_shape(args, args.reference_adapter)
+    policy = [tensor.detach().clone() for tensor in trained(model)]
+    load_adapter(args, model, args.reference_adapter)
+    reference = BaseReference(args, model)
+    for tensor, own in zip(trained(model), policy, strict=True):
+        tensor.data.copy_(own)
     return reference
 
 

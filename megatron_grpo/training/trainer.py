@@ -38,6 +38,7 @@ from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.weight_sync import weight_check
+from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
@@ -85,6 +86,8 @@ class Trainer:
     reward_failures: int = 0  # in the newest rollout
     memory: dict[str, float] = field(default_factory=dict)  # of the stages of the newest rollout
     sampling_metrics: dict[str, float] = field(default_factory=dict)  # of the newest rollout
+    sync_metrics: dict[str, float] = field(default_factory=dict)  # of the newest sync of an adapter
+    adapter_probed: bool = False
     failed_rewards: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
@@ -203,6 +206,10 @@ class Trainer:
             with self.device_memory.phase("the engine's allocation of its KV cache"):
                 self.engine.wake_cache()
             memory["rollout"] = self._memory()
+            if self.args.lora_weight_sync == "adapter" and not self.adapter_probed:
+                with self.timers("sync"):
+                    probe_adapter(self.engine)
+                self.adapter_probed = True
             if new_weights and self.args.check_weight_sync:
                 probe = self._probe_engine()
             yield
@@ -217,16 +224,20 @@ class Trainer:
         self.memory = {f"memory/{stage}": size for stage, size in memory.items()} if torch.cuda.is_available() else {}
 
     def sync(self) -> None:
-        """Send the trainer's weights to the engine; completions carry this iteration as their version from now on."""
+        """Send the trainer's weights to the engine; completions carry this iteration as their version from now on.
+
+        An engine that holds the adapter beside the weights receives the weights only when it has none.
+        """
+        adapter = self.args.lora_weight_sync == "adapter"
+        stream = stream_merged if self.args.lora_weight_sync == "merged" else stream_hf
         with self.timers("sync"), forward.parameters_complete(self.args, self.model):
-            self.engine.update_weights(self.weights(), self.iteration)
+            if not (adapter and self.engine.has_weights):
+                self.engine.update_weights(stream(self.model, self.args), self.iteration)
+            if adapter:
+                self.sync_metrics = sync_adapter(self.args, self.engine, self.model, self.iteration)
             self.synced_iteration = self.iteration
             if self.args.check_weight_sync:
-                weight_check.compare_tensors(self.engine, self.weights(), self.iteration)
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor) of the policy, with an adapter merged into its weights; collective."""
-        return (stream_merged if self.args.lora_rank else stream_hf)(self.model, self.args)
+                weight_check.compare_tensors(self.engine, stream(self.model, self.args), self.iteration)
 
     def _offload(self, offloader: Offloader) -> None:
         # A pending gather of parameters would write into freed memory.
@@ -336,7 +347,7 @@ class Trainer:
             if len(scored := column[~np.isnan(column)].astype(np.float64)):
                 row |= {f"reward/{name}/min": float(scored.min()), f"reward/{name}/max": float(scored.max())}
                 row[f"reward/{name}/std"] = float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
-        return row | self.sampling_metrics | self.memory
+        return row | self.sampling_metrics | self.sync_metrics | self.memory
 
     def advance(self, metrics: dict[str, float]) -> None:
         """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""

@@ -23,6 +23,7 @@ from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.rollout.arguments import (
     check_dynamic_sampling,
     check_lengths,
+    check_lora_weight_sync,
     check_rollout,
     check_structured_outputs,
 )
@@ -65,6 +66,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_advantages(args)
     check_reference_models(args)
     check_lora(args)
+    check_lora_weight_sync(args)
     check_dynamic_sampling(args)
     check_pass_rates(args)
     check_structured_outputs(args)

@@ -29,6 +29,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 import pretrain_grpo
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory, optimizer_state
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
+from megatron_grpo.lora.attach import adapters, attach
+from megatron_grpo.lora.stream import stream_adapter
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
@@ -177,6 +179,8 @@ LATENT = f"""--model-family deepseek_v3 --multi-latent-attention --q-lora-rank 1
 GEMMA = """--model-family gemma3_text --group-query-attention --num-query-groups 2 --kv-channels 8 --no-swiglu --geglu
     --sandwich-norm --apply-layernorm-1p --scale-embeddings --softmax-scale 0.25 --window-size 3,0
     --window-attn-skip-freq 2 --rotary-base-local 100"""
+PHI = "--model-family phi3 --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm"
+LORA = "--lora-rank 4 --lora-target-modules all-linear"
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 GROUPED = "--moe-grouped-gemm"
@@ -210,6 +214,8 @@ CHAINS = {
         ],
         MOE: [f"EP2: {GROUPED}", "DP2", "TP2 SP", f"CP2 EP2: {GROUPED}", "EP2"],
         f"{LATENT} {SHARDED} --bf16 --mtp-loss-scaling-factor 0.1": ["EP2", "PP2 VPP2", "TP2 SP", "EP2"],
+        f"{PHI} {LORA} {SHARDED}": [f"DP2: {BUCKETS}", "TP2", "PP2 VPP2", "TP2 SP", "DP2"],
+        f"{LATENT} {LORA}": ["TP2 SP", f"EP2: {GROUPED}", "PP2 VPP2", "TP2 SP"],
         f"{LATENT} --mtp-loss-scaling-factor 0": ["PP2", f"EP2: {GROUPED}", "PP2"],
     },
     4: {
@@ -220,6 +226,7 @@ CHAINS = {
             f"TP2 SP DP2 EP2: {BUCKETS}",
             "PP4",
         ],
+        f"{MOE} {LORA} {SHARDED}": ["TP2 SP EP2", f"PP2 VPP2 EP2: {GROUPED} {BUCKETS}", "CP2 DP2", "TP2 SP EP2"],
     },
 }
 
@@ -232,8 +239,11 @@ def made_up(name, kind, shape):
 
 
 def fill(model, args, kind):
-    """Give the model's parameters what is made up; each rank takes its part."""
-    fill_with(model, args, lambda name, shape: made_up(name, kind, shape))
+    """Give the model's parameters, or those of its adapters, what is made up; each rank takes its part."""
+    for adapter in adapters(model):
+        adapter.initialize(lambda name, shape: made_up(name, kind, shape))
+    if not args.lora_rank or kind == "weight":
+        fill_with(model, args, lambda name, shape: made_up(name, kind, shape))
 
 
 def made_up_update(args, model, optimizer, scheduler, step):
@@ -269,10 +279,15 @@ def check_truth(args, model, steps):
     """The model holds what plain torch gives after so many updates."""
     tolerance = 2**-8 if args.bf16 else 1e-5
     with forward.parameters_complete(args, model):
+        for name, got in stream_adapter(model, args) if args.lora_rank else ():
+            want = truth(name, got.shape, steps, args.bf16)
+            assert ((got.float() - want).abs() <= tolerance * want.abs().clamp(min=0.01)).all(), (name, steps)
         for name, got in stream_hf(model, args):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
-            if frozen or name.endswith("bias"):  # the experts' biases are moved by the load, not by gradients
+            if (
+                frozen or args.lora_rank or name.endswith("bias")
+            ):  # the experts' biases are moved by the load, not by gradients
                 want = made_up(name, "weight", got.shape)
             else:
                 want = truth(name, got.shape, steps, args.bf16)
@@ -288,7 +303,10 @@ def enter(flags, layout):
         destroy_rank_groups()
     initialize_distributed(args)
     set_random_seed(1)
-    return args, forward.build_model(args, model_provider)
+    model = forward.build_model(args, model_provider)
+    if args.lora_rank:
+        attach(args, model)
+    return args, model
 
 
 def few_chains(root):
@@ -297,11 +315,19 @@ def few_chains(root):
     chains(root, {flags: layouts[:FIRST]})
 
 
+def few_lora_chains(root):
+    flags = f"{LATENT} {LORA}"
+    chains(root / "lora", {flags: CHAINS[2][flags][:2]})
+
+
 def all_chains(root):
+    """Those of adapters, too."""
     wanted = CHAINS[int(os.environ["WORLD_SIZE"])]
     chains(root, wanted)
     for number, (flags, layouts) in enumerate(wanted.items()):
         args, model = enter(flags, layouts[1])
+        if args.lora_rank:
+            continue
         checkpoint.load_weights(root / f"{number}-0", model)
         check_truth(args, model, 2)
 
@@ -318,6 +344,8 @@ def chains(root, wanted):
             args.save, args.load = str(root / f"{number}-{place}"), str(last)
             if place == 0:
                 fill(model, args, "weight")
+            elif args.lora_rank:  # the base is not in the checkpoint
+                fill_with(model, args, lambda name, shape: made_up(name, "weight", shape))
             model, optimizer, scheduler = train_step.setup_optimizer(args, model)
             if place == 0:
                 made_up_update(args, model, optimizer, scheduler, 0)
@@ -513,5 +541,5 @@ if __name__ == "__main__":
     case, directory = sys.argv[1:]
     sys.argv[1:] = []
     cases = (reshard, one_rank, refuse, few_chains, all_chains, resumed, resumed_latent)
-    cases += (random_states, random_states_of_experts, own_shards)
+    cases += (few_lora_chains, random_states, random_states_of_experts, own_shards)
     run(lambda: [function(Path(directory)) for function in cases if function.__name__ in case.split(",")])

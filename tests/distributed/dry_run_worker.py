@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.estimate.memory import Plan
+from megatron_grpo.lora.attach import attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
@@ -48,6 +49,7 @@ FAMILIES = {
         --norm-epsilon 1e-5 --rope-scaling {YARN} --untie-embeddings-and-output-weights""",
 }
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
+LORA = "--lora-rank 4 --lora-target-modules all-linear all-router"
 UNTIED = "--untie-embeddings-and-output-weights"
 # (family, layout on 4 ranks); by default only the few, which have each family, each size and each split of stages
 LAYOUTS = {
@@ -62,6 +64,9 @@ LAYOUTS = {
         ("gpt_oss", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
         ("mla", f"{TP} 2 {PP} 2 --sequence-parallel --decoder-last-pipeline-num-layers 2 {UNTIED}"),
         ("mla", f"{EP} 2 {PP} 2 --pipeline-model-parallel-layout Ettt|ttmL --mtp-loss-scaling-factor 0.1"),
+        # adapters; in the second the first two stages train nothing
+        ("mla", f"{TP} 2 --sequence-parallel {EP} 2 {LORA} --lora-use-dora --lora-modules-to-save lm_head {UNTIED}"),
+        ("dense", f"{PP} 4 --num-layers 4 --bf16 --lora-rank 4 --lora-target-modules .*layers.[23].*"),
     ],
     "others": [
         ("dense", f"{TP} 2 {PP} 2"),
@@ -90,6 +95,8 @@ def build(family: str, layout: str) -> dict:
     initialize_distributed(args)
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)
+    if args.lora_rank:
+        attach(args, model)
     chunks = [chunk.module if args.bf16 else chunk for chunk in model]
     counts = dict.fromkeys(("dense", "experts", "frozen"), 0)
     for chunk in chunks:

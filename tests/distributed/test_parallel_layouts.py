@@ -44,6 +44,10 @@ GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss -
  --glu-linear-offset 1 --add-bias-linear --add-qkv-bias --softmax-type learnable --window-size 7,0
  --window-attn-skip-freq 2 --norm-epsilon 1e-5 --expert-tensor-parallel-size 1
  --rope-scaling {YARN}"""
+# Adapters of every kind of layer: with alpha = rank the model is about as sharp as without them.
+LORA = """--lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear all-router
+ --lora-modules-to-save lm_head embed_tokens input_layernorm"""
+ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', '')} {LORA}"
 OVERLAP = check_parallel.OVERLAP
 LAYOUTS = {
     "dense": [
@@ -100,6 +104,23 @@ LAYOUTS = {
         f"PP2 VPP2: {BUDGET}",
         f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
     ],
+    "adapters": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP: {BUDGET} --moe-grouped-gemm",
+        f"TP2 SP ETP1: {BUDGET}",
+        f"CP2 EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}",
+        f"PP2 VPP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"TP2 SP EP2 ETP2: {BUDGET} --use-distributed-optimizer",
+        f"TP2 SP PP2 EP2 ETP1: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
+        f"PP2 CP2 EP2: {BUDGET} --moe-layer-recompute",
+    ],
+    "dora": [
+        f"TP1: {BUDGET} --moe-grouped-gemm",
+        f"TP2 SP: {BUDGET}",
+        f"TP2 SP EP2 ETP2: {BUDGET} --moe-grouped-gemm",
+        f"PP2 EP2: {BUDGET} --use-distributed-optimizer",
+    ],
     "gpt_oss": [
         f"TP1: {BUDGET}",
         f"TP2 SP EP2: {BUDGET}",
@@ -130,6 +151,8 @@ PAIRWISE = {
     ],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
     "latent": [LAYOUTS["latent"][0], LAYOUTS["latent"][2], LAYOUTS["latent"][4]],
+    "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
+    "dora": LAYOUTS["dora"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][0], LAYOUTS["gpt_oss"][1], LAYOUTS["gpt_oss"][3]],
 }
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
@@ -187,13 +210,14 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "gpt_oss"])
+@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "adapters", "dora", "gpt_oss"])
 def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
-    balanced by a bias, and multi-token prediction; biases, windows and sinks.
+    balanced by a bias, and multi-token prediction; adapters of all its layers; biases, windows and sinks.
     """
-    flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}[model]
-    status, printed = check(flags, "--out", tmp_path, "--layouts", *share_of(model, share))
+    flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}
+    flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora"}
+    status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))
     assert status == 0, printed
 
 

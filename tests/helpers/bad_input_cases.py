@@ -444,11 +444,15 @@ FAILING_REWARDS: list[Case] = [
     ("always raises", failing("raise ValueError('no key')"), r'"mine" failed on all 8 .*jsonl:\d.*ValueError: no key'),
     (
         "always hangs",
-        failing("while True: pass", "--reward-timeout", "0.3"),
+        failing("while True: pass", "--reward-timeout", "0.3", "--reward-retries", "0"),
         r'"mine" returned no value and timed out on 4 samples; .*longer than 0\.3 s \(--reward-timeout\)',
     ),
     ("always gives text", failing("return '1'"), r"\"mine\" failed on all 8 .*returned '1', not a finite number"),
-    ("always dies", failing("import os; os._exit(3)"), r'"mine" failed on all 8 .*ended its process.*status 3'),
+    (
+        "always dies",
+        failing("import os; os._exit(3)", "--reward-retries", "0"),
+        r'"mine" failed on all 8 .*ended its process.*status 3',
+    ),
     (
         "gold that is no mathematics",
         lambda b: b.resume("--reward-funcs", "accuracy", *b.data(*['{"prompt": "1", "answer": "blue"}'] * 8)),

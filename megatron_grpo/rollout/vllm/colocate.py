@@ -23,16 +23,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.lora.targets import targets
 from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
-from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
+
+PROBE_LENGTH, PROBE_TOKENS = 16, 4  # tokens of the prompt that probes the adapter, and of its completion
+PROBE_DIFFERENCE = 1e-3  # nats; a random adapter changes log-probabilities by far more
 
 
 class VllmColocate:
@@ -48,6 +54,7 @@ class VllmColocate:
         self._awake = True
         self._version = 0
         self._sleep_level = args.sleep_level
+        self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
@@ -57,6 +64,8 @@ class VllmColocate:
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
+        self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
+        self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
         self._rollouts = self._rollout_seed = 0
         self.sleep()
 
@@ -68,7 +77,9 @@ class VllmColocate:
                 sampling.seed = request_seed(self._rollout_seed, request.id)
             with lost_on_failure("vLLM's add_request"):
                 try:
-                    self._engine.add_request(self._engine_id(request.id), prompt, sampling)
+                    self._engine.add_request(
+                        self._engine_id(request.id), prompt, sampling, lora_request=self._adapter_request
+                    )
                 except ValueError as error:  # a constraint that start-up checks cannot detect
                     constraint = request.sampling.structured_outputs
                     if not constraint:
@@ -145,6 +156,47 @@ class VllmColocate:
         self._drop_prefix_cache()
         self._version = version
         self.has_weights = True
+
+    def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
+        self._load_adapter(adapter, f"update {version}")
+        self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
+        self._version = version
+
+    def _load_adapter(self, adapter: slots.Adapter, name: str) -> None:
+        """Load an adapter under a name that no earlier one had: vLLM's cache has entries for each name."""
+        from vllm.lora.request import LoRARequest
+
+        with raised_on_every_rank(), lost_on_failure("vLLM's update of the adapter"):
+            self._llm.collective_rpc(slots.load_adapter, args=(adapter,))
+        self._adapter_request = LoRARequest(name, slots.SLOT, "no file")
+        self._drop_prefix_cache()
+
+    def compare_adapter(self, adapter: slots.Adapter) -> list[str]:
+        with raised_on_every_rank(), lost_on_failure("vLLM's comparison of the adapter"):
+            return [
+                line for lines in self._llm.collective_rpc(slots.compare_adapter, args=(adapter,)) for line in lines
+            ]
+
+    def probe_adapter(self) -> list[str]:
+        copies, request = self._llm.collective_rpc(slots.read_slots), self._adapter_request
+        without = self._probe(None)
+        silent = [kind for kind in slots.kinds(self._adapter_like) if not _differ(self._probe(kind), without)]
+        with raised_on_every_rank(), lost_on_failure("vLLM's update of the adapter"):
+            restored = all(self._llm.collective_rpc(slots.restore_slots, args=(copies[0],)))
+        self._adapter_request = request
+        self._drop_prefix_cache()
+        return silent if restored else ["the adapter, which could not be restored after the probe,"]
+
+    def _probe(self, kind: str | None) -> Completion:
+        """Return a greedy completion with an adapter that is random on the layers of one kind and 0 on the others."""
+        self._load_adapter(slots.random_adapter(self._adapter_like, kind, device()), f"probe {kind}")
+        length = max(1, min(PROBE_LENGTH, self._max_model_len - PROBE_TOKENS))
+        ids = [(7 * place + 1) % self._vocab_size for place in range(length)]
+        tokens = min(PROBE_TOKENS, self._max_model_len - length)
+        request = Request(0, ids, Sampling(tokens, temperature=0, log_probs=True))
+        with self.rollout(seed=0):
+            (completion,) = generate(self, [request])
+        return completion
 
     def _drop_prefix_cache(self) -> None:
         """Drop the keys and values of earlier weights; GrpoError if requests still use some of them."""
@@ -241,6 +293,7 @@ def _build(args, directory: str):
             logprobs_mode=_logprobs_mode(args),
             seed=args.seed,
             disable_log_stats=True,
+            **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
             **on_a_cpu,
         )
         return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
@@ -250,6 +303,12 @@ def _build(args, directory: str):
         raise GrpoError(
             f"vLLM could not be started: {error}. Check the --vllm-* flags and the model's config.json"
         ) from error
+
+
+def _differ(one: Completion, other: Completion) -> bool:
+    """Return whether two completions differ by more than rounding."""
+    gap = np.abs(np.subtract(one.log_probs, other.log_probs))
+    return one.token_ids != other.token_ids or not gap.max() <= PROBE_DIFFERENCE
 
 
 def _seeds_requests(vllm_config) -> bool:

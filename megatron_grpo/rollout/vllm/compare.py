@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_grpo.rollout.vllm.adapter import base_model
 from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert
 
 # Kernels that use experts as loaded (the first two), or with an arrangement that this module can undo (the last).
@@ -22,8 +23,15 @@ def can_compare(worker) -> bool:
 
 
 def compare_weights(worker, weights: Weights) -> list[str]:
-    """Return one line for each tensor of a worker's model that differs from ``weights`` (Hugging Face names)."""
-    model = worker.model_runner.get_model()
+    """Return one line for each tensor of a worker's model that differs from ``weights`` (Hugging Face names).
+
+    Adapters are not compared.
+    """
+    with base_model(worker) as model:
+        return _compare(model, weights)
+
+
+def _compare(model: torch.nn.Module, weights: Weights) -> list[str]:
     lines = _stale_copies(model)
     with torch.no_grad(), _loading_shapes(model) as names, _Compare(names) as compare:
         model.load_weights(by_expert(model, compare.naming(weights)))
@@ -52,6 +60,8 @@ class _Compare(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Compare for copies into the parameters; run every other operation."""
+        if func is torch.ops.aten.fill_.Scalar and _storage(args[0]) in self.parameters:
+            return args[0]  # rows that pad the vocabulary
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
         target, source = args[:2]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_grpo.rollout.vllm.adapter import base_model
 from megatron_grpo.utils.errors import GrpoError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -12,9 +13,13 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 def load_weights(worker, weights: Weights) -> None:
     """Load all ``weights`` (Hugging Face names) into a worker's model, with the same result as loading from files.
 
-    GrpoError if vLLM has rearranged gpt-oss's experts in a way that cannot be repeated.
+    Adapters of the model are lost. GrpoError if vLLM has rearranged gpt-oss's experts in a way that cannot be repeated.
     """
-    runner = worker.model_runner
+    with base_model(worker):
+        _load_base(worker.model_runner, weights)
+
+
+def _load_base(runner, weights: Weights) -> None:
     is_gpt_oss = _is_gpt_oss(runner.get_model())
     if torch.cuda.is_available():
         if is_gpt_oss:

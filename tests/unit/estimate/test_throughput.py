@@ -94,6 +94,20 @@ def test_by_hand():
     assert ModelFlops(args).update(lengths, labels) == pytest.approx(3 * forward / 1e12)
 
 
+def test_adapters_by_hand():
+    """A frozen matrix has one product in the backward pass, a trained one two."""
+    config = Qwen2Config(**SHAPE, use_sliding_window=False)
+    whole = ModelFlops(arguments(config))
+    args = arguments(config, "--lora-rank", "2", "--lora-target-modules", "v_proj", "down_proj")
+    args.padded_vocab_size = 100
+    lengths, labels = np.array([5, 2]), np.array([3, 0])
+    adapters = 3 * 2 * 2 * ((32 + 2 * 16) + (40 + 32)) * 7
+    pairs = 3 * 2 * 4 * (16 + 16) * (1 + 2 + 3 + 4 + 5 + 1 + 2)
+    frozen = whole.forward(lengths, labels) - pairs
+    assert ModelFlops(args).forward(lengths, labels) == frozen + pairs + adapters
+    assert ModelFlops(args).update(lengths, labels) == pytest.approx((2 * frozen + 3 * (pairs + adapters)) / 1e12)
+
+
 def test_a_window_leaves_pairs_out():
     args = arguments(Qwen3Config(**SHAPE))
     lengths, none = np.array([5, 2]), np.array([0, 0])

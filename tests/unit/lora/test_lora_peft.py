@@ -11,10 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.lora import files
-from megatron_grpo.lora.attach import attach, switched_off
-from megatron_grpo.lora.stream import stream_adapter, stream_merged
+from megatron_grpo.lora.attach import adapters, attach, switched_off
+from megatron_grpo.lora.stream import stream_adapter, stream_merged, stream_saved
 from megatron_grpo.training import train_step
-from megatron_grpo.weights import hf
+from megatron_grpo.weights import hf, model_weights
 
 IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
 UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-4}
@@ -26,6 +26,9 @@ CASES = [
     ("phi3", "all-linear", {}),
     ("qwen3_moe", ["q_proj", "o_proj", *MLP], {}),
     ("qwen3_moe", ["q_proj", "o_proj", *MLP], {"grouped": True, "config": {"mlp_only_layers": []}}),
+    ("qwen3", ["q_proj", "v_proj", "o_proj", *MLP], {"use_dora": True}),
+    ("qwen3_moe", ["k_proj", "o_proj", *MLP], {"use_dora": True, "grouped": True}),
+    ("qwen3", ["k_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
 ]
 
@@ -133,7 +136,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     loss_of(found).backward()
     loss_of(expected).backward()
     gradients = {}
-    for parameter, tensor in _parameters(model):
+    for parameter, tensor in _parameters(args, model):
         gradients |= _by_name(parameter, tensor)
     wanted = {_plain(name): p.grad for name, p in peft.named_parameters() if p.requires_grad}
     assert gradients.keys() == wanted.keys() and len(wanted) > 0
@@ -144,11 +147,16 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
             if gradient is not None and gradient.any()
             else (not gradients[name].any())
         ), name
-    assert not any(p.requires_grad for name, p in model.module.named_parameters() if not name.startswith("lora."))
-
-    adam = torch.optim.AdamW(
-        [p for p in peft.parameters() if p.requires_grad], lr=UPDATE["lr"], weight_decay=0.1, eps=1e-4
+    assert more.get("modules_to_save") or not any(
+        p.requires_grad for name, p in model.module.named_parameters() if not name.startswith("lora.")
     )
+
+    trained = [p for p in peft.parameters() if p.requires_grad]
+    groups = [  # Megatron takes no weight decay on vectors
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": UPDATE["weight_decay"]},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=UPDATE["lr"], eps=UPDATE["adam_eps"])
     for parameter in peft.parameters():  # AdamW skips parameters without gradient, with their decay
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -157,7 +165,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     model.finish_grad_sync()
     optimizer.step()
     updated = {_plain(name): p.detach() for name, p in peft.named_parameters() if p.requires_grad}
-    for name, tensor in stream_adapter([model], args):
+    for name, tensor in [*stream_adapter([model], args), *stream_saved([model], args)]:
         assert relative(tensor, updated[name]) < 1e-5, name
 
     # The base is what it was, the merged weights are PEFT's, and PEFT loads the files of the updated adapter.
@@ -175,15 +183,16 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
         assert (again(IDS[None]).logits[0] - logits_of(model)).abs().max() < 1e-4
 
 
-def _parameters(model):
-    """(weight, gradient) of every matrix, experts one by one."""
-    from megatron_grpo.lora.attach import adapters
-
+def _parameters(args, model):
+    """(weight, gradient) of every trained tensor, experts one by one."""
+    table = {weight.name: weight for weight in model_weights.table(args)}
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and not name.startswith("lora."):
+            yield table[name], parameter.main_grad
     for adapter in adapters([model]):
         for _, parameter, weights in adapter._parameters_and_weights():
-            gradient = parameter.main_grad
             for place, weight in enumerate(weights):
-                yield weight, gradient[place] if adapter.grouped else gradient
+                yield weight, adapter.of_expert(parameter.main_grad, place)
 
 
 def _by_name(weight, tensor) -> dict[str, torch.Tensor]:
@@ -192,4 +201,9 @@ def _by_name(weight, tensor) -> dict[str, torch.Tensor]:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".default", "")
+    return (
+        name.removeprefix("base_model.model.")
+        .replace(".default", "")
+        .replace("vector.weight", "vector")
+        .replace(".modules_to_save", "")
+    )

@@ -9,10 +9,8 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 
@@ -287,19 +285,14 @@ def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
     assert timers.collect() == {"time/eval": 3.0, "time/rollout": 0.5, "time/step": 6.0}
 
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.unit.observability.test_metrics import make_args, train
-from megatron_grpo.observability import metrics
-metrics.SECONDS_BETWEEN_DRAWS = 0.0
-logger = train(make_args(), 0, 2, total=3)
-logger.rollout_progress(1)([], 8)
-logger.show_phase("update")
-logger.log(3, {{"reward/mean": 1.0, "time/step": 0.5}})
-print("done", flush=True)
-"""
+def train_in_a_terminal() -> None:
+    """Three updates of a run whose output is a terminal, each bar drawn at once."""
+    metrics.SECONDS_BETWEEN_DRAWS = 0.0
+    logger = train(make_args(), 0, 2, total=3)
+    logger.rollout_progress(1)([], 8)
+    logger.show_phase("update")
+    logger.log(3, {"reward/mean": 1.0, "time/step": 0.5})
+    print("done", flush=True)
 
 
 def test_no_progress_bar_where_the_output_is_not_a_terminal(capfd):
@@ -311,17 +304,21 @@ def test_no_progress_bar_where_the_output_is_not_a_terminal(capfd):
 
 def test_a_progress_bar_in_a_terminal_leaves_the_lines_whole():
     columns = 80
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))  # rows, columns, pixels
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal, env=environment)
-    os.close(terminal)
+    process, terminal = pty.fork()  # not a program of its own, whose imports would take ten seconds
+    if process == 0:
+        os.environ.pop("COLUMNS", None)
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))  # rows, columns, pixels
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115  in place of pytest's
+        try:
+            train_in_a_terminal()
+        finally:
+            os._exit(0)
     output = b""
     with contextlib.suppress(OSError):  # which is how a terminal that nobody holds any more ends on Linux
-        while chunk := os.read(controller, 4096):
+        while chunk := os.read(terminal, 4096):
             output += chunk
-    os.close(controller)
-    assert process.wait() == 0
+    os.close(terminal)
+    os.waitpid(process, 0)
     text = output.decode()
     assert "training:" in text
     drawn = [line.strip() for line in re.split(r"[\r\n]+", text)]

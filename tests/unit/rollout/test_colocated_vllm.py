@@ -21,7 +21,7 @@ def engine(**methods) -> VllmColocate:
     made = object.__new__(VllmColocate)
     made.replica, made._rollouts, made._version = 0, 0, 0
     made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
-    made._moe_layers = None
+    made._moe_layers = made._adapter_request = None
     made._llm = SimpleNamespace(**methods)
     made._engine = SimpleNamespace(**methods)
     return made
@@ -62,7 +62,9 @@ def test_a_failure_says_what_failed_where_and_how(one_process, capfd, call, meth
 def test_an_engine_that_fails_in_a_rollout_is_lost(one_process):
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    vllm = engine(add_request=lambda *_: None, step=failing(EngineDeadError()), reset_prefix_cache=lambda: True)
+    vllm = engine(
+        add_request=lambda *_, **options: None, step=failing(EngineDeadError()), reset_prefix_cache=lambda: True
+    )
     with pytest.raises(EngineLost, match="vLLM's step failed on rank 0: EngineDeadError"), vllm.rollout(1):
         list(generate(vllm, [Request(0, [3], Sampling(4))]))
 

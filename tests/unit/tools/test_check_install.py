@@ -254,6 +254,7 @@ def test_vllm_for_cpus_on_a_machine_with_a_gpu(monkeypatch):
         tool.check_vllm(ARGS)
 
 
+@pytest.mark.slow
 def test_all_reduce_on_this_device():
     assert re.match(r"(gloo over 2 processes on the CPU|nccl over \d+ GPUs?)", tool.check_all_reduce(ARGS))
 

@@ -126,7 +126,7 @@ class Recorder:
 
 def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
     trainer = Recorder("trainer", notes, iteration=3, synced_iteration=3, _memory=lambda: 0.0)
-    trainer.args = SimpleNamespace(check_weight_sync=check)
+    trainer.args = SimpleNamespace(check_weight_sync=check, lora_weight_sync=None)
     trainer.engine = Recorder("engine", notes, has_weights=has_weights)
     trainer.device_memory = DeviceMemory(trainer.args)
     trainer.state_offloader, trainer.weight_offloader = "state", "weights"
