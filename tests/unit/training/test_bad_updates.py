@@ -39,7 +39,7 @@ class Optimizer:
 
 
 def batch() -> RolloutBatch:
-    return RolloutBatch.from_completions([[1, 2]], [[3, 4]], [[-1.0, -2.0]], [1], [0], [0], [0], [0])
+    return RolloutBatch.from_completions([[1, 2]], [[3, 4]], [[-1.0, -2.0]], 1, [0], [0], [0], [0])
 
 
 def run(bad: BadUpdates, optimizer: Optimizer, values: list[tuple[float, float]]) -> list[bool]:
