@@ -11,8 +11,9 @@ timings), `completions.jsonl` and the exported model must be equal. --seed deter
     starting    during the start, without a checkpoint to resume from
     resuming    as training, and once more during the following start
 
-Two jobs alternate: one update per rollout; and four, with a token budget and the distributed optimizer. Flags after
-`--` apply to both jobs, such as `--tensor-model-parallel-size 2`. The exit code is 1 for any difference.
+Three jobs alternate: one update per rollout; four, with a token budget and the distributed optimizer; and partial
+rollouts. Flags after `--` apply to all jobs, such as `--tensor-model-parallel-size 2`. The exit code is 1 for any
+difference.
 """
 
 import argparse
@@ -51,6 +52,9 @@ JOBS = {
     "four updates": """--max-tokens-per-microbatch 80 --steps-per-generation 2 --num-iterations 2 --save-interval 4
         --eval-interval 8 --eval-num-generations 2 --log-interval 3 --mismatch-sample-rate 0.5
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --vllm-enable-prefix-caching""",
+    "partial rollouts": """--micro-batch-size 16 --loss-type dapo --save-interval 2 --eval-interval 4
+        --max-completion-length 16 --partial-rollouts --max-staleness 2 --mismatch-limit 1
+        --rollout-importance-sampling-mode token_truncate""",
 }
 KINDS = ("training", "saving", "training", "saving", "starting", "saving", "training", "training", "saving", "resuming")
 TIME_LIMIT = 600.0  # seconds for one run

@@ -2,8 +2,15 @@
 
 A mask multiplies the policy term of a token and does not change any weight w: masking a token does not increase the
 weights of the others. All masks but `off_policy_sequences` are computed on the host from all tokens in the loss of an
-update, in global order, [t]: they do not depend on micro-batches.
+update, [t], in the order of their completions' sample ids: they do not depend on micro-batches.
+
+They follow from reductions that can be repeated from shares of the completions, with the same result: a sum over all
+tokens is the exact sum (fsum) of the sums of each completion, and a selection follows from an order statistic and
+counts. Among equal values at the limit of a selection, the first ones are selected.
 """
+
+import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +20,34 @@ from torch import Tensor
 from megatron_grpo.algorithm.losses import completion_mean
 
 Float = npt.NDArray[np.floating]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
+
+
+def order_statistic(values: Float, rank: int) -> float:
+    """Return the value that has position ``rank`` (from 0) among the sorted values."""
+    return float(np.partition(values, rank)[rank])
+
+
+def smallest(values: Float, count: int) -> Bool:
+    """Return a mask of the ``count`` smallest values, all if there are fewer; among equal ones, of the first."""
+    if count >= len(values):
+        return np.ones(len(values), bool)
+    chosen = np.zeros(len(values), bool)
+    if count > 0:
+        limit = order_statistic(values, count - 1)
+        chosen = values < limit
+        chosen[np.flatnonzero(values == limit)[: count - chosen.sum()]] = True
+    return chosen
+
+
+def sum_by_completion(values: Float, completion: Int64) -> float:
+    """Return the exact sum of the completions' sums, each in the order of its tokens; independent of the order of both.
+
+    ``completion`` [t] numbers the completions.
+    """
+    return math.fsum(np.bincount(completion, values)) if len(values) else 0.0
 
 
 def top_entropy(entropies: Float, share: float) -> Bool:
@@ -22,17 +56,24 @@ def top_entropy(entropies: Float, share: float) -> Bool:
     Source: Wang et al. 2025, "Beyond the 80/20 rule: high-entropy minority tokens drive effective reinforcement
     learning for LLM reasoning", arXiv:2506.01939.
     """
-    return entropies >= np.quantile(entropies, 1 - share)
+    place = (1 - share) * (len(entropies) - 1)
+    low, high = (order_statistic(entropies, rank) for rank in (math.floor(place), math.ceil(place)))
+    return entropies.astype(np.float64) >= low + (place - math.floor(place)) * (high - low)
 
 
-def covariances(advantages: Float, log_probs: Float) -> npt.NDArray[np.float64]:
+def covariances(advantages: Float, log_probs: Float, completion: Int64) -> Float64:
     """Return (A - mean A)(lp - mean lp) of each token, [t]: tokens with a large value reduce the entropy most.
+
+    ``completion`` [t] is the completion of each token.
 
     Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models",
     arXiv:2505.22617, eq. 10.
     """
-    advantages, log_probs = advantages.astype(np.float64), log_probs.astype(np.float64)
-    return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+
+    def centred(values: Float64) -> Float64:
+        return values - sum_by_completion(values, completion) / len(values)
+
+    return centred(advantages.astype(np.float64)) * centred(log_probs.astype(np.float64))
 
 
 def clip_cov(covariances: Float, share: float, low: float, high: float, draws: Float) -> Bool:
@@ -43,10 +84,9 @@ def clip_cov(covariances: Float, share: float, low: float, high: float, draws: F
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
     """
-    inside = np.flatnonzero((covariances > low) & (covariances < high))
-    dropped = inside[np.argsort(draws[inside], kind="stable")[: max(int(share * len(covariances)), 1)]]
+    inside = (covariances > low) & (covariances < high)
     kept = np.ones(len(covariances), bool)
-    kept[dropped] = False
+    kept[inside] = ~smallest(draws[inside], max(int(share * len(covariances)), 1))
     return kept
 
 
@@ -55,25 +95,37 @@ def kl_cov(covariances: Float, share: float) -> Bool:
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13 and 14.
     """
-    chosen = np.zeros(len(covariances), bool)
-    chosen[np.argsort(-covariances, kind="stable")[: max(int(share * len(covariances)), 1)]] = True
-    return chosen
+    return smallest(-covariances, max(int(share * len(covariances)), 1))
 
 
-def second_moment(differences: Float, threshold: float) -> Bool:
+def second_moment(differences: Float, threshold: float, completion: Int64) -> Bool:
     """Return a mask that drops tokens, largest |difference| first, until the kept mean square is below ``threshold``.
 
-    ``differences`` are lp_old - lp_rollout. Among equal differences, later tokens are dropped first.
+    ``differences`` are lp_old - lp_rollout, ``completion`` [t] is the completion of each token. Among equal
+    differences, later tokens are dropped first. The mean of the smallest squares rises with their number, so that the
+    number is found by bisection.
 
     Source: M2PO: Zheng et al. 2025, "Prosperity before collapse: how far can off-policy RL reach with stale data on
     LLMs?", arXiv:2510.01161.
     """
     squares = differences.astype(np.float64) ** 2
-    order = np.argsort(squares, kind="stable")
-    means = np.cumsum(squares[order]) / np.arange(1, len(squares) + 1)  # rises with the number of kept tokens
-    kept = np.zeros(len(squares), bool)
-    kept[order[: np.searchsorted(means, threshold)]] = True
-    return kept
+
+    def mean_is_below(count: int) -> bool:
+        limit = order_statistic(squares, count - 1)
+        below = squares < limit
+        total = sum_by_completion(np.where(below, squares, 0.0), completion)
+        return (total + (count - int(below.sum())) * limit) / count < threshold
+
+    return smallest(squares, _largest(mean_is_below, len(squares)))
+
+
+def _largest(holds: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number in [1, limit] for which ``holds``, which is true up to some number; 0 without one."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
 
 
 def off_policy_sequences(

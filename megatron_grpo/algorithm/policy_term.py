@@ -93,7 +93,9 @@ def update_statistics(
     """
     loss = LOSSES.get(args.loss_type)
     requested = [name for name in TOKEN_STATISTICS if name in loss.parameters]
+    completions = completions[np.argsort(batch.sample_ids[completions])]  # the order of ties
     tokens = batch.response_positions(completions)
+    completion = batch.completion_of_tokens[tokens]
     _check_engine_log_probs(args, batch.rollout_log_probs[tokens])
     if not len(tokens):  # --overlong-filter has masked all tokens
         empty = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
@@ -106,13 +108,12 @@ def update_statistics(
         log_probs, entropies = (values[tokens] for values in scores(batch, completions))
         statistics["entropies"] = entropies
     if by_covariance:
-        advantages = batch.advantages_of(tokens, batch.completion_of_tokens[tokens])
-        statistics["covariances"] = masks.covariances(advantages, log_probs)
+        statistics["covariances"] = masks.covariances(batch.advantages_of(tokens, completion), log_probs, completion)
 
     kept = np.ones(len(tokens), bool)
     if args.m2po_threshold is not None:
         differences = batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64)
-        kept &= masks.second_moment(differences, args.m2po_threshold)
+        kept &= masks.second_moment(differences, args.m2po_threshold, completion)
     if args.top_entropy_quantile < 1:
         kept &= masks.top_entropy(entropies, args.top_entropy_quantile)
     if args.clip_cov_ratio is not None:

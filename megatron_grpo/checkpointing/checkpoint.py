@@ -50,7 +50,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
-__all__ += ["read_weights", "save_checkpoint", "save_weights"]
+__all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
 
 # How megatron-core stores the tensors. Its defaults cannot be loaded with another parallel configuration; these can.
 CONTENT_METADATA = {
@@ -82,12 +82,13 @@ def save_checkpoint(
     opt_param_scheduler,
     extra_state: dict,
     save_reference: Callable[[Path], None] | None = None,
+    save_on_this_rank: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint under ``--save`` and make it the newest. Collective.
 
     ``optimizer`` and ``opt_param_scheduler`` may be None (a converted model). ``extra_state``: JSON-serializable, equal
     on all ranks, returned by ``load_checkpoint``. ``save_reference`` writes an updated reference model into a subfolder
-    of the checkpoint. Raises GrpoError when writing fails.
+    of the checkpoint; ``save_on_this_rank`` writes files of this rank. Raises GrpoError when writing fails.
     """
     temporary = _on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
@@ -103,6 +104,7 @@ def save_checkpoint(
     _write(state, temporary, metadata)
     if save_reference is not None:
         save_reference(temporary / REFERENCE)
+    _on_each_rank(save_on_this_rank, temporary)
     keep = args.max_checkpoints_to_keep
     _on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
 
@@ -173,10 +175,15 @@ def save_weights(directory: Path, model_chunks) -> None:
     _write({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
 
 
+def subfolder(root: str | Path, name: str) -> Path | None:
+    """Return the folder ``name`` of the newest checkpoint under ``root``, or None. Collective."""
+    directory = _on_rank_0(_find_verified, root)[1] / name
+    return directory if _on_rank_0(directory.is_dir) else None
+
+
 def updated_reference(root: str | Path) -> Path | None:
     """Return the folder of an updated reference model in the newest checkpoint under ``root``, or None. Collective."""
-    directory = _on_rank_0(_find_verified, root)[1] / REFERENCE
-    return directory if _on_rank_0(directory.is_dir) else None
+    return subfolder(root, REFERENCE)
 
 
 def _write(state: dict, directory: Path, metadata: dict) -> None:
@@ -223,6 +230,20 @@ def _on_rank_0(function: Callable, *arguments):
     if outcome[1] is not None:
         raise GrpoError(outcome[1])
     return outcome[0]
+
+
+def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> None:
+    """Call the function of each rank that has one; raise GrpoError on every rank if one fails."""
+    problem = None
+    try:
+        if function is not None:
+            function(directory)
+    except OSError as error:
+        problem = f"checkpoint {directory} cannot be written: {error}"
+    everywhere: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, problem)
+    for message in filter(None, everywhere):
+        raise GrpoError(message)
 
 
 def _find_verified(root: str | Path) -> tuple[int, Path]:

@@ -129,7 +129,11 @@ BATCH = (
         ON,
         "groups with equal rewards are replaced; there is no other filter",
     ),
-    Row("--partial-rollout", None, ask("rollouts do not overlap with updates: every completion is finished")),
+    Row(
+        "--partial-rollout",
+        None,
+        ask("--partial-rollouts --max-staleness 1 --rollout-importance-sampling-mode token_truncate continues them"),
+    ),
 )
 
 DATA = (

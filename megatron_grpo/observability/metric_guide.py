@@ -25,6 +25,9 @@ METRICS = {
     "sampling/resampled_groups": "groups without learning signal that --dynamic-sample replaced in this rollout",
     "sampling/rounds": "largest number of successive replacements of one group",
     "sampling/aborted_groups": "started groups that were not needed (--over-sampling-ratio); their prompts come next",
+    "staleness/mean": "syncs between the sampling of a token and the batch that trains on it: mean over sampled tokens",
+    "staleness/max": "largest such number of a token, at most --max-staleness",
+    "staleness/interrupted": "fraction of completions with tokens of several versions of the weights",
     "completion/length_mean": "mean length of a completion, tokens",
     "completion/length_min": "length of the shortest completion, tokens",
     "completion/length_max": "length of the longest completion, tokens",
@@ -61,6 +64,7 @@ METRICS = {
     "consumed/prompts": "training prompts used since the start of the run",
     "consumed/left_out": "rows that were drawn and then skipped (streamed data only), since the start of the run",
     "memory/peak": "peak GiB of this process's tensors on the device since the last row, the awake engine's included",
+    "memory/peak_update": "as memory/peak, while the engine sleeps: updates and passes for log-probabilities",
     "memory/train": "GiB in use on the device, by all processes, at the end of the updates",
     "memory/sync": "as memory/train, after the weight sync",
     "memory/rollout": "as memory/train, at the start of generation",
@@ -96,6 +100,7 @@ HEADINGS = {
     "moe": "Learning",
     "completion": "Completions",
     "sampling": "Completions",
+    "staleness": "Completions",
     "mismatch": "Trainer and engine",
     "perf": "Time",
     "lora": "Time",
@@ -125,6 +130,7 @@ REMEDIES = {
     "reward/failures": "Above 0: the log names the function and the completion. Fix the function, or raise "
     "--reward-timeout; such completions are excluded, not scored 0.",
     "sampling/": "Many replaced or aborted groups: prompts are too easy or too hard; change the data.",
+    "staleness/": "Large, with mismatch/effective_sample_size below about 0.9: lower --max-staleness or --lr.",
     "completion/length_mean": "Growing without a higher reward: length bias of the loss (try --loss-type dr_grpo or "
     "dapo), or completions without an end token. Shrinking towards 0: the reward favours short completions.",
     "completion/length_min": "0 or 1: the model ends at once; check the end of the prompt and the chat template.",

@@ -31,7 +31,7 @@ from megatron_grpo.observability.trackers import build_trackers, completion_tabl
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils import progress
 
-_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak"}
+_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak", "memory/peak_update"}
 _MINIMA = {"completion/length_min", "ratio/min"}
 _LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}

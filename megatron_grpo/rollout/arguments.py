@@ -154,6 +154,21 @@ DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
     ),
 )
 
+PARTIAL_ROLLOUTS: tuple[FlagRow, ...] = (
+    (
+        "--partial-rollouts",
+        bool,
+        False,
+        "end a rollout when enough groups are complete; the next one continues the others",
+    ),
+    (
+        "--max-staleness",
+        COUNT_OR_0,
+        0,
+        "syncs between the start of a completion and the batch that trains on it, at most; needs --partial-rollouts",
+    ),
+)
+
 STRUCTURED_OUTPUTS: FlagRow = (
     "--structured-outputs-regex",
     str,
@@ -482,6 +497,44 @@ def check_dynamic_sampling(args: Namespace) -> None:
                 f"{flag(dest)} and --rollout-balancing dynamic cannot both be given: each replica selects within its "
                 "fixed share of the rollout"
             )
+
+
+def check_partial_rollouts(args: Namespace) -> None:
+    """Raise GrpoError for flags that cannot go with completions of several rollouts."""
+    if args.max_staleness and not args.partial_rollouts:
+        raise GrpoError(
+            f"--max-staleness {args.max_staleness} needs --partial-rollouts: without it a rollout finishes every "
+            "completion that it starts"
+        )
+    if not args.partial_rollouts:
+        return
+    if not args.max_staleness:
+        raise GrpoError(
+            "--partial-rollouts needs --max-staleness of at least 1: with 0 every completion must be finished in the "
+            "rollout that starts it"
+        )
+    if has_servers(args):
+        raise GrpoError(
+            "--partial-rollouts needs an engine in the training processes: give --vllm-mode colocate or "
+            "--rollout-engine megatron"
+        )
+    required(
+        args,
+        "rollout_importance_sampling_mode",
+        "--partial-rollouts trains on tokens of older weights, whose importance weights must be bounded: give "
+        "token_truncate",
+    )
+    counted = "a continued completion is a new request, which counts tokens from its own start only"
+    for dest, given, reason in (
+        ("dynamic_sample", args.dynamic_sample, "it replaces groups within a rollout"),
+        ("over_sampling_ratio", args.over_sampling_ratio > 1, "it throws away what partial rollouts continue"),
+        ("rollout_balancing", args.rollout_balancing == "dynamic", "each replica continues its own completions"),
+        ("presence_penalty", args.presence_penalty, counted),
+        ("frequency_penalty", args.frequency_penalty, counted),
+        ("router_replay_mode", args.router_replay_mode == "R3", "it needs the experts of one rollout; give R2"),
+    ):
+        if given:
+            raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
 
 
 def check_structured_outputs(args: Namespace) -> None:

@@ -65,7 +65,7 @@ def collect_rollout(
             completions.append(completion)
             member = members[completion.id]
             if scorer is not None:
-                sample = _sample(prompts[member.group], texts[member.group], completion, tokenizer)
+                sample = sample_to_score(prompts[member.group], texts[member.group], completion, tokenizer)
                 scorer.submit(completion.id, sample, member)
             if selection is not None:
                 selection.take(completion.id, member.group)
@@ -74,19 +74,19 @@ def collect_rollout(
         places = selection.places() if selection is not None else range(len(prompts))
         spoken = [completion for completion in spoken if members[completion.id].group in places]
         num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
-        mine = _to_batch(prompts, spoken, members, places, num_kept)
+        mine = to_batch(prompts, spoken, members, places, num_kept)
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
         failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
         dist.all_reduce(failures, group=host_group())
-        parts = _exchange(mine)
+        batch = batch_of_all_ranks(mine)
         if selection is None:
             dispatcher.close()
-    batch = RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
     return batch, int(failures)
 
 
-def _sample(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:
+def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:
+    """Return what the reward functions score; ``text`` is that of the prompt."""
     return Sample(
         prompt=text,
         completion=tokenizer.decode(completion.token_ids),
@@ -97,13 +97,19 @@ def _sample(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sam
     )
 
 
-def _to_batch(
-    prompts: Sequence[Prompt],
+def to_batch(
+    prompts: Mapping[int, Prompt] | Sequence[Prompt],
     completions: list[Completion],
     members: Mapping[int, GroupMember],
     places: Mapping[int, int] | Sequence[int],
     num_kept: int,
 ) -> RolloutBatch:
+    """Return a batch of ``completions``, not scored yet.
+
+    ``members`` has the group and the place of each completion by its id, ``prompts`` the prompt of each group, and
+    ``places`` the group's place in the batch, which is its id there.
+    """
+
     def kept(completion: Completion) -> npt.NDArray[np.int32]:
         none = np.full((len(completion.token_ids), num_kept), -1, np.int32)  # the row's constraint replaces the sets
         return none if completion.kept_token_ids is None else completion.kept_token_ids
@@ -122,6 +128,12 @@ def _to_batch(
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
     )
+
+
+def batch_of_all_ranks(batch: RolloutBatch) -> RolloutBatch:
+    """Return the whole batch, in its global order, from the parts of all ranks. Collective."""
+    parts = _exchange(batch)
+    return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
 
 
 def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:

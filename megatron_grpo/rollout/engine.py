@@ -21,7 +21,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,36 +38,80 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 class Request:
     """A request for one completion of one prompt; the completion carries the same ``id``.
 
-    The id is unique within a rollout and has no other meaning.
+    The id is unique within a rollout and has no other meaning. ``begun``, an interrupted completion of an earlier
+    rollout, is continued: the engine computes its keys and values again, and returns it with the new tokens.
     """
 
     id: int
     prompt_ids: Sequence[int]
     sampling: Sampling
+    begun: "Completion | None" = None
+
+    @property
+    def begun_ids(self) -> Sequence[int]:
+        """The tokens that the completion has already."""
+        return self.begun.token_ids if self.begun is not None else ()
+
+    def with_begun_in_prompt(self) -> "Request":
+        """Return the request whose prompt includes the tokens of ``begun``, for the remaining number of tokens."""
+        if not self.begun_ids:
+            return self
+        rest = self.sampling.max_tokens - len(self.begun_ids)
+        ids = [*self.prompt_ids, *self.begun_ids]
+        return replace(self, prompt_ids=ids, sampling=replace(self.sampling, max_tokens=rest))
+
+    def stop_word_window(self) -> int:
+        """Return a number of tokens that is enough to have the longest stop word in their text; 0 without stop words.
+
+        A token of a stop word has at least one byte of it. The margin of 4 is for tokenizers that decode the first
+        token of a text differently.
+        """
+        return max((len(word.encode()) + 4 for word in self.sampling.stop), default=0)
 
 
-def request_seed(rollout_seed: int, request_id: int) -> int:
-    """Return the sampling seed of one request: 63 bits, a function of the rollout's seed and the request's id only.
+def request_seed(rollout_seed: int, request_id: int, begun_tokens: int = 0) -> int:
+    """Return the sampling seed of one request, 63 bits.
 
-    Samples therefore differ between rollouts and between requests, and do not depend on the engine replica.
+    It is a function of the rollout's seed, the request's id and, for a continued completion, the tokens that it has
+    already. Samples therefore differ between rollouts and between requests, and do not depend on the engine replica.
     """
-    return int(np.random.SeedSequence([rollout_seed, request_id]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    entropy = [rollout_seed, request_id, *([begun_tokens] if begun_tokens else [])]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: token ids (including the end-of-sequence token), finish reason, weight versions."""
+    """A finished or interrupted request: token ids (with the end-of-sequence token), finish reason, weight versions."""
 
     id: int
     token_ids: list[int]
     log_probs: list[float] | None
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length", or "abort" for an interrupted completion
     weight_versions: Sequence[int]  # of the engine's weights at each token
     # [tokens, MoE layers, topk] of the prompt and the sampled tokens except the last, which is never routed; None
     # unless --router-replay-mode is R3
     routed_experts: npt.NDArray[np.int16] | None = None
     # [sampled tokens, top_k], -1 pads: what each token was sampled from; None unless `Sampling.kept_token_ids`
     kept_token_ids: npt.NDArray[np.int32] | None = None
+
+    def after(self, begun: "Completion | None") -> "Completion":
+        """Return the completion of the tokens of ``begun`` and then of this one."""
+        if begun is None or not begun.token_ids:
+            return self
+        if not self.token_ids:
+            return replace(begun, finish_reason=self.finish_reason)
+        log_probs, kept = self.log_probs, self.kept_token_ids
+        if log_probs is not None and begun.log_probs is not None:
+            log_probs = [*begun.log_probs, *log_probs]
+        if kept is not None and begun.kept_token_ids is not None:
+            kept = np.concatenate([begun.kept_token_ids, kept])
+        return replace(
+            self,
+            token_ids=[*begun.token_ids, *self.token_ids],
+            log_probs=log_probs,
+            weight_versions=[*begun.weight_versions, *self.weight_versions],
+            kept_token_ids=kept,
+        )
 
 
 class Engine(Protocol):
@@ -125,6 +169,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free resources that outlive the process; the engine is unusable afterwards."""
+
+
+class InterruptibleEngine(Engine, Protocol):
+    """Interface of an engine for --partial-rollouts: its requests can be continued in a later rollout."""
+
+    def interrupt(self) -> list[Completion]:
+        """Abort all requests and return what they have so far, with the finish reason "abort", in order of their ids.
+
+        The tokens are those of `Request.begun` and the new ones; a request that never ran has none.
+        """
 
 
 class OutOfMemory:

@@ -10,13 +10,15 @@ from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampling_params import Sampling, uses_engine_log_probs
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.dynamic_sampling import Selection
+from megatron_grpo.rollout.unfinished import PartialRollouts
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
     """Prompts of a rollout and their sampling parameters; equal on all ranks.
 
-    ``selection`` selects the groups if the plan has more prompts than needed; None keeps all groups.
+    ``selection`` selects the groups if the plan has more prompts than needed; None keeps all groups. With ``partial``
+    the prompts are those of new groups, beside the unfinished ones.
     """
 
     prompts: Sequence[Prompt]
@@ -24,6 +26,7 @@ class RolloutPlan:
     sampling: Sampling
     seed: int
     selection: Selection | None = None
+    partial: PartialRollouts | None = None
 
 
 def rollout_seed(seed: int, rollout: int) -> int:

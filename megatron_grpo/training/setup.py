@@ -43,6 +43,7 @@ from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.arguments import lora_note, not_measured
 from megatron_grpo.rollout.engine import Engine, OutOfMemory
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
@@ -167,6 +168,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
         engine = memory.engine = build_engine(args, model, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
+    partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     scorer = None
     progress.step("rewards")
     if engine.is_lead:
@@ -193,6 +195,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         tokenizer=tokenizer,
         dataset=dataset,
         sampler=sampler,
+        partial=partial_rollouts,
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
@@ -208,6 +211,24 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
+    """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
+    saved = position.get("partial")
+    if not args.partial_rollouts:
+        if saved:
+            raise GrpoError(
+                f"{args.load} holds unfinished completions: add --partial-rollouts --max-staleness "
+                f"{saved['max_staleness']}, or load only the weights with --finetune"
+            )
+        return None
+    num_groups = args.generation_batch_size // args.num_generations
+    groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
+    if saved:
+        directory = checkpoint.subfolder(args.load, DIRECTORY)
+        groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
+    return groups
 
 
 def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str, Any]) -> dict[str, Callable]:

@@ -36,7 +36,9 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
 from megatron_grpo.training import train_step
@@ -78,6 +80,7 @@ class Trainer:
     left_early: str | None = None  # the reason, if the run ends before its last update
     save_lock: RunLock | None = None  # of rank 0, with --save
     teacher: ReferenceModel | TeacherServer | None = None
+    partial: PartialRollouts | None = None  # with --partial-rollouts
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
     first_iteration: int = 0  # at the start of this process: above 0 after a resume
@@ -112,15 +115,17 @@ class Trainer:
     def plan_rollout(self) -> RolloutPlan:
         """Draw the prompts of the next rollout and return its plan, which is equal on all ranks.
 
-        With --dynamic-sample and --over-sampling-ratio the plan has all prompts that the rollout can start.
+        With --dynamic-sample and --over-sampling-ratio the plan has all prompts that the rollout can start, with
+        --partial-rollouts those that start beside the unfinished ones.
         """
         args = self.args
         self.rollouts += 1
         num_groups = args.generation_batch_size // args.num_generations
         resample_times = args.max_resample_times if args.dynamic_sample else 0
-        prompts = draw(
-            self.dataset, self.sampler, prompts_to_draw(num_groups, args.over_sampling_ratio, resample_times)
-        )
+        count = prompts_to_draw(num_groups, args.over_sampling_ratio, resample_times)
+        if self.partial is not None:
+            count = self.partial.prompts_to_draw()
+        prompts = draw(self.dataset, self.sampler, count)
         selection = None
         if args.dynamic_sample or args.over_sampling_ratio > 1:
             selection = Selection(
@@ -133,7 +138,8 @@ class Trainer:
                 args.reward_weights,
             )
         sampling = training_sampling(args, self.rollouts)
-        return RolloutPlan(prompts, args.num_generations, sampling, rollout_seed(args.seed, self.rollouts), selection)
+        seed = rollout_seed(args.seed, self.rollouts)
+        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial)
 
     def collect(self, plan: RolloutPlan) -> RolloutBatch:
         """Return the completions of a plan with their rewards, on every rank.
@@ -147,15 +153,15 @@ class Trainer:
             show(completions, under_way)
             self.early_exit.check_rollout(self.engine)
 
-        batch, self.reward_failures = collect_rollout(
-            self.engine,
-            plan,
-            self.scorer,
-            self.tokenizer,
-            self.timers,
-            capacity,
-            after_step,
-        )
+        if plan.partial is not None:
+            batch, self.reward_failures = collect_partial_rollout(
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step
+            )
+            self.sampling_metrics = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
+        else:
+            batch, self.reward_failures = collect_rollout(
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, after_step
+            )
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
@@ -194,7 +200,7 @@ class Trainer:
         probe = None
         self._offload(self.state_offloader)
         try:
-            self.device_memory.mark()
+            self.device_memory.mark(engine=False)
             with self.device_memory.phase("the engine's allocation of memory for its weights"):
                 self.engine.wake_weights()
             new_weights = self.synced_iteration != self.iteration or not self.engine.has_weights
@@ -202,7 +208,7 @@ class Trainer:
                 self.sync()
             memory["sync"] = self._memory()
             self._offload(self.weight_offloader)
-            self.device_memory.mark()
+            self.device_memory.mark(engine=True)
             with self.device_memory.phase("the engine's allocation of its KV cache"):
                 self.engine.wake_cache()
             memory["rollout"] = self._memory()
@@ -213,7 +219,7 @@ class Trainer:
             if new_weights and self.args.check_weight_sync:
                 probe = self._probe_engine()
             yield
-            self.device_memory.mark()
+            self.device_memory.mark(engine=True)
             self.engine.sleep()
         except EngineLost as error:
             self._raise_engine_lost(error, position)
@@ -306,12 +312,18 @@ class Trainer:
     def check_engine(self, batch: RolloutBatch, row: dict[str, float]) -> None:
         """Raise GrpoError if the engine did not sample with the trainer's weights.
 
-        The version of every token must be that of the last sync. With equal weights, the log-probabilities of engine
-        and trainer differ only by rounding.
+        The version of every token must be that of the last sync, or at most --max-staleness syncs older. With equal
+        weights, the log-probabilities of engine and trainer differ only by rounding.
         """
-        stale = (batch.weight_version != self.synced_iteration).any()
+        oldest = self.synced_iteration
+        if self.args.max_staleness:
+            oldest -= self.args.max_staleness * self.args.updates_per_rollout
+        stale = ((batch.weight_version < oldest) | (batch.weight_version > self.synced_iteration)).any()
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/mean_abs", 0.0)
+        if self.args.max_staleness:  # compare the tokens that the present weights sampled
+            new = (batch.weight_version == self.synced_iteration) & (batch.response_mask == 1)
+            gap = float(np.abs(batch.old_log_probs - batch.rollout_log_probs)[new].mean()) if new.any() else 0.0
         if stale or not gap <= limit:  # nan exceeds every limit
             versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
@@ -377,7 +389,7 @@ class Trainer:
             with forward.parameters_complete(self.args, self.model):
                 metrics = metrics | {"params_norm": train_step.params_norm(self.model)}
         if torch.cuda.is_available():
-            metrics = metrics | {"memory/peak": self.device_memory.peak()}
+            metrics = metrics | self.device_memory.peaks()
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
             metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
@@ -416,18 +428,24 @@ class Trainer:
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
     def _position(self) -> dict[str, Any]:
-        return {
+        position = {
             "sampler": self.sampler.state_dict(),
             "rollouts": self.rollouts,
             "tokens": self.tokens,
             "bad_updates": self.bad_updates.state_dict(),
         }
+        return position if self.partial is None else position | {"partial": self.partial.state}
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint (of ``position``, if given), from which a resume continues without any difference."""
         self._check_save_lock()
         self.logger.flush()
-        position = position or self._position()
+        position, save_unfinished = position or self._position(), None
+        if self.partial is not None:
+            unfinished = position["partial"]
+            position = position | {"partial": self.partial.position(unfinished)}
+            if self.engine.is_lead:
+                save_unfinished = lambda directory: self.partial.save(directory / DIRECTORY, unfinished)  # noqa: E731
         began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             # With these files a checkpoint can be resumed and exported without the original model directory.
@@ -443,6 +461,7 @@ class Trainer:
                 self.scheduler,
                 extra_state=position,
                 save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
+                save_on_this_rank=save_unfinished,
             )
         self.early_exit.save_seconds = time.monotonic() - began
 

@@ -109,7 +109,7 @@ class Worker:
         requests = [Request(i, ids, sampling) for i, ids in enumerate(prompts(self.args.vocab_size))]
         with self.engine.rollout(seed=1):
             done = sorted(generate(self.engine, requests), key=lambda completion: completion.id)
-        assert {completion.weight_version for completion in done} == {self.trainer.iteration}
+        assert {version for completion in done for version in completion.weight_versions} == {self.trainer.iteration}
         self.found["answers"].append([[completion.token_ids, completion.log_probs] for completion in done])
 
     def spoil(self) -> None:

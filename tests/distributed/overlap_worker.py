@@ -43,7 +43,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     trainer = SimpleNamespace(
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
         **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
-        **{"iteration": 1, "_position": dict, "reference": None},
+        **{"iteration": 1, "_position": dict, "reference": None, "partial": None},
     )
     found = {}
 

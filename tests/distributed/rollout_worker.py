@@ -25,6 +25,7 @@ cpu_backend.install()
 from megatron.core import tensor_parallel
 
 import pretrain_grpo
+from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.end_of_turn import end_token_ids
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.row_sampling import row_sampling, structured_json
@@ -34,8 +35,8 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rewards.pool import GroupMember, RewardPool
+from megatron_grpo.rollout.collect import batch_of_all_ranks, collect_rollout, to_batch
 from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
@@ -165,6 +166,7 @@ class Cases:
         if self.args.stop_words:
             self.rollout("stop words", replace(self.greedy, stop=tuple(self.args.stop_words)), seed=7, generations=1)
             self.constrained()
+        self.in_pieces("")
         self.selected()
         self.abort()
         self.by_the_trainer()
@@ -178,6 +180,46 @@ class Cases:
             engine.replica = engine.num_replicas - 1 - replica
         self.rollout("other replicas", self.sampled, seed=7)
         engine.replica = replica
+
+    def in_pieces(self, whose: str) -> None:
+        """Completions that are interrupted every three tokens, also in the middle of a stop word."""
+        engine = self.trainer.engine
+        if not isinstance(engine, VllmColocate | MegatronEngine):
+            return
+        self.interrupted(f"{whose}greedy in pieces", self.greedy, 1)
+        self.log_probs(f"{whose}in pieces", self.interrupted(f"{whose}in pieces", self.sampled, GENERATIONS))
+        if self.args.stop_words:
+            greedy = RolloutBatch.load(self.out / f"greedy.{self.rank}.npz")
+            begins = greedy.cu_seqlens[:-1] + greedy.prompt_lengths
+            pairs = {self.tokenizer.decode(greedy.tokens[begin + 2 : begin + 4].tolist()) for begin in begins}
+            words = tuple(sorted(pair for pair in pairs if len(pair) == 2 and pair.isascii() and pair.isprintable()))
+            stopped = replace(self.greedy, stop=words)
+            self.facts[f"{whose}pairs"] = words
+            self.rollout(f"{whose}pairs", stopped, seed=7, generations=1)
+            self.interrupted(f"{whose}pairs in pieces", stopped, 1)
+
+    def interrupted(self, name: str, sampling: Sampling, generations: int) -> RolloutBatch:
+        """Make a rollout of many, three steps each; a replica has its prompts as without --rollout-balancing."""
+        engine, state = self.trainer.engine, random_state()
+        numbers = range(engine.replica, len(self.prompts), engine.num_replicas)
+        members = [GroupMember(p, g, generations) for p in numbers for g in range(generations)]
+        requests = [Request(i, self.prompts[member.group].ids, sampling) for i, member in enumerate(members)]
+        done, seams = [], 0
+        for seed in range(100):
+            with engine.rollout(seed):
+                engine.submit(requests)
+                done += [completion for _ in range(3) for completion in engine.poll()]
+                left = engine.interrupt()
+            assert sorted(c.id for c in (*done, *left)) == list(range(len(members)))
+            requests = [Request(c.id, self.prompts[members[c.id].group].ids, sampling, c) for c in left]
+            seams += len(left)
+        assert not requests and seams
+        places = range(len(self.prompts))
+        mine = to_batch(self.prompts, done if engine.is_lead else [], dict(enumerate(members)), places, 0)
+        batch = batch_of_all_ranks(mine)
+        self.facts[f"{name} kept the random state"] = random_state() == state
+        batch.save(self.out / f"{name}.{self.rank}.npz")
+        return batch
 
     def constrained(self) -> None:
         """Completions that match a pattern: of all prompts, with log-probabilities all the same, and by some rows."""
@@ -227,6 +269,7 @@ class Cases:
         self.scorer = self.make_scorer()  # other ranks lead
         self.trainer.engine.wake_cache()
         self.rollout("trainer greedy", self.greedy, seed=7, generations=1)
+        self.in_pieces("trainer ")
         self.log_probs("trainer", self.rollout("trainer", self.sampled, seed=7))
         self.trainer.engine, self.scorer = vllm, scorer
 

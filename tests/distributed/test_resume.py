@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,27 @@ def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference,
     assert run.resumed_from >= STOP
     assert latest_iteration(save) == UPDATES
     assert differences(save, reference.save) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_killed_with_unfinished_completions_it_goes_on_to_the_very_same_end(tmp_path):
+    """One rank: its completions of several rollouts have the same tokens as if it had never been killed."""
+    job = (
+        f"{resume_check.COMMON} {resume_check.JOBS['partial rollouts']} --train-iters {UPDATES} --global-batch-size 64"
+    )
+    flags = [*job.split(), *resume_check.make_inputs(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        alone = partial(resume_check.Run, nproc=1)
+        patch.setattr(resume_check, "Run", alone)
+        reference = resume_check.make_reference(tmp_path / "undisturbed", flags)
+    assert alone(tmp_path / "killed", flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))
+    run = alone(tmp_path / "killed", flags).finish()
+    assert run.resumed_from >= 2
+    assert differences(run.save, reference.save) == []
+    rows = read_rows(run.save / "metrics.jsonl")
+    assert max(row.get("staleness/interrupted", 0) for row in rows) > 0.1
 
 
 # By default test_earlier_checkpoint.py goes on with other ranks, and checkpoint_worker.py (`resumed`) compares updates.

@@ -342,6 +342,25 @@ def test_stop_words(results, by_transformers):
     assert cut > 0
 
 
+@pytest.mark.parametrize("whose", ["", "trainer "])
+def test_interrupted_completions_go_on(results, whose):
+    """Every three tokens a completion continues in another rollout, as if nothing was; vLLM's and the trainer's."""
+    if results.layout == "a server":
+        return
+    assert completions(results.batch(f"{whose}greedy in pieces")) == completions(results.batch("greedy"))
+    assert results.mismatch(f"{whose}in pieces") < TOLERANCE
+    sampled = results.batch(f"{whose}in pieces")
+    assert len(set(map(tuple, completions(sampled)))) > len(results.lengths)
+    assert {FinishReason.STOP, FinishReason.LENGTH} == set(sampled.finish_reasons)
+    assert sampled.completion_lengths.max() == MAX_TOKENS
+    if "--stop-words" in LAYOUTS[results.layout][1]:
+        whole, pieces = results.batch(f"{whose}pairs"), results.batch(f"{whose}pairs in pieces")
+        assert completions(whole) == completions(pieces)
+        assert whole.finish_reasons.tolist() == pieces.finish_reasons.tolist()
+        assert 4 in whole.completion_lengths  # a stop word of the third and the fourth token
+        assert results.facts[0][f"{whose}pairs"]
+
+
 def test_constrained_completions_match(results, by_transformers):
     """They end by themselves, and their log-probabilities are of another distribution than the trainer's."""
     if "--stop-words" not in LAYOUTS[results.layout][1]:

@@ -4,6 +4,8 @@ One row per rule: add new rules here, or to REFUSED of test_validation.py, which
 are added to those of a valid run (good_args.MODEL and RUN, 8 ranks).
 """
 
+PARTIAL = "--partial-rollouts --max-staleness 2 --rollout-importance-sampling-mode token_truncate"
+
 CONFLICTS = {
     # reuse and sampling
     "--max-resample-times 2": "--dynamic-sample",
@@ -11,6 +13,16 @@ CONFLICTS = {
     "--dynamic-sample --rollout-balancing dynamic": "--rollout-balancing dynamic cannot both be given",
     "--over-sampling-ratio 2 --rollout-balancing dynamic": "--rollout-balancing dynamic cannot both be given",
     "--dynamic-sample --advantage-estimator reinforce_plus_plus --beta 0": "learns from them too",
+    "--max-staleness 1": "--max-staleness 1 needs --partial-rollouts",
+    "--partial-rollouts": "--partial-rollouts needs --max-staleness of at least 1",
+    "--partial-rollouts --max-staleness 1": "--rollout-importance-sampling-mode is missing: --partial-rollouts trains",
+    f"{PARTIAL} --vllm-mode server --vllm-server-base-url http://localhost:1": "needs an engine in the training",
+    f"{PARTIAL} --dynamic-sample": "--dynamic-sample and --partial-rollouts cannot both",
+    f"{PARTIAL} --over-sampling-ratio 2": "it throws away what partial rollouts continue",
+    f"{PARTIAL} --rollout-balancing dynamic": "each replica continues its own completions",
+    f"{PARTIAL} --presence-penalty 1": "--presence-penalty and --partial-rollouts",
+    f"{PARTIAL} --frequency-penalty 1": "--frequency-penalty and --partial-rollouts",
+    f"{PARTIAL} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
     "--over-sampling-ratio 0.5": "--over-sampling-ratio (0.5) must lie between 1",
     "--over-sampling-ratio nan": "finite",
     "--min-pass-rate -0.1": "--min-pass-rate (-0.1) must lie between 0 and 1",

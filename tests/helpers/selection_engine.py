@@ -45,6 +45,37 @@ class CountingEngine:
         return contextlib.nullcontext()
 
 
+class InterruptibleEngine(CountingEngine):
+    """A completion takes ``polls(id of the request)`` polls over all rollouts, one token each."""
+
+    def submit(self, requests):
+        for request in requests:
+            self.running[request.id] = [request, 0]
+
+    def poll(self):
+        self.steps += 1
+        for entry in self.running.values():
+            entry[1] += 1
+        done = [number for number, (request, steps) in self.running.items() if self.whole(request, steps)]
+        return [self.completion(number, "stop") for number in done]
+
+    def whole(self, request, steps):
+        return len(request.begun_ids) + steps == self.polls(request.id)
+
+    def completion(self, number, reason):
+        request, steps = self.running.pop(number)
+        ids = [request.prompt_ids[0] + 7] * steps
+        completion = Completion(number, ids, [-1.0] * steps, reason, [self.rollouts] * steps)
+        return completion.after(request.begun)
+
+    def interrupt(self):
+        return [self.completion(number, "abort") for number in sorted(self.running)]
+
+    def rollout(self, seed):
+        self.rollouts = seed
+        return contextlib.nullcontext()
+
+
 class TableScorer:
     """A scorer with the rewards ``rewards(number of the row, place of the completion in its group)``."""
 
@@ -57,7 +88,7 @@ class TableScorer:
         self.values[key] = self.rewards(sample.row["number"], key % GENERATIONS)
 
     def wait(self, keys):
-        return np.array([[self.values[key]] for key in keys], np.float32)
+        return np.array([[self.values[key]] for key in keys], np.float32).reshape(-1, 1)
 
     finish = wait
 

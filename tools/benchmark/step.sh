@@ -9,7 +9,7 @@
 #           30b_a3b: five updates of 128 completions; with --lora-rank on one GPU, with as many as it needs otherwise
 #           8b: three updates of 1,024 tokens a completion, TP 2, with the flags of examples/grpo/qwen3_8b.sh; 107 GiB of disk for
 #           its checkpoint and 150 GiB of host memory
-#   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing.
+#   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing. SCRIPT replaces pretrain_grpo.py.
 #
 # Afterwards: python tools/benchmark/step_table.py RUN_DIR
 set -euo pipefail
@@ -72,7 +72,7 @@ ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$run/data/train.jsonl
     --save "$run" --no-save-hf "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${SHAPE_ARGS[@]}")
 
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-    WORLD_SIZE=$NPROC python3 pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"
+    WORLD_SIZE=$NPROC python3 "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" --dry-run "$@"
 else
-    torchrun --nproc-per-node "$NPROC" pretrain_grpo.py "${ARGS[@]}" "$@"
+    torchrun --nproc-per-node "$NPROC" "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" "$@"
 fi

@@ -1,4 +1,4 @@
-"""Print a table of seconds by phase from the metrics.jsonl of runs: means over all updates but the first two.
+"""Print a table of seconds by phase from the metrics.jsonl of runs: means over all updates but the first ones.
 
     python tools/benchmark/step_table.py RUN_DIR [RUN_DIR ...]
 
@@ -15,15 +15,19 @@ PHASES = ("rollout", "scoring", "logprobs", "update", "sync", "step")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="a run's --save directory")
-    runs = parser.parse_args().runs
-    print("| run | " + " | ".join(f"{phase} s" for phase in PHASES) + " | trained tokens/s |")
-    print("|---" * (len(PHASES) + 2) + "|")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="updates that are left out [2]")
+    own = parser.parse_args()
+    runs = own.runs
+    print("| run | " + " | ".join(f"{phase} s" for phase in PHASES) + " | mean length | trained tokens/s |")
+    print("|---" * (len(PHASES) + 3) + "|")
     for run in runs:
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if row["iteration"] > 2 and "loss" in row]
+        rows = [row for row in map(json.loads, lines) if row["iteration"] > own.warm_up and "loss" in row]
         mean = {phase: sum(row.get(f"time/{phase}", 0.0) for row in rows) / len(rows) for phase in PHASES}
         tokens = sum(row["tokens/update"] for row in rows) / sum(row["time/step"] for row in rows)
-        print(f"| {run.name} | " + " | ".join(f"{mean[phase]:.2f}" for phase in PHASES) + f" | {tokens:,.0f} |")
+        length = sum(row["completion/length_mean"] for row in rows) / len(rows)
+        seconds = " | ".join(f"{mean[phase]:.2f}" for phase in PHASES)
+        print(f"| {run.name} | {seconds} | {length:,.1f} | {tokens:,.0f} |")
 
 
 if __name__ == "__main__":

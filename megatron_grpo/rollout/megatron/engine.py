@@ -61,10 +61,16 @@ class MegatronEngine:
     # ---- requests
 
     def submit(self, requests: Iterable[Request]) -> None:
-        self._scheduler.submit(requests)
+        self._scheduler.submit(request.with_begun_in_prompt() for request in requests)
 
     def abort(self, ids: Iterable[int]) -> None:
         self._scheduler.abort(ids)
+
+    def interrupt(self) -> list[Completion]:
+        """Abort all requests; return their tokens so far."""
+        unfinished = self._scheduler.unfinished()
+        self.abort(running.request.id for running in unfinished)
+        return sorted(map(self._completion, unfinished), key=lambda completion: completion.id)
 
     def poll(self) -> list[Completion]:
         with lost_on_failure("the Megatron engine's step"):
@@ -92,8 +98,9 @@ class MegatronEngine:
 
     def _completion(self, running) -> Completion:
         log_probs = running.log_probs if running.request.sampling.log_probs else None
-        versions = [self._version] * len(running.token_ids)
-        return Completion(running.request.id, running.token_ids, log_probs, running.finish_reason, versions)
+        versions, reason = [self._version] * len(running.token_ids), running.finish_reason or "abort"
+        completion = Completion(running.request.id, running.token_ids, log_probs, reason, versions)
+        return completion.after(running.request.begun)
 
     def _padded_length(self, works: list[Work]) -> int:
         """Return the number of tokens of this member's step, with padding to a multiple of the tensor-parallel size.

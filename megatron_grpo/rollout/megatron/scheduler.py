@@ -79,6 +79,11 @@ class Scheduler:
         for running in [r for slots in self.running for r in slots.values() if r.request.id in gone]:
             self._release(running)
 
+    def unfinished(self) -> list[Running]:
+        """Return all running requests, and the waiting ones as such without a token."""
+        running = [running for slots in self.running for running in slots.values()]
+        return [*running, *(Running(request, 0, 0) for request in self.waiting)]
+
     def step(self) -> list[Work]:
         """Assign waiting requests to free slots and return the next work of each member.
 
@@ -123,10 +128,8 @@ class Scheduler:
         if ids[-1] in sampling.stop_token_ids:
             return "stop"
         if sampling.stop:
-            # A token of a stop word has at least one byte of it. The margin of 4 is for tokenizers that decode the
-            # first token of a text differently.
-            window = max(len(word.encode()) for word in sampling.stop) + 4
-            text = self.decode(ids[-window:])
+            window = running.request.stop_word_window()
+            text = self.decode([*running.request.begun_ids, *ids[-window:]][-window:])
             if any(word in text for word in sampling.stop):
                 return "stop"
         return "length" if len(ids) >= sampling.max_tokens else None

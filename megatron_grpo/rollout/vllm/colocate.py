@@ -67,14 +67,17 @@ class VllmColocate:
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
         self._rollouts = self._rollout_seed = 0
+        self._begun: dict[int, Completion] = {}  # by request: what an earlier rollout sampled
         self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            whole = request.with_begun_in_prompt()
+            prompt = {"prompt_token_ids": list(whole.prompt_ids)}
             sampling = copy.copy(_sampling_params(request.sampling))
+            sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
-                sampling.seed = request_seed(self._rollout_seed, request.id)
+                sampling.seed = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
             with lost_on_failure("vLLM's add_request"):
                 try:
                     self._engine.add_request(
@@ -88,6 +91,17 @@ class VllmColocate:
                         f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or "
                         "the row's structured_outputs"
                     ) from error
+            if request.begun is not None:
+                self._begun[request.id] = request.begun
+                if request.sampling.stop:
+                    self._search_stop_words_from(request)
+
+    def _search_stop_words_from(self, request: Request) -> None:
+        """Give vLLM the end of a continued completion's text, so that it finds a stop word that began in it."""
+        state = self._states()[-1]  # the newest request's
+        tail = list(request.begun_ids)[-request.stop_word_window() :]
+        text = state.detokenizer.tokenizer.decode(tail, skip_special_tokens=True)
+        state.detokenizer.output_text = text.rstrip("\ufffd")  # the rest of a character comes with the next token
 
     def poll(self) -> list[Completion]:
         finished = []
@@ -105,7 +119,8 @@ class VllmColocate:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
                 request_id = int(output.request_id.rpartition("-")[2])
                 versions = [self._version] * len(ids)
-                finished.append(Completion(request_id, ids, log_probs, reason, versions, experts, kept))
+                completion = Completion(request_id, ids, log_probs, reason, versions, experts, kept)
+                finished.append(completion.after(self._begun.pop(request_id, None)))
         return finished
 
     def _engine_id(self, request_id: int) -> str:
@@ -129,6 +144,28 @@ class VllmColocate:
 
     def abort(self, ids: Iterable[int]) -> None:
         self._engine.abort_request([self._engine_id(i) for i in ids])
+
+    def interrupt(self) -> list[Completion]:
+        """Abort all requests; return their tokens so far, which vLLM's own abort does not return."""
+        unfinished = []
+        for state in self._states():
+            ids = list(state.detokenizer.output_token_ids)
+            log_probs, kept = _log_probs(state.logprobs_processor.logprobs)
+            number, versions = self._number(state), [self._version] * len(ids)
+            log_probs = None if log_probs is None else list(log_probs)
+            completion = Completion(number, ids, log_probs, "abort", versions, kept_token_ids=kept)
+            unfinished.append(completion.after(self._begun.pop(number, None)))
+        self.abort(completion.id for completion in unfinished)
+        return sorted(unfinished, key=lambda completion: completion.id)
+
+    def _states(self) -> list:
+        """Return vLLM's states of all requests."""
+        return list(self._engine.output_processor.request_states.values())
+
+    @staticmethod
+    def _number(state) -> int:
+        """Return the id of our request of a state of vLLM's."""
+        return int(state.external_req_id.rpartition("-")[2])
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
@@ -366,7 +403,7 @@ def _log_probs(flat) -> tuple[list[float] | None, np.ndarray | None]:
     """Return ``Completion.log_probs`` and ``Completion.kept_token_ids`` from vLLM's FlatLogprobs, or None."""
     if flat is None:
         return None, None
-    if len(flat.logprobs) == len(flat):  # of the sampled tokens only
+    if len(flat.logprobs) == len(flat):  # of the sampled tokens only, or no token
         return flat.logprobs, None
     table = np.array(flat.logprobs).reshape(len(flat), -1)
     return table[:, 0].tolist(), kept_token_ids(np.array(flat.token_ids).reshape(table.shape), table)

@@ -12,7 +12,7 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rewards.pool import GroupMember
-from megatron_grpo.rollout.collect import _to_batch
+from megatron_grpo.rollout.collect import to_batch
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.vllm.colocate import _log_probs
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
@@ -71,10 +71,10 @@ def test_a_row_with_a_constraint_has_the_whole_vocabulary():
     kept = np.array(KEPT, np.int32)
     completions = [Completion(0, [7, 5, 2, 4], [-1.0] * 4, "length", [0] * 4, kept_token_ids=kept)]
     completions += [Completion(1, [3, 6], None, "length", [0, 0])]
-    batch = _to_batch(prompts(1), completions, MEMBERS, [0], num_kept=3)
+    batch = to_batch(prompts(1), completions, MEMBERS, [0], num_kept=3)
     begin, middle = batch.prompt_lengths[0], batch.cu_seqlens[1]
     assert batch.kept_token_ids[begin:middle].tolist() == KEPT
     assert (batch.kept_token_ids[:begin] == -1).all() and (batch.kept_token_ids[middle:] == -1).all()
-    only = _to_batch(prompts(1), completions[1:], MEMBERS, [0], num_kept=3)  # of a replica without any set
+    only = to_batch(prompts(1), completions[1:], MEMBERS, [0], num_kept=3)  # of a replica without any set
     assert only.kept_token_ids.shape == (len(only.tokens), 3)
-    assert _to_batch(prompts(1), completions[1:], MEMBERS, [0], num_kept=0).kept_token_ids is None
+    assert to_batch(prompts(1), completions[1:], MEMBERS, [0], num_kept=0).kept_token_ids is None

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from flag_conflicts import PARTIAL
 from good_args import MODEL, MOE, RUN, validated, without
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +137,7 @@ REFUSED = {
     f"{SERVER} http://a:1 --vllm-server-timeout 0": "--vllm-server-timeout (0.0) must be greater than 0",
     f"{SERVER} http://a:1 --sleep-level 1": "--sleep-level is for an engine in the training processes",
     f"{SERVER} http://a:1 --router-replay-mode R3 {MOE}": "--router-replay-mode R3 needs --rollout-engine",
+    f"{PARTIAL} --router-replay-mode R3 {MOE}": "it needs the experts of one rollout",
     f"{SERVER} http://localhost:1 --weight-sync-method ipc": "--weight-sync-method ipc is for --rollout-engine sglang",
     f"{SGLANG} http://a:1 --weight-sync-method ipc": "--weight-sync-method ipc needs servers on rank 0's host",
     f"{SGLANG} --weight-sync-method ipc": "--weight-sync-method ipc needs GPUs: give checkpoint",

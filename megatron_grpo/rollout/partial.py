@@ -1,0 +1,130 @@
+"""A rollout that ends before all its completions do (``--partial-rollouts``).
+
+A rollout of the longest completion takes as long as this one, although the engine is nearly idle at its end. Here the
+engine always has ``--max-staleness`` batches more than the trainer takes. Generation stops when enough groups are
+complete (rollout/staleness.py); the next rollout continues the others under the new weights, by new requests with the
+prompt and the tokens so far. Every token keeps its log-probability and the version of the weights that sampled it.
+
+Groups are scored when they are complete. All decisions follow from the engine's steps, so that a colocated run is
+repeatable.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.rewards.pool import GroupMember, RewardPool
+from megatron_grpo.rollout.collect import batch_of_all_ranks, sample_to_score, to_batch
+from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request
+from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.rollout.unfinished import Group, with_completion
+
+
+def collect_partial_rollout(
+    engine: InterruptibleEngine,
+    plan: RolloutPlan,
+    scorer: RewardPool | None,
+    tokenizer,
+    timers,
+    progress: Callable[[Sequence[Completion], int], None] = lambda completions, under_way: None,
+) -> tuple[RolloutBatch, int]:
+    """Return the next batch, and the number of missing rewards of the groups that were completed in this rollout.
+
+    ``plan.prompts`` are the new groups (`PartialRollouts.prompts_to_draw`). The batch has the same order on every rank:
+    each replica's groups by their numbers, in its places. ``plan.partial`` then has the groups that are not in the
+    batch. The other arguments are those of `collect_rollout`.
+    """
+    partial = plan.partial
+    assert partial is not None
+    groups, num_generations = partial.with_new(plan.prompts), plan.num_generations
+    # The id of a request is unique over the run: unfinished completions keep it.
+    members = {
+        number * num_generations + place: GroupMember(number, place, num_generations)
+        for number in sorted(groups)
+        for place in range(num_generations)
+    }
+    finished: list[Completion] = []
+    scored: list[int] = []  # ids of completions
+    with timers("rollout"), engine.rollout(plan.seed):
+        requests = _requests(groups, members, plan)
+        engine.submit(requests)
+        under_way = len(requests)
+        taken = partial.to_take(groups)
+        while taken is None:
+            assert under_way, "no group is complete, and none is generated"
+            newly = engine.poll()
+            finished += newly
+            under_way -= len(newly)
+            for completion in newly:
+                number, place, _ = members[completion.id]
+                groups[number] = with_completion(groups[number], place, completion)
+                if groups[number].complete and scorer is not None:
+                    scored += _submit(scorer, groups[number], members, tokenizer)
+            if newly:
+                taken = partial.to_take(groups)
+            progress(finished, under_way)
+        for completion in engine.interrupt():
+            number, place, _ = members[completion.id]
+            groups[number] = with_completion(groups[number], place, completion)
+    with timers("scoring"):
+        if scorer is not None:
+            rewards = scorer.finish(scored)
+            for i in range(0, len(scored), num_generations):
+                number = members[scored[i]].group
+                groups[number] = replace(groups[number], rewards=rewards[i : i + num_generations])
+        mine = [groups[number] for number in taken] if engine.is_lead else []
+        completions = [c for group in mine for c in group.completions if c is not None]
+        places = {number: partial.replica + i * partial.num_replicas for i, number in enumerate(taken)}
+        num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
+        prompts = {number: groups[number].prompt for number in taken}
+        batch = to_batch(prompts, completions, members, places, num_kept)
+        if scorer is not None:
+            batch.rewards = np.concatenate([rewards[:0], *(group.rewards for group in mine)])
+        failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
+        dist.all_reduce(failures, group=host_group())
+        batch = batch_of_all_ranks(batch)
+    partial.take(groups, taken, len(plan.prompts))
+    return batch, int(failures)
+
+
+def _requests(groups: dict[int, Group], members: dict[int, Any], plan: RolloutPlan) -> list[Request]:
+    """Return the requests of all completions that are not finished, oldest group first."""
+    requests = []
+    for number, (group, place, _) in members.items():
+        prompt, begun = groups[group].prompt, groups[group].completions[place]
+        if begun is None or begun.finish_reason == "abort":
+            requests.append(Request(number, prompt.ids, prompt.sampling(plan.sampling), begun))
+    return requests
+
+
+def _submit(scorer: RewardPool, group: Group, members: dict[int, Any], tokenizer) -> list[int]:
+    """Submit a complete group to the scorer; return the ids of its completions."""
+    text, ids = tokenizer.decode(group.prompt.ids), []
+    for completion in group.completions:
+        assert completion is not None
+        sample = sample_to_score(group.prompt, text, completion, tokenizer)
+        scorer.submit(completion.id, sample, members[completion.id])
+        ids.append(completion.id)
+    return ids
+
+
+def staleness_metrics(batch: RolloutBatch, version: int, updates_per_rollout: int) -> dict[str, float]:
+    """Return the staleness of a batch's sampled tokens, counted in syncs, and the share of interrupted completions.
+
+    ``version`` is the newest version of the weights; a sync follows after ``updates_per_rollout`` updates.
+    """
+    sampled = batch.response_mask == 1
+    staleness = (version - batch.weight_version[sampled]) / updates_per_rollout
+    begins = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    versions = zip(batch.weight_version[begins], batch.weight_version[batch.cu_seqlens[1:] - 1], strict=True)
+    return {
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+        "staleness/interrupted": float(np.mean([first != last for first, last in versions])),
+    }

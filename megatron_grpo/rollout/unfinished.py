@@ -1,0 +1,185 @@
+"""Groups that have started and are not trained on yet (``--partial-rollouts``), and their files in a checkpoint.
+
+A checkpoint has one file for each engine replica: ``unfinished/00000.npz``, flat arrays without pickles. A resumed run
+continues every completion after its recorded tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_grpo.data.batch import FinishReason, offsets
+from megatron_grpo.data.prompts import Prompt, PromptDataset
+from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
+from megatron_grpo.utils.errors import GrpoError
+
+DIRECTORY = "unfinished"  # subfolder of a checkpoint
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one draw of a prompt, finished or not."""
+
+    prompt: Prompt
+    birth: int  # version at the start: batches that the trainer had taken
+    completions: tuple[Completion | None, ...]  # by place in the group; None: without a token
+    rewards: npt.NDArray[np.float32] | None = None  # [completions, functions] of a complete group, on the lead rank
+
+    @property
+    def complete(self) -> bool:
+        """Whether every completion is finished."""
+        return all(completion is not None and completion.finish_reason != "abort" for completion in self.completions)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """All groups of a replica between two rollouts, by number; a new object replaces it after each rollout."""
+
+    groups: Mapping[int, Group]
+    started: int = 0  # groups of all replicas since the first rollout
+    version: int = 0  # batches that the trainer has taken
+
+
+class PartialRollouts:
+    """The groups of a run with --partial-rollouts, on one rank; all ranks of a replica have the same groups.
+
+    Groups are numbered in the order of their prompts. Of every ``num_groups`` groups, the batch of the trainer, replica
+    r of n has the places r, r + n, ...; it takes as many for each batch.
+    """
+
+    def __init__(self, engine: Engine, num_groups: int, num_generations: int, max_staleness: int):
+        assert engine.replica is not None  # engines over servers are refused
+        self.num_groups, self.num_generations, self.max_staleness = num_groups, num_generations, max_staleness
+        self.replica, self.num_replicas = engine.replica, engine.num_replicas
+        self.quota = len(range(num_groups)[self.replica :: self.num_replicas])
+        self.state = Unfinished({})
+
+    def prompts_to_draw(self) -> int:
+        """Return how many groups all replicas start in the next rollout."""
+        return groups_to_start(self.state.started, self.state.version, self.num_groups, self.max_staleness)
+
+    def with_new(self, prompts: Sequence[Prompt]) -> dict[int, Group]:
+        """Return this replica's groups with the new ones of ``prompts``, which are those of all replicas."""
+        groups = dict(self.state.groups)
+        for number, prompt in enumerate(prompts, start=self.state.started):
+            if number % self.num_groups % self.num_replicas == self.replica:
+                groups[number] = Group(prompt, self.state.version, (None,) * self.num_generations)
+        return groups
+
+    def to_take(self, groups: Mapping[int, Group]) -> list[int] | None:
+        """Return the groups of the next batch, or None while the engine has to generate further."""
+        births = {number: group.birth for number, group in groups.items()}
+        complete = {number for number, group in groups.items() if group.complete}
+        return groups_to_take(births, complete, self.state.version, self.quota, self.max_staleness)
+
+    def take(self, groups: Mapping[int, Group], taken: Sequence[int], num_started: int) -> None:
+        """Remove the groups of a batch; ``num_started`` groups of all replicas were new."""
+        left = {number: group for number, group in groups.items() if number not in taken}
+        self.state = Unfinished(left, self.state.started + num_started, self.state.version + 1)
+
+    # ---- checkpoints
+
+    def position(self, state: Unfinished) -> dict[str, int]:
+        """Return what all replicas' files have in common."""
+        ours = {"num_groups": self.num_groups, "num_generations": self.num_generations}
+        ours |= {"max_staleness": self.max_staleness, "num_replicas": self.num_replicas}
+        return ours | {"started": state.started, "version": state.version}
+
+    def save(self, directory: Path, state: Unfinished) -> None:
+        """Write the file of this replica into a checkpoint, on its lead rank."""
+        directory.mkdir(exist_ok=True)
+        with open(directory / f"{self.replica:05d}.npz", "wb") as file:
+            np.savez(file, **to_arrays(state.groups))
+
+    def load(self, directory: Path, position: Mapping[str, int], dataset: PromptDataset) -> None:
+        """Continue with the groups of a checkpoint; GrpoError if they are another run's or the data has changed."""
+        flags = {
+            "num_groups": "the prompts of a rollout (--generation-batch-size / --num-generations)",
+            "num_generations": "--num-generations",
+            "max_staleness": "--max-staleness",
+            "num_replicas": "the number of engine replicas",
+        }
+        for name, what in flags.items():
+            if position[name] != getattr(self, name):
+                raise GrpoError(
+                    f"the checkpoint holds unfinished completions, and {what} was {position[name]} and is now "
+                    f"{getattr(self, name)}: restore it, or load only the weights with --finetune"
+                )
+        file = directory / f"{self.replica:05d}.npz"
+        try:
+            with np.load(file, allow_pickle=False) as content:
+                groups = from_arrays({name: content[name] for name in content.files}, dataset)
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
+        self.state = Unfinished(groups, position["started"], position["version"])
+
+
+def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
+    """Return groups as flat arrays: [groups], [completions of all groups], or one entry a token."""
+    completions = [completion for group in groups.values() for completion in group.completions]
+    known = [completion for completion in completions if completion is not None]
+    rewards = [group.rewards for group in groups.values() if group.rewards is not None]
+    kept = [completion.kept_token_ids for completion in known if completion.kept_token_ids is not None]
+    reasons = [FinishReason[c.finish_reason.upper()] if c is not None else FinishReason.ABORT for c in completions]
+    arrays = {
+        "numbers": np.array(list(groups), np.int64),
+        "births": np.array([group.birth for group in groups.values()], np.int64),
+        "rows": np.array([group.prompt.id for group in groups.values()], np.int64),
+        "prompt_lengths": np.array([len(group.prompt.ids) for group in groups.values()], np.int64),
+        "prompt_ids": np.array([i for group in groups.values() for i in group.prompt.ids], np.int32),
+        "scored": np.array([group.rewards is not None for group in groups.values()], bool),
+        "lengths": np.array([len(c.token_ids) if c is not None else 0 for c in completions], np.int64),
+        "finish_reasons": np.array(reasons, np.uint8),
+        "token_ids": np.array([i for completion in known for i in completion.token_ids], np.int32),
+        "log_probs": np.array([x for completion in known for x in completion.log_probs or ()], np.float32),
+        "weight_versions": np.array([v for completion in known for v in completion.weight_versions], np.int32),
+    }
+    if rewards:
+        arrays["rewards"] = np.stack(rewards)
+    if kept:
+        arrays["kept_token_ids"] = np.concatenate(kept)
+    return arrays
+
+
+def from_arrays(arrays: Mapping[str, npt.NDArray[Any]], dataset: PromptDataset) -> dict[int, Group]:
+    """Undo `to_arrays`; ids of requests are not part of the arrays. The prompts are read from the data again."""
+    num_groups = len(arrays["numbers"])
+    per_group = len(arrays["lengths"]) // max(num_groups, 1)
+    starts, prompt_starts = offsets(arrays["lengths"]), offsets(arrays["prompt_lengths"])
+    scored = offsets(arrays["scored"])
+    groups = {}
+    for g in range(num_groups):
+        prompt = dataset[int(arrays["rows"][g])]
+        if prompt is None or prompt.ids != arrays["prompt_ids"][prompt_starts[g] : prompt_starts[g + 1]].tolist():
+            raise GrpoError(
+                f"the checkpoint holds unfinished completions of row {arrays['rows'][g]} of --train-data-path, whose "
+                "prompt has changed since: restore the data, or load only the weights with --finetune"
+            )
+        number = int(arrays["numbers"][g])
+        completions = []
+        for place in range(per_group):
+            i = g * per_group + place
+            tokens = slice(starts[i], starts[i + 1])
+            completion = Completion(
+                number * per_group + place,
+                arrays["token_ids"][tokens].tolist(),
+                arrays["log_probs"][tokens].tolist(),
+                FinishReason(arrays["finish_reasons"][i]).name.lower(),
+                arrays["weight_versions"][tokens].tolist(),
+                kept_token_ids=arrays["kept_token_ids"][tokens] if "kept_token_ids" in arrays else None,
+            )
+            completions.append(completion if completion.token_ids else None)
+        rewards = arrays["rewards"][scored[g]] if arrays["scored"][g] else None
+        groups[number] = Group(prompt, int(arrays["births"][g]), tuple(completions), rewards)
+    return groups
+
+
+def with_completion(group: Group, place: int, completion: Completion) -> Group:
+    """Return the group with a newer state of one of its completions."""
+    newer = completion if completion.token_ids else None
+    return replace(group, completions=(*group.completions[:place], newer, *group.completions[place + 1 :]))

@@ -1,0 +1,161 @@
+"""Whole runs with --partial-rollouts: every group is trained on once and in time, and a run that was stopped, lost its
+engine or crashed goes on to the very same end.
+
+pretrain_grpo.py runs in this process, with an engine that gives one token a step.
+"""
+
+import json
+import os
+import re
+import signal
+
+import bad_input_runs
+import numpy as np
+import pytest
+from bad_input_bench import Bench
+from bad_input_runs import TRAIN, StubEngine, launch
+
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.utils.errors import EngineLost
+
+UPDATES, STALENESS, GENERATIONS, LONGEST = 8, 2, 4, 40
+ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(1, 10)]
+REWARD = """@register_reward('mine')
+def mine(sample):
+    if sample.completion is None:
+        return None
+    with open({log!r}, 'a') as log:
+        log.write(sample.source + chr(10))
+    return float(sample.token_ids[0] > 20)
+"""
+FLAGS = f"""--train-iters {UPDATES} --save-interval 2 --partial-rollouts --max-staleness {STALENESS}
+    --rollout-importance-sampling-mode token_truncate --mismatch-limit 100 --exit-signal-handler --no-save-hf
+    --max-completion-length {LONGEST} --num-completions-to-log 8 --steps-per-generation 1"""
+
+
+class Slow(StubEngine):
+    """A completion has a length by its number (not by the rollout); its tokens are drawn from the rollout's seed."""
+
+    rollouts, stop_in, happens = 0, None, None
+
+    def rollout(self, seed):
+        type(self).rollouts += 1
+        self.seed, self.running = seed, {}
+        return super().rollout(seed)
+
+    def submit(self, requests):
+        for request in requests:
+            assert request.begun is None or request.begun.finish_reason == "abort"
+            self.running[request.id] = [request, []]
+
+    def poll(self):
+        if self.rollouts == self.stop_in:
+            type(self).stop_in = None
+            if self.happens == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                raise self.happens
+        done = []
+        for number, (request, ids) in list(self.running.items()):
+            rng = np.random.default_rng([self.seed, number, len(request.begun_ids) + len(ids)])
+            ids.append(int(rng.integers(3, 60)))
+            whole = len(request.begun_ids) + len(ids)
+            if whole == min(int(np.random.default_rng(number).lognormal(1.5, 1)) + 1, LONGEST):
+                ids[-1] = request.sampling.stop_token_ids[0]
+                done.append(self._completion(number, "stop" if whole < LONGEST else "length"))
+        return done
+
+    def interrupt(self):
+        return [self._completion(number, "abort") for number in sorted(self.running)]
+
+    def _completion(self, number, reason):
+        request, ids = self.running.pop(number)
+        log_probs = [-1.0 - token / 100 for token in ids]
+        return Completion(number, ids, log_probs, reason, [self.version] * len(ids)).after(request.begun)
+
+
+def bench_of(root, model):
+    bench = Bench(root, model)
+    reward = REWARD.format(log=str(root / "scored"))
+    bench.words = [*bench.good, *bench.data(*map(json.dumps, ROWS), name="rows.jsonl"), *bench.plugin(reward)]
+    bench.words += FLAGS.split()
+    return bench
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    """By name: the directory of a run left alone, and of runs to which something happened before they went on."""
+    kept = signal.getsignal(signal.SIGTERM)
+    happens = {"alone": None, "stopped": "SIGTERM", "lost": EngineLost("gone"), "crashed": RuntimeError("killed")}
+    saves = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bad_input_runs, "StubEngine", Slow)
+        for name, what in happens.items():
+            bench = bench_of(tmp_path_factory.mktemp(name), tiny_models["qwen3"])
+            Slow.rollouts, Slow.happens, Slow.stop_in = 0, what, 6 if what else None
+            assert launch(TRAIN, bench.words) == (what is not None and what != "SIGTERM")
+            if what:  # a run that crashed saves nothing more, as a killed one
+                assert latest_iteration(bench.save) == {"stopped": 6, "lost": 5, "crashed": 4}[name]
+                assert launch(TRAIN, [*bench.words, "--load", str(bench.save)]) == 0
+            saves[name] = bench.save
+    signal.signal(signal.SIGTERM, kept)
+    return saves
+
+
+def rows(save, name="metrics.jsonl"):
+    return [json.loads(line) for line in (save / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["stopped", "lost", "crashed"])
+def test_it_goes_on_to_the_very_same_end(runs, name):
+    first, second = (
+        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows(runs[which])]
+        for which in ("alone", name)
+    )
+    assert [row["iteration"] for row in first] == list(range(1, UPDATES + 1))
+    assert first == second
+    assert rows(runs["alone"], "completions.jsonl") == rows(runs[name], "completions.jsonl")
+
+
+def test_tokens_are_of_several_versions_within_the_bound(runs):
+    metrics = rows(runs["alone"])
+    assert metrics[0]["staleness/max"] == 0 < max(row["staleness/max"] for row in metrics) <= STALENESS
+    assert max(row["staleness/interrupted"] for row in metrics) > 0.2
+    assert all(0 <= row["staleness/mean"] <= row["staleness/max"] for row in metrics)
+    assert all(0 < row["mismatch/effective_sample_size"] <= 1 for row in metrics)
+
+
+def test_every_group_is_trained_on_once(runs):
+    """The rows of the first updates are those drawn first; at most the batches of the bound are ahead."""
+    metrics = rows(runs["alone"])
+    groups = 8 // GENERATIONS
+    assert [row["consumed/prompts"] for row in metrics] == [groups * (STALENESS + n) for n in range(1, UPDATES + 1)]
+    trained = [row["row"] for row in rows(runs["alone"], "completions.jsonl")][::GENERATIONS]
+    assert len(trained) == groups * UPDATES
+    for begin in range(0, len(trained) - 9 * 2, 9):  # no row comes a third time before each has come once
+        assert max(np.bincount(trained[begin : begin + 9])) <= 2
+
+
+def test_a_complete_group_is_scored_once(runs):
+    scored = (runs["alone"].parent / "scored").read_text().splitlines()
+    trained = GENERATIONS * UPDATES * 8 // GENERATIONS
+    assert trained <= len(scored) <= trained + STALENESS * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--max-staleness 3", "--max-staleness was 2 and is now 3"),
+        ("--num-generations 8", "the prompts of a rollout .* was 2 and is now 1"),
+        ("", "holds unfinished completions: add --partial-rollouts --max-staleness 2"),
+    ],
+)
+def test_a_resume_with_other_flags_is_refused(runs, tiny_models, tmp_path, monkeypatch, capsys, change, message):
+    monkeypatch.setattr(bad_input_runs, "StubEngine", Slow)
+    bench = bench_of(tmp_path, tiny_models["qwen3"])
+    words = [*bench.words, *change.split(), "--load", str(runs["alone"]), "--save", str(runs["alone"])]
+    if not change:
+        del words[words.index("--partial-rollouts") : words.index("--rollout-importance-sampling-mode")]
+    assert launch(TRAIN, [*words, "--train-iters", "10"]) == 1
+    assert re.search(message, "".join(capsys.readouterr()))
