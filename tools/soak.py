@@ -36,8 +36,7 @@ def sometimes(sample: Sample) -> float:
 """
 FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 64 --micro-batch-size 16 --lr 1e-4
     --beta 0.02 --max-prompt-length 6 --max-completion-length 4 --reward-funcs exact_match sometimes
-    --vllm-enforce-eager --dynamic-sample --save-interval 50 --max-checkpoints-to-keep 2 --eval-interval 50
-    --no-save-hf"""
+    --dynamic-sample --save-interval 50 --max-checkpoints-to-keep 2 --eval-interval 50 --no-save-hf"""
 KINDS = ("MiB", "descriptors", "threads")
 
 
