@@ -1,13 +1,15 @@
 """Compare greedy completions of a Hugging Face export in transformers and in vLLM, for the prompts of a file.
 
     python tools/check_export.py --hf runs/quickstart/run/hf_model --data test.jsonl --max-completion-length 5
+    python tools/check_export.py --hf BASE --adapter runs/lora/adapter --data test.jsonl
 
 Both load the directory with their own code, in float32, and complete the same token ids. Prints the number of
 completions that are equal token by token, and the accuracy if the rows have answers. The exit code is 1 if any
-completion differs.
+completion differs. With `--adapter` PEFT (requirements-test.txt) and vLLM load the adapter onto the model of `--hf`.
 """
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -38,17 +40,23 @@ from megatron_grpo.utils.errors import GrpoError
 ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
-def transformers_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
+def transformers_completions(
+    path: Path, adapter: Path | None, prompts: list[list[int]], max_tokens: int, eos: int
+) -> list[list[int]]:
     """Return transformers' greedy completions, without the end token; a batch has prompts of one length, unpadded."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter)
     completions: list[list[int]] = [[] for _ in prompts]
     for length in sorted({len(prompt) for prompt in prompts}):
         numbers = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
         for part in (numbers[i : i + 256] for i in range(0, len(numbers), 256)):
             ids = torch.tensor([prompts[i] for i in part])
             output = model.generate(
-                ids,
+                input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=max_tokens,
@@ -60,10 +68,13 @@ def transformers_completions(path: Path, prompts: list[list[int]], max_tokens: i
     return completions
 
 
-def vllm_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
+def vllm_completions(
+    path: Path, adapter: Path | None, prompts: list[list[int]], max_tokens: int, eos: int
+) -> list[list[int]]:
     """Return vLLM's greedy completions, without the end token."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no triton
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     longest = max(map(len, prompts)) + max_tokens
     llm = LLM(
@@ -74,12 +85,21 @@ def vllm_completions(path: Path, prompts: list[list[int]], max_tokens: int, eos:
         enforce_eager=True,
         use_tqdm_on_load=False,
         seed=0,
+        **({} if adapter is None else {"enable_lora": True, "max_lora_rank": _slot_rank(adapter)}),
         **({} if torch.cuda.is_available() else ON_CPU),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=[eos], detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    request = None if adapter is None else LoRARequest("adapter", 1, str(adapter.resolve()))
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
     completions = [list(output.outputs[0].token_ids) for output in outputs]
     return [row[:-1] if row and row[-1] == eos else row for row in completions]
+
+
+def _slot_rank(adapter: Path) -> int:
+    """Return the rank of vLLM's slot for an adapter: one of the ranks that vLLM has."""
+    rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
+    return next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
 
 
 def check(args: argparse.Namespace) -> bool:
@@ -101,7 +121,7 @@ def check(args: argparse.Namespace) -> bool:
     answers = [next(iter(find_answers(row).values()), None) for row in rows]
     completions = {}
     for name, complete in (("transformers", transformers_completions), ("vLLM", vllm_completions)):
-        completions[name] = complete(args.hf, prompts, args.max_completion_length, tokenizer.eos_token_id)
+        completions[name] = complete(args.hf, args.adapter, prompts, args.max_completion_length, tokenizer.eos_token_id)
         if all(isinstance(answer, str) for answer in answers):
             texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions[name]]
             right = sum(text == answer.strip() for text, answer in zip(texts, answers, strict=True))
@@ -121,6 +141,7 @@ def main() -> int:
     """Parse the command line, check, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the exported model")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter of the model")
     parser.add_argument(
         "--data", type=Path, nargs="+", required=True, metavar="FILE", help="files of rows with a prompt"
     )

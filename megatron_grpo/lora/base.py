@@ -61,7 +61,7 @@ def merge_stored(args: Namespace, stored: dict[str, Any]) -> None:
         return
     for dest in (*SHARED, "lora_dropout"):
         if dest not in args.explicit:
-            setattr(args, dest, stored[dest])
+            setattr(args, dest, stored.get(dest, getattr(args, dest)))  # none for a flag newer than the checkpoint
     if not (args.load_hf or args.pretrained_checkpoint):
         args.load_hf, args.pretrained_checkpoint = stored["load_hf"], stored["pretrained_checkpoint"]
 
@@ -77,7 +77,7 @@ def check(args: Namespace, stored: dict[str, Any]) -> None:
             "--pretrained-checkpoint in place of --load"
         )
     for dest in SHARED:
-        if stored[dest] != getattr(args, dest):
+        if stored.get(dest, getattr(args, dest)) != getattr(args, dest):
             name = "--" + dest.replace("_", "-")
             raise GrpoError(
                 f"{args.load} holds an adapter with {name} {stored[dest]}, this run has {getattr(args, dest)}: give "

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +121,14 @@ def check_same_shape(args: Namespace, directory: str | Path) -> None:
             )
 
 
-def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:
-    """Fill the model's adapters from PEFT's files; every rank reads its own slices.
+def open_adapter(args: Namespace, directory: str | Path) -> Callable[..., Tensor]:
+    """Return the reader, (name without PEFT's prefix, index) -> tensor, of an adapter's files.
 
-    Raises GrpoError before anything is changed when a tensor is missing, unknown or has another shape.
+    Raises GrpoError when a tensor of the run's adapter is missing or has another shape, or the files hold others.
     """
     source = _AdapterFiles(directory)
-    saved = saved_weights(args)
-    expected = {name: shape for weight in [*adapter_table(args), *saved] for name, shape in weight.hf.items()}
+    weights = [*adapter_table(args), *saved_weights(args)]
+    expected = {name: shape for weight in weights for name, shape in weight.hf.items()}
     found = {name.removeprefix(PREFIX): name for name in source.names()}
     for name, shape in expected.items():
         if name not in found:
@@ -138,18 +138,27 @@ def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
             )
         if source.shape(found[name]) != shape:
             raise GrpoError(
-                f"{directory}: tensor {found[name]} has shape {source.shape(found[name])}, this run's is {shape}: give "
-                "the adapter's --lora-rank and base"
+                f"{directory}: tensor {found[name]} has shape {source.shape(found[name])}, this run's is {shape}: "
+                "give the adapter's --lora-rank and base"
             )
     if unknown := sorted(found.keys() - expected.keys()):
         raise GrpoError(
             f"{directory} has the tensor {found[unknown[0]]}, whose layer has no adapter in this run: add it to "
             "--lora-target-modules"
         )
+    return lambda name, index=(slice(None),): source.read(found[name], index)
+
+
+def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:
+    """Fill the model's adapters from PEFT's files; every rank reads its own slices.
+
+    Raises GrpoError before anything is changed when the files do not fit (`open_adapter`).
+    """
+    read, saved = open_adapter(args, directory), saved_weights(args)
     names = {weight.name for weight in saved}
     whole = [row for row in model_weights.local_weights(model, model_weights.table(args)) if row[0].name in names]
     for weight, tensor in [*local_adapter(model), *whole]:
-        weight.fill(tensor, *model_weights.tensor_parallel(weight), lambda name, index: source.read(found[name], index))
+        weight.fill(tensor, *model_weights.tensor_parallel(weight), read)
 
 
 def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:

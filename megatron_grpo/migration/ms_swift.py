@@ -23,6 +23,7 @@ from megatron_grpo.migration.rows import (
     multiple_of,
     number,
     only_if,
+    rank,
     scaled,
     switch_for,
     truth,
@@ -50,6 +51,23 @@ def _updates_per_rollout(settings: Settings) -> float:
     return max(1, steps)
 
 
+def _names_tuner(settings: Settings) -> bool:
+    return settings.given("tuner_type") or settings.given("train_type")
+
+
+def _lora(settings: Settings) -> bool:
+    """Return whether adapters are trained: the default of ``swift rlhf``, not of ``megatron rlhf``."""
+    default = "full" if _megatron(settings) else "lora"
+    kind = settings.text("tuner_type") or settings.text("train_type") or default
+    if kind not in ("full", "lora"):
+        raise Undecided(f"there is no tuner {kind!r} here: full and lora")
+    return kind == "lora"
+
+
+_TUNER = rank("--lora_rank", "8", _lora)
+_WITH_LORA = only_if("with lora", _lora)
+
+
 def _steps(value: object, settings: Settings) -> Converted:
     return SAME.apply(value, settings) if _megatron(settings) else STEPS.apply(value, settings)
 
@@ -73,7 +91,6 @@ def _thinking(value: object, settings: Settings) -> Converted:
 
 
 INTERVAL = multiple_of("updates, as there, rounded up to whole rollouts", _updates_per_rollout)
-NO_LORA = "LoRA is not supported: all weights are trained"
 TURNS = "environments with several turns are not supported"
 
 BATCH = (
@@ -174,23 +191,27 @@ MODEL = (
     Row("--load_safetensors", None, None, "--load-hf loads safetensors"),
     Row("--save_safetensors", None, None, "--save-hf writes safetensors at the end of the run"),
     Row("--bridge_backend", None, None, "--load-hf needs no bridge"),
+    Row("--tuner_type", "--lora-rank", _TUNER, "full trains all weights"),
+    Row("--train_type", "--lora-rank", _TUNER, "full trains all weights"),
+    Row("--lora_rank", "--lora-rank", only_if("without a tuner type", lambda s: not _names_tuner(s) and _lora(s))),
+    Row("--lora_alpha", "--lora-alpha", _WITH_LORA),
+    Row("--lora_dropout", "--lora-dropout", _WITH_LORA),
+    Row("--target_modules", "--lora-target-modules", only_if("with lora", _lora, WORDS)),
+    Row("--modules_to_save", "--lora-modules-to-save", only_if("with lora", _lora, WORDS)),
+    Row("--use_rslora", "--lora-use-rslora", only_if("with lora", _lora, SWITCH)),
+    Row("--use_dora", "--lora-use-dora", only_if("with lora", _lora, SWITCH)),
     Row(
-        "--tuner_type",
-        None,
-        only_if("other than full", lambda s: s.text("tuner_type", "full") != "full", ask(NO_LORA)),
-        "all weights are trained",
+        "--init_weights",
+        "--lora-init",
+        only_if("with lora", _lora, choice({"true": None, "gaussian": "gaussian"}, "default and gaussian")),
     ),
+    Row("--adapters", "--load-adapter"),
+    Row("--adapter_load", "--load-adapter"),
+    Row("--ref_adapters", "--reference-adapter"),
+    Row("--ref_adapter_load", "--reference-adapter"),
     Row(
-        "--train_type",
-        None,
-        only_if("other than full", lambda s: s.text("train_type", "full") != "full", ask(NO_LORA)),
-        "all weights are trained",
+        "--merge_lora", None, None, "--save-hf writes merged weights at the end of the run, --save-adapter the adapter"
     ),
-    Row("--lora_rank", None, None, "LoRA is not supported"),
-    Row("--lora_alpha", None, None, "LoRA is not supported"),
-    Row("--target_modules", None, None, "LoRA is not supported"),
-    Row("--adapters", None, ask(NO_LORA)),
-    Row("--merge_lora", None, None, "LoRA is not supported"),
     Row("--freeze_llm", None, only_if("if true", lambda s: s.true("freeze_llm"), ask("every parameter is trained"))),
     Row("--freeze_vit", None, None, "vision-language models are not supported"),
     Row("--quant_bits", None, ask("training in 8 or 4 bits is not supported")),
@@ -268,8 +289,8 @@ ENGINE = (
     Row("--vllm_enable_expert_parallel", "--vllm-enable-expert-parallel", SWITCH),
     Row("--vllm_quantization", "--vllm-quantization"),
     Row("--vllm_engine_kwargs", "--vllm-engine-kwargs"),
-    Row("--vllm_enable_lora", None, None, "LoRA is not supported"),
-    Row("--vllm_max_lora_rank", None, None, "LoRA is not supported"),
+    Row("--vllm_enable_lora", None, None, "docs/lora.md says what the engine gets"),
+    Row("--vllm_max_lora_rank", None, None, "docs/lora.md says what the engine gets"),
     Row("--vllm_use_async_engine", None, None, "--rollout-balancing dynamic gives free replicas the next prompt"),
     Row("--vllm_limit_mm_per_prompt", None, None, "vision-language models are not supported"),
     Row(
@@ -376,7 +397,7 @@ RUN = (
     Row("--save_only_model", None, None, "a checkpoint always holds the optimizer"),
     Row("--no_save_optim", None, None, "a checkpoint always holds the optimizer"),
     Row("--no_save_rng", None, None, "a checkpoint always holds the random states"),
-    Row("--async_save", None, None, "checkpoints are written between rollouts"),
+    Row("--async_save", "--async-save"),
     Row("--report_to", "--wandb-project", reported("wandb", "megatron-swift")),
     Row("--report_to", "--swanlab-project", reported("swanlab", "megatron-swift")),
     Row("--report_to", "--tensorboard-dir", reported("tensorboard", "$SAVE/tensorboard")),
@@ -423,9 +444,11 @@ SYSTEM = System(
     implied=(
         ("--bf16", lambda s: None if s.true("fp16") else True, "the dtype of most models there"),
         ("--transformer-impl", constant("local"), "transformer_engine where it is installed"),
+        ("--lora-rank", lambda s: None if _names_tuner(s) or not _lora(s) else "8", "ms-swift's default"),
+        ("--lora-dropout", lambda s: "0.05" if _lora(s) else None, "ms-swift's default"),
         ("--global-batch-size", _global_batch, "ms-swift's default"),
         ("--num-epochs", _epochs, "ms-swift's default"),
-        ("--lr", constant("1e-5"), "ms-swift's default with all weights"),
+        ("--lr", lambda s: "1e-4" if _lora(s) else "1e-5", "ms-swift's default, with adapters or all weights"),
         ("--lr-decay-style", constant("cosine"), "ms-swift's default"),
         ("--weight-decay", constant("0.1"), "ms-swift's default"),
         ("--adam-beta2", constant("0.95"), "ms-swift's default"),

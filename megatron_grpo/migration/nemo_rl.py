@@ -6,6 +6,7 @@ from itertools import chain
 
 from megatron_grpo.migration.rows import (
     DISPATCHER,
+    LORA_PAGE,
     NO_DEEPEP,
     ON,
     SAME,
@@ -319,7 +320,7 @@ MODEL = (
     Row(
         f"{MEGATRON}peft.enabled",
         None,
-        only_if("if true", lambda s: s.true(f"{MEGATRON}peft.enabled"), ask("LoRA is not supported")),
+        only_if("if true", lambda s: s.true(f"{MEGATRON}peft.enabled"), ask(LORA_PAGE)),
     ),
     Row(f"{MEGATRON}*", None, None, "has megatron-core's default"),
     Row(f"{DTENSOR}enabled", None, None, "the trainer is Megatron-Core"),
@@ -340,7 +341,7 @@ MODEL = (
     Row(
         f"{DTENSOR}lora_cfg.enabled",
         None,
-        only_if("if true", lambda s: s.true(f"{DTENSOR}lora_cfg.enabled"), ask("LoRA is not supported")),
+        only_if("if true", lambda s: s.true(f"{DTENSOR}lora_cfg.enabled"), ask(LORA_PAGE)),
     ),
     Row(f"{DTENSOR}*", None, None, "the trainer is Megatron-Core"),
     Row(f"{POLICY}router_replay.enabled", "--router-replay-mode", fixed("R3")),

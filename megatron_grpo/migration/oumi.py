@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from megatron_grpo.migration.hf_trainer import completions_per_update, global_batch
 from megatron_grpo.migration.rows import (
+    LORA_PAGE,
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
@@ -27,7 +28,6 @@ from megatron_grpo.migration.verl import updates_per_rollout
 
 T = "training."
 G = "training.grpo."
-NO_LORA = "LoRA is not supported: all weights are trained"
 
 
 def _verl(settings: Settings) -> bool:
@@ -145,8 +145,8 @@ ROWS = (
     Row(f"{T}dataloader_num_workers", None, None, "prompts need no workers"),
     Row(f"{T}dataloader_prefetch_factor", None, None, "prompts need no workers"),
     Row(f"{T}dataloader_main_process_only", None, None, "every rank reads the same rows"),
-    Row(f"{T}use_peft", None, only_if("if true", lambda s: s.true(f"{T}use_peft"), ask(NO_LORA))),
-    Row("peft.*", None, None, NO_LORA),
+    Row(f"{T}use_peft", None, only_if("if true", lambda s: s.true(f"{T}use_peft"), ask(LORA_PAGE))),
+    Row("peft.*", None, None, LORA_PAGE),
     Row("fsdp.*", None, ask("--use-distributed-optimizer, with TP and PP for large models: docs/model_sizes.md")),
     Row("deepspeed.*", None, ask("--use-distributed-optimizer, with TP and PP for large models: docs/model_sizes.md")),
     Row(

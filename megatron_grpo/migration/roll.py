@@ -5,6 +5,7 @@ from itertools import chain
 
 from megatron_grpo.migration.rows import (
     DISPATCHER,
+    LORA_PAGE,
     SEQUENCE,
     SWITCH,
     WORDS,
@@ -202,7 +203,7 @@ MODEL = (
     Row(f"{TRAIN}model_args.flash_attn", None, None, "packs always take a flash kernel on a GPU"),
     Row(f"{TRAIN}model_args.disable_gradient_checkpointing", None, None, "--recompute-granularity switches it on"),
     Row(f"{TRAIN}model_args.model_type", None, None, "--model-family; --load-hf names it"),
-    Row(f"{TRAIN}model_args.lora_rank", None, ask("LoRA is not supported: all weights are trained")),
+    Row(f"{TRAIN}model_args.lora_rank", None, ask(LORA_PAGE)),
     Row(f"{TRAIN}model_args.freeze_module_prefix", None, ask("every parameter is trained")),
     Row(f"{TRAIN}model_args.*", None, None, "--load-hf reads config.json"),
     Row(f"{TRAIN}strategy_args.strategy_name", None, None, "the trainer is Megatron-Core"),
@@ -430,7 +431,7 @@ RUN = (
     Row("reward_model.*", None, None, "--reward-model NAME=DIR, with NAME in --reward-funcs"),
     Row("rollout_mock.*", None, None, "there is no replay of rollouts"),
     Row("profiler_*", None, None, "--profile, with --use-pytorch-profiler"),
-    Row("lora_*", None, None, "LoRA is not supported"),
+    Row("lora_*", None, None, LORA_PAGE),
     Row("kl_horizon", None, None, "--beta is constant"),
     Row("system_envs.*", None, None, "export variables in the launch script"),
     Row("hydra.*", None, None, "hydra's own: pretrain_grpo.py has flags only"),

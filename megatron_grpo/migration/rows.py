@@ -212,6 +212,17 @@ def ask(question: str) -> Conversion:
     return Conversion(question, apply)
 
 
+LORA_PAGE = "--lora-rank, --lora-alpha and --lora-target-modules, with Hugging Face's names: docs/lora.md"
+
+
+def rank(name: str, default: str, on: Callable[[Settings], bool]) -> Conversion:
+    """Return the conversion of a switch of adapters to their rank: ``name`` holds it, or it is ``default``."""
+    return Conversion(
+        f"{name}, or {default}",
+        lambda value, settings: (settings.text(name, default) or default) if on(settings) else None,
+    )
+
+
 REGISTER = "--external-plugins: register it with @register_reward, docs/rewards.md"
 
 

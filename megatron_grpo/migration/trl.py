@@ -23,12 +23,18 @@ from megatron_grpo.migration.rows import (
     number,
     only_if,
     parse_number,
+    rank,
     rewards,
     switch_for,
     truth,
     unless,
     words,
 )
+
+
+def _lora(settings: Settings) -> bool:
+    return settings.true("use_peft")
+
 
 INTERVAL = multiple_of("updates, as there, rounded up to whole rollouts", updates_per_rollout)
 FILES = "a JSON-lines or Parquet file with the columns prompt and answer: tools/data/ and docs/data.md"
@@ -149,10 +155,14 @@ MODEL = (
     Row("trust_remote_code", "--trust-remote-code", SWITCH),
     Row("attn_implementation", None, None, "packs always take a flash kernel on a GPU"),
     Row("model_init_kwargs", None, None, "--load-hf reads config.json"),
-    Row("use_peft", None, only_if("if true", lambda s: s.true("use_peft"), ask("LoRA is not supported: drop it"))),
-    Row("lora_r", None, None, "LoRA is not supported"),
-    Row("lora_alpha", None, None, "LoRA is not supported"),
-    Row("lora_target_modules", None, None, "LoRA is not supported"),
+    Row("use_peft", "--lora-rank", rank("lora_r", "16", _lora)),
+    Row("lora_r", None, None, "see use_peft"),
+    Row("lora_alpha", "--lora-alpha", only_if("with use_peft", _lora)),
+    Row("lora_dropout", "--lora-dropout", only_if("with use_peft", _lora)),
+    Row("lora_target_modules", "--lora-target-modules", only_if("with use_peft", _lora, WORDS)),
+    Row("lora_modules_to_save", "--lora-modules-to-save", only_if("with use_peft", _lora, WORDS)),
+    Row("use_rslora", "--lora-use-rslora", only_if("with use_peft", _lora, SWITCH)),
+    Row("use_dora", "--lora-use-dora", only_if("with use_peft", _lora, SWITCH)),
     Row(
         "load_in_4bit",
         None,
@@ -270,7 +280,7 @@ ALGORITHM = (
     Row("sync_ref_model", "--sync-ref-model", SWITCH),
     Row("ref_model_mixup_alpha", "--ref-model-mixup-alpha"),
     Row("ref_model_sync_steps", "--ref-model-sync-steps", INTERVAL),
-    Row("disable_adapter_ref", None, None, "LoRA is not supported"),
+    Row("disable_adapter_ref", None, None, "the reference of a policy with adapters is the model without them"),
     Row("vllm_importance_sampling_correction", None, None, "--rollout-importance-sampling-mode switches it on"),
     Row(
         "vllm_importance_sampling_mode",
@@ -360,6 +370,7 @@ SYSTEM = System(
         ("--lr", constant("1e-6"), "TRL's default"),
         ("--lr-decay-style", constant("linear"), "TRL's default"),
         ("--weight-decay", constant("0"), "TRL's default"),
+        ("--lora-dropout", lambda s: "0.05" if _lora(s) else None, "TRL's default"),
         ("--beta", constant("0"), "TRL's default"),
         ("--loss-type", constant("dapo"), "TRL's default"),
         (

@@ -59,6 +59,10 @@ def context_parallel(settings: Settings) -> float:
     return settings.largest(f"{ACTOR}megatron.context_parallel_size", f"{ACTOR}ulysses_sequence_parallel_size")
 
 
+def _lora(settings: Settings) -> bool:
+    return max(settings.number(f"{MODEL}lora_rank", 0), settings.number(f"{MODEL}lora.rank", 0)) > 0
+
+
 def _dynamic(settings: Settings) -> bool:
     return settings.true(f"{ACTOR}use_dynamic_bsz")
 
@@ -234,26 +238,19 @@ MODELS = (
     Row(f"{MODEL}use_fused_kernels", None, None, "the head always computes log-probabilities in chunks"),
     Row(f"{MODEL}use_liger", None, None, "megatron-core has its own fused kernels"),
     Row(f"{MODEL}use_shm", None, None, "copy the model to a local disk yourself"),
+    Row(f"{MODEL}lora_rank", "--lora-rank", SEQUENCE),
+    Row(f"{MODEL}lora_alpha", "--lora-alpha", only_if("with lora_rank", _lora)),
+    Row(f"{MODEL}lora_adapter_path", "--load-adapter"),
+    Row(f"{MODEL}target_modules", "--lora-target-modules", only_if("with lora_rank", _lora, WORDS)),
+    Row(f"{MODEL}lora.rank", "--lora-rank", SEQUENCE),
+    Row(f"{MODEL}lora.alpha", "--lora-alpha", only_if("with lora.rank", _lora)),
+    Row(f"{MODEL}lora.dropout", "--lora-dropout", only_if("with lora.rank", _lora)),
+    Row(f"{MODEL}lora.adapter_path", "--load-adapter"),
     Row(
-        f"{MODEL}lora_rank",
-        None,
-        only_if(
-            "above 0",
-            lambda s: s.number(f"{MODEL}lora_rank", 0) > 0,
-            ask("LoRA is not supported: all weights are trained"),
-        ),
+        f"{MODEL}lora.target_modules",
+        "--lora-target-modules",
+        only_if("with lora.rank", _lora, ask("give Hugging Face's names (q_proj), or all-linear: docs/lora.md")),
     ),
-    Row(f"{MODEL}lora_alpha", None, None, "LoRA is not supported"),
-    Row(
-        f"{MODEL}lora.rank",
-        None,
-        only_if(
-            "above 0",
-            lambda s: s.number(f"{MODEL}lora.rank", 0) > 0,
-            ask("LoRA is not supported: all weights are trained"),
-        ),
-    ),
-    Row(f"{MODEL}target_modules", None, None, "LoRA is not supported"),
     Row(f"{MODEL}override_config.*", None, ask("edit config.json of the model: a run takes the architecture from it")),
     Row(f"{MODEL}external_lib", None, ask("--external-plugins loads Python files")),
     Row("actor_rollout_ref.hybrid_engine", None, None, "--vllm-mode colocate is the default"),
@@ -707,7 +704,7 @@ RUN = (
     Row(f"{ROLLOUT}agent.*", None, None, "environments with several turns are not supported"),
     Row(f"{ACTOR}fsdp_config.*", None, None, "FSDP is not supported"),
     Row(f"{REF}fsdp_config.*", None, None, "FSDP is not supported"),
-    Row(f"{MODEL}lora*", None, None, "LoRA is not supported"),
+    Row(f"{MODEL}lora*", None, None, "docs/lora.md has what there is"),
     Row("reward_model.*", None, None, "--reward-model NAME=DIR or NAME=URL: docs/rewards.md"),
     Row("critic.*", None, None, "there is no critic"),
     Row("dag.workflow_path", None, None, "siiRL's graph of workers: pretrain_grpo.py is the algorithm"),
@@ -757,6 +754,7 @@ SYSTEM = System(
     implied=(
         ("--bf16", constant(True), "verl trains in bfloat16"),
         ("--transformer-impl", constant("local"), "transformer_engine where it is installed"),
+        ("--lora-alpha", lambda s: "16" if _lora(s) else None, "verl's default"),
         ("--beta", constant("0"), "no KL term without use_kl_loss"),
         ("--loss-type", constant("dapo"), "verl averages over tokens (token-mean)"),
         ("--dual-clip", _dual_clip, "clip_ratio_c is 3 by default there"),

@@ -327,6 +327,10 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if has_servers(args):
         return "servers receive whole weights"
+    if args.lora_use_dora:
+        return "vLLM has no DoRA"
+    if args.lora_modules_to_save:
+        return "an adapter does not contain the weights of --lora-modules-to-save"
     if args.multi_latent_attention:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
     if args.vllm_quantization:
@@ -348,7 +352,8 @@ def lora_note(args: Namespace) -> str | None:
     if not args.lora_weight_sync:
         return None
     if args.lora_weight_sync == "adapter":
-        return "LoRA: the engine receives the adapter alone, and it is read back after every sync"
+        checked = "" if args.no_check_lora_sync else ", and it is read back after every sync"
+        return f"LoRA: the engine receives the adapter alone{checked}"
     reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
     return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 

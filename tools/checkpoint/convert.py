@@ -2,6 +2,7 @@
 
     python tools/checkpoint/convert.py --hf-to-megatron --load Qwen3-0.6B --save checkpoints/qwen3 --verify
     python tools/checkpoint/convert.py --megatron-to-hf --load checkpoints/qwen3 --save Qwen3-0.6B-grpo --verify
+    python tools/checkpoint/convert.py --hf-to-hf --merge-lora runs/a/adapter --load Qwen3-0.6B --save merged
 
 The Megatron checkpoint has megatron-core's `torch_dist` format, iteration 0 and weights only. Start training from it
 with `--pretrained-checkpoint`, in any parallel configuration. {save}/hf_assets/ holds config.json,
@@ -21,6 +22,9 @@ The tool runs on the CPU and holds one tensor at a time. Under torchrun each pro
 
     torchrun --nproc-per-node 8 tools/checkpoint/convert.py --hf-to-megatron --tensor-model-parallel-size 4 ...
 
+`--merge-lora DIR` merges an adapter into the base weights that are read: W + s B A, computed in float32 and rounded
+once. DIR holds PEFT's files, or is the --save directory of a run with --lora-rank: its newest checkpoint is then read.
+
 `--verify` reads the written files and compares them bit by bit; it also compares the logits of both models on a few
 tokens if two float32 models fit into memory. `--dry-run` prints the parameter mapping (names on both sides, shapes,
 tensor layout, the process that writes it) and writes nothing. Megatron checkpoints are trusted input: their metadata is
@@ -31,7 +35,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,10 @@ from megatron.core import parallel_state
 from megatron_grpo.checkpointing import checkpoint_directory
 from megatron_grpo.checkpointing.convert import conversion, torch_dist
 from megatron_grpo.checkpointing.convert.torch_dist_writer import tensor_parallel_size
+from megatron_grpo.lora import base, files
+from megatron_grpo.lora.merge import Merge
+from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.arguments import parse_args
@@ -78,6 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--hf-to-megatron", action="store_true", help="import a Hugging Face directory")
     direction.add_argument("--megatron-to-hf", action="store_true", help="export the newest Megatron checkpoint")
+    direction.add_argument("--hf-to-hf", action="store_true", help="only with --merge-lora: both are Hugging Face's")
+    parser.add_argument("--merge-lora", metavar="DIR", help="adapter to merge into the weights of an export")
     parser.add_argument("--load", required=True, metavar="DIR", help="directory to read")
     parser.add_argument(
         "--save", metavar="DIR", help="directory to write (an existing one of the same kind is replaced)"
@@ -236,10 +246,64 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
     if out_dir.exists() and not hf.is_replaceable(out_dir):
         raise GrpoError(f"{out_dir} exists and is not a Hugging Face model directory: give another --save")
     start()
-    conversion.megatron_to_hf(args, weights, checkpoint, out_dir, dtype, assets)
+    merge = adapter(options, args)
+    conversion.megatron_to_hf(args, weights, checkpoint, out_dir, dtype, assets, merge=merge)
     if options.verify:
         verify(args, weights, directory, Safetensors(out_dir), dtype)
     return conversion.size_of(weights, dtype)
+
+
+def hf_to_hf(options: argparse.Namespace) -> int:
+    """Write a Hugging Face directory with an adapter merged into its weights; return the number of bytes written."""
+    config = hf.read_config(options.load)
+    args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
+    source, out_dir = hf.open_weights(options.load), Path(options.save)
+    weights = hf.check_tensors(source, table(args))
+    dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
+    set_dtype(args, dtype)
+    merge = adapter(options, args)
+    if out_dir.exists() and not hf.is_replaceable(out_dir):
+        raise GrpoError(f"{out_dir} exists and is not a Hugging Face model directory: give another --save")
+
+    def parts(weight: Weight) -> Iterator[conversion.Part]:
+        for name in weight.hf:
+            index = (weight.expert,) if weight.all_experts and weight.expert is not None else ()
+            tensor = source.read(name, (*index, slice(None)))
+            yield name, index, tensor if index else merge(name, tensor)
+
+    start()
+    conversion.write_hf(args, weights, parts, out_dir, dtype, options.load)
+    return conversion.size_of(weights, dtype)
+
+
+def adapter(options: argparse.Namespace, args: argparse.Namespace) -> Merge | None:
+    """Return the merge of --merge-lora, None without it; sets the adapter's settings in ``args``."""
+    if not options.merge_lora:
+        return None
+    directory = Path(options.merge_lora)
+    if checkpoint_directory.latest_iteration(directory) is None:
+        files.merge_config(args, directory)
+        return Merge(args, files.open_adapter(args, directory))
+    _, found = checkpoint_directory.find(directory)
+    checkpoint_directory.verify(found)
+    base.merge_stored(args, checkpoint_directory.read_checkpoint_args(directory))
+    if not args.lora_rank:
+        raise GrpoError(f"--merge-lora {directory} holds checkpoints of a run without --lora-rank: there is no adapter")
+    checkpoint = torch_dist.Checkpoint(found)
+    experts = {name: weight.expert for weight in adapter_table(args) for name in weight.hf}
+    saved = {name: weight for weight in saved_weights(args) for name in weight.hf}
+
+    def read(name: str) -> torch.Tensor:
+        if name in saved:
+            weight = saved[name]
+            whole = checkpoint.read(checkpoint.places(args, [weight])[weight.name])
+            return dict(zip(weight.hf, weight.split([whole]), strict=True))[name]
+        if (expert := experts[name]) is None:
+            return checkpoint.read([torch_dist.Place(f"lora.{name}")])
+        key = f"lora.{name}".replace(f".experts.{expert}.", ".experts.")
+        return checkpoint.read([torch_dist.Place(key, (expert,), (args.num_experts,))])
+
+    return Merge(args, read)
 
 
 def check_agreement(args: argparse.Namespace, stored: Mapping[str, Any], directory: Path, hf_config: str) -> None:
@@ -267,8 +331,13 @@ def convert(options: argparse.Namespace) -> None:
         raise GrpoError("--save is missing: give the directory to write")
     if options.save and Path(options.save).resolve() == Path(options.load).resolve():
         raise GrpoError(f"--save and --load are the same directory ({options.load}): give another --save")
+    if options.merge_lora and (options.hf_to_megatron or options.verify or options.dry_run):
+        raise GrpoError("--merge-lora goes with --megatron-to-hf and --hf-to-hf, without --verify and --dry-run")
+    if options.hf_to_hf and not options.merge_lora:
+        raise GrpoError("--hf-to-hf needs --merge-lora: without an adapter there is nothing to convert")
     before = time.monotonic()
-    size = (hf_to_megatron if options.hf_to_megatron else megatron_to_hf)(options)
+    directions = {"hf_to_megatron": hf_to_megatron, "megatron_to_hf": megatron_to_hf, "hf_to_hf": hf_to_hf}
+    size = next(function for name, function in directions.items() if getattr(options, name))(options)
     seconds = time.monotonic() - before
     if not options.dry_run:
         rate = f"{size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e6 / seconds:.0f} MB/s"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from math import prod
 from pathlib import Path
@@ -32,6 +32,8 @@ from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.hf import on_all_ranks
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
+
+Part = tuple[str, tuple[int, ...], Tensor]  # name, index of the expert if the tensor holds all experts, tensor
 
 _TOKENS = 16
 LOGITS_TOLERANCE = 1e-3  # of the largest logit, in float32
@@ -99,14 +101,34 @@ def megatron_to_hf(
     dtype: torch.dtype,
     assets: str | Path | None,
     max_shard_bytes: int = 4 * 2**30,
+    merge: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Write the checkpoint's tensors as a Hugging Face directory; an existing `out_dir` is replaced.
 
-    `assets`: source of tokenizer files, generation_config.json and special token ids. Raises GrpoError as
-    hf_to_megatron does.
+    `assets`: source of tokenizer files, generation_config.json and special token ids. `merge(name, tensor)`: the tensor
+    that is written in place of one. Raises GrpoError as hf_to_megatron does.
     """
+    places = source.places(args, weights)
+
+    def parts(weight: Weight) -> Iterator[Part]:
+        for name, index, tensor in _hf_parts(weight, source.read(places[weight.name])):
+            yield name, index, tensor if merge is None or index else merge(name, tensor)
+
+    write_hf(args, weights, parts, out_dir, dtype, assets, max_shard_bytes)
+
+
+def write_hf(
+    args: Namespace,
+    weights: Sequence[Weight],
+    parts_of: Callable[[Weight], Iterable[Part]],
+    out_dir: Path,
+    dtype: torch.dtype,
+    assets: str | Path | None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Write a Hugging Face directory as megatron_to_hf does; `parts_of` returns a weight's Hugging Face tensors."""
     out_dir = out_dir.resolve()
-    config, places = families.for_args(args).hf_from_args(args), source.places(args, weights)
+    config = families.for_args(args).hf_from_args(args)
     dtypes, files = hf.plan_export(weights, dtype, max_shard_bytes)
     _check_space(out_dir, sum(file.size for file in files))
     partial = out_dir.with_name(f".{out_dir.name}.partial")
@@ -120,7 +142,7 @@ def megatron_to_hf(
     def write() -> dict[str, dict[int, int]]:
         with _progress("writing", size_of(weights, dtype)) as bar:
             for weight in share(weights, dtype, dist.get_rank(), dist.get_world_size()):
-                for name, index, tensor in _hf_parts(weight, source.read(places[weight.name])):
+                for name, index, tensor in parts_of(weight):
                     part, parts = (index[0], weight.hf[name][0]) if index else (0, 1)
                     writer.write(name, tensor.to(dtypes[name]), part, parts)
                 bar.update(size_of([weight], dtype))
@@ -167,7 +189,7 @@ def verify(
     return len(set().union(*on_all_ranks(compare, source.dir, "is not the checkpoint's model")))
 
 
-def _hf_parts(weight: Weight, tensor: Tensor) -> list[tuple[str, tuple[int, ...], Tensor]]:
+def _hf_parts(weight: Weight, tensor: Tensor) -> list[Part]:
     """Return (name, index of the expert if the tensor holds all experts, tensor) for each part of a full parameter."""
     index = (weight.expert,) if weight.all_experts and weight.expert is not None else ()
     return [(name, index, part) for name, part in zip(weight.hf, weight.split([tensor]), strict=True)]

@@ -126,9 +126,10 @@ CASES = {
         SWIFT,
         "ms-swift",
         # 2 completions x 8 micro-batches x 8 GPUs = 128; 32 micro-batches / 8 = 4 updates
-        "--global-batch-size 128 --micro-batch-size 2 --steps-per-generation 4 --lr-warmup-fraction 0.05",
+        "--global-batch-size 128 --micro-batch-size 2 --steps-per-generation 4 --lr-warmup-fraction 0.05 "
+        "--lora-rank 8 --lora-dropout 0.05 --lr 1e-6",
         "--adapters",
-        ["LoRA is not supported", "--deepspeed: --use-distributed-optimizer"],
+        ["--deepspeed: --use-distributed-optimizer"],
     ),
     "verl": (
         "run.sh",
