@@ -10,6 +10,7 @@ LORA = "--lora-rank 4"
 MERGED = {
     "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1": "servers receive whole weights",
     "--lora-use-dora": "vLLM has no DoRA",
+    "--lora-rank 520 --hidden-size 1024 --lora-target-modules q_proj --kv-channels 128": "largest rank",
     "--lora-modules-to-save lm_head --untie-embeddings-and-output-weights": "--lora-modules-to-save",
     MOE: "vLLM's CPU build has no adapters for mixtures of experts",
     f"{MOE} --dry-run": "adapters of experts",
