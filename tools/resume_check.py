@@ -1,6 +1,7 @@
 """Check on a CPU that a killed and resumed run equals an undisturbed run bit by bit.
 
     python tools/resume_check.py runs/resume_check --kills 10 --seed 1 [-- FLAGS OF pretrain_grpo.py]
+    python tools/resume_check.py runs/resume_check --kills 100 --one-run
 
 A tiny model learns one-digit arithmetic: first undisturbed, then once for each kill in a new directory. There all
 processes of the run get SIGKILL at a random moment, and the same command is run again. `metrics.jsonl` (without
@@ -10,6 +11,12 @@ timings), `completions.jsonl` and the exported model must be equal. --seed deter
     saving      after the directory of a random checkpoint appears, by up to the duration of the shortest save
     starting    during the start, without a checkpoint to resume from
     resuming    as training, and once more during the following start
+
+With --one-run all kills are of one run, which is resumed again and again, with three updates for each kill. It has two
+more kinds:
+
+    launcher    as training, but only torchrun gets SIGKILL; all other processes must end within 5 s
+    background  as saving, while the checkpoint is written in the background (--async-save)
 
 Three jobs alternate: one update per rollout; four, with a token budget and the distributed optimizer; and partial
 rollouts. Flags after `--` apply to all jobs, such as `--tensor-model-parallel-size 2`. The exit code is 1 for any
@@ -57,6 +64,10 @@ JOBS = {
         --rollout-importance-sampling-mode token_truncate""",
 }
 KINDS = ("training", "saving", "training", "saving", "starting", "saving", "training", "training", "saving", "resuming")
+KINDS_OF_ONE_RUN = (
+    "training", "saving", "training", "background", "starting", "training", "launcher", "saving", "training", "saving"
+)  # fmt: skip
+SECONDS_TO_END = 5.0  # for all processes, after a kill of torchrun alone
 TIME_LIMIT = 600.0  # seconds for one run
 
 
@@ -102,29 +113,29 @@ class Run:
         found = re.search(r"^resumed from .* at iteration ([0-9]+)$", self.log, re.MULTILINE)
         return int(found[1]) if found else 0
 
-    def finish(self) -> "Run":
+    def finish(self, limit: float = TIME_LIMIT) -> "Run":
         """Wait for the end; raise GrpoError with the end of the log for a non-zero exit status."""
         status: int | str
         try:
-            status = self.process.wait(max(1.0, TIME_LIMIT - self.seconds))
+            status = self.process.wait(max(1.0, limit - self.seconds))
         except subprocess.TimeoutExpired:
             self.kill()
-            status = f"killed after {TIME_LIMIT:.0f} s"
+            status = f"killed after {limit:.0f} s"
         if status != 0:
             tail = "\n".join(self.log.splitlines()[-30:])
             raise GrpoError(f"exit status {status} of the run in {self.save}; {self.log_file} ends with\n{tail}")
         return self
 
-    def wait_until(self, reached: Callable[["Run"], bool]) -> bool:
+    def wait_until(self, reached: Callable[["Run"], bool], limit: float = TIME_LIMIT) -> bool:
         """Wait until `reached(run)` is true; return False if the run ends first.
 
         Raises GrpoError if it ends with a non-zero exit status.
         """
         while not reached(self):
-            if self.process.poll() is not None or self.seconds > TIME_LIMIT:
-                self.finish()
+            if self.process.poll() is not None or self.seconds > limit:
+                self.finish(limit)
                 return False
-            time.sleep(0.001)
+            time.sleep(0.001 if limit <= TIME_LIMIT else 0.2)
         return True
 
     def kill_at(self, moment: Moment) -> bool:
@@ -134,21 +145,21 @@ class Run:
         time.sleep(moment.delay)
         return self.kill()
 
-    def kill(self) -> bool:
-        """Send SIGKILL to torchrun and all ranks; return False if the run has already ended.
+    def kill(self, launcher_only: bool = False) -> bool:
+        """Send SIGKILL to torchrun and all ranks, or to torchrun alone; return False if the run has already ended.
 
-        torchrun starts each rank in a separate session, so ranks are found as its children. Processes of the ranks must
-        exit on their own. Raises GrpoError if one is still alive after a minute.
+        torchrun starts each rank in a separate session, so ranks are found as its children. All other processes must
+        exit on their own. Raises GrpoError if one is still alive after a minute (torchrun alone: `SECONDS_TO_END`).
         """
         if self.process.poll() is not None:
             return False
         self.process.send_signal(signal.SIGSTOP)  # prevents new processes in the meantime
         torchrun = psutil.Process(self.process.pid)
         ranks, family = torchrun.children(), torchrun.children(recursive=True)
-        for process in (torchrun, *ranks):
+        for process in (torchrun, *([] if launcher_only else ranks)):
             _kill(process)
         self.process.wait()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + (SECONDS_TO_END if launcher_only else 60)
         while left := [process for process in family if _alive(process)]:
             if time.monotonic() > deadline:
                 names = ", ".join(f"{process.pid} {process.name()}" for process in left)
@@ -262,6 +273,46 @@ def kill_and_resume(kind: str, rng: random.Random, reference: Reference, save: P
     return cells, differences(save, reference.save)
 
 
+def kill_one_run(kills: int, rng: random.Random, reference: Reference, save: Path) -> list[str]:
+    """Kill and resume one run; print a line for each kill, and return the differences at the end."""
+    form = "{:>4}  {:10}  {:34}  {:>12}  {:>8}"
+    print(form.format("kill", "kind", "moment", "resumed from", "rows"), flush=True)
+    last = read_rows(reference.save / "metrics.jsonl")[-1]["iteration"]
+    interval = read_checkpoint_args(reference.save)["save_interval"]
+    for number in range(1, kills + 1):
+        kind = KINDS_OF_ONE_RUN[(number - 1) % len(KINDS_OF_ONE_RUN)]
+        done = latest_iteration(save) or 0 if save.exists() else 0
+        if kind == "starting":
+            seconds = rng.uniform(0, reference.start_seconds)
+            moment = Moment(f"start + {seconds:.1f} s", lambda run, seconds=seconds: run.seconds >= seconds, 0.0)
+        elif kind in ("saving", "background"):
+            moment = saving(min(done + interval, last), rng.uniform(0, 0.3 if kind == "saving" else 1.0))
+        else:
+            row, delay = done + rng.randint(1, 2), rng.uniform(0, 0.3)
+            moment = Moment(f"row {row} + {1000 * delay:.0f} ms", lambda run, row=row: last_row(run) >= row, delay)
+        flags = [*reference.flags, *(["--async-save"] if kind == "background" else [])]
+        run = Run(save, flags, reference.nproc)
+        if run.wait_until(moment.reached):
+            time.sleep(moment.delay)
+            killed = run.kill(launcher_only=kind == "launcher")
+        else:
+            killed = False
+        if not killed:
+            raise GrpoError(f"the run ended before kill {number}: give more updates")
+        print(form.format(number, kind, moment.text, run.resumed_from, count_rows(run)), flush=True)
+    Run(save, reference.flags, reference.nproc).finish()
+    return differences(save, reference.save)
+
+
+def last_row(run: Run) -> int:
+    """Return the iteration of the newest row of metrics.jsonl; 0 until this process of the run has written one."""
+    file = run.save / "metrics.jsonl"
+    if not re.search(r"^iteration +[0-9]+/", run.log, re.MULTILINE):
+        return 0
+    newest = file.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2]
+    return json.loads(newest)["iteration"] if newest else 0
+
+
 def differences(save: Path, reference: Path) -> list[str]:
     """Return descriptions of all differences between a finished run and the reference."""
     found = []
@@ -303,6 +354,8 @@ def _contents(directory: Path) -> dict[str, bytes]:
 def check(args: argparse.Namespace) -> bool:
     """Run all kills, print a line of the table for each, and return whether all runs were equal."""
     inputs = make_inputs(args.directory)
+    if args.one_run:
+        return check_one_run(args, inputs)
     references = []
     for job, words in list(JOBS.items())[: args.kills]:
         save = args.directory / f"undisturbed, {job}".replace(", ", "_").replace(" ", "_")
@@ -325,6 +378,18 @@ def check(args: argparse.Namespace) -> bool:
     return equal
 
 
+def check_one_run(args: argparse.Namespace, inputs: list[str]) -> bool:
+    """Run an undisturbed run and one with all kills; return whether both are equal."""
+    words = [*COMMON.split(), *JOBS["one update"].split(), *inputs, *args.flags, "--train-iters", str(3 * args.kills)]
+    for name in ("undisturbed_one", "killed_one"):
+        shutil.rmtree(args.directory / name, ignore_errors=True)
+    reference = make_reference(args.directory / "undisturbed_one", words, args.nproc_per_node)
+    print(f"undisturbed: first row after {reference.start_seconds:.0f} s", flush=True)
+    found = kill_one_run(args.kills, random.Random(args.seed), reference, args.directory / "killed_one")
+    print("\n".join(found) or f"identical after {args.kills} kills", flush=True)
+    return not found
+
+
 def main() -> int:
     """Parse the command line, check, and return the exit code."""
     own, flags = sys.argv[1:], []
@@ -333,6 +398,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="folder of all runs")
     parser.add_argument("--kills", type=int, default=10, metavar="N", help="number of kills [10]")
+    parser.add_argument("--one-run", action="store_true", help="kill one run again and again")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the moments [1]")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="ranks [2]")
     args = parser.parse_args(own)

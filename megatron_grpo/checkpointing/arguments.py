@@ -16,6 +16,18 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
         "save when the number of updates is a multiple of this, and at the end of the run",
     ),
     ("--max-checkpoints-to-keep", COUNT, None, "number of checkpoints to keep; older ones are deleted [all]"),
+    (
+        "--async-save",
+        bool,
+        False,
+        "write checkpoints in the background: a save only copies the tensors into host memory",
+    ),
+    (
+        "--on-save-error",
+        ("continue", "stop"),
+        "continue",
+        "what a failed save does, on a full disk for example: the run goes on, or it ends",
+    ),
     ("--pretrained-checkpoint", PATH, None, "directory of a Megatron checkpoint to load the initial weights from"),
     ("--load-hf", PATH, None, "Hugging Face model directory to load initial weights, architecture and tokenizer from"),
     (
@@ -34,7 +46,7 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
 
 def check_checkpoints(args: Namespace) -> None:
     """Raise GrpoError for conflicting origins or destinations of weights; set the default of --save-hf."""
-    for dest in ("save_interval", "max_checkpoints_to_keep"):
+    for dest in ("save_interval", "max_checkpoints_to_keep", "async_save"):
         needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
         needs(args, dest, "load", "it restricts what is loaded from there")

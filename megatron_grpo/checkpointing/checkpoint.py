@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -41,6 +41,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
+from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
@@ -51,6 +52,7 @@ from megatron_grpo.utils.json_files import read_json_object
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
+__all__ += ["on_rank_0", "start_background_saves", "wait_for_background", "write_state"]
 
 # How megatron-core stores the tensors. Its defaults cannot be loaded with another parallel configuration; these can.
 CONTENT_METADATA = {
@@ -88,9 +90,14 @@ def save_checkpoint(
 
     ``optimizer`` and ``opt_param_scheduler`` may be None (a converted model). ``extra_state``: JSON-serializable, equal
     on all ranks, returned by ``load_checkpoint``. ``save_reference`` writes an updated reference model into a subfolder
-    of the checkpoint; ``save_on_this_rank`` writes files of this rank. Raises GrpoError when writing fails.
+    of the checkpoint; ``save_on_this_rank`` writes files of this rank. Raises GrpoError when writing fails; the earlier
+    checkpoints stay.
+
+    With --async-save the tensors are only copied, and the checkpoint is written in the background: the next save, or
+    `wait_for_background`, raises its error.
     """
-    temporary = _on_rank_0(checkpoint_directory.start, args.save, iteration)
+    wait_for_background()
+    temporary = on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
     if optimizer is not None:
@@ -101,12 +108,24 @@ def save_checkpoint(
     state["extra_state"] = extra_state
     state["layout"] = _parallel_configuration()
     state["optimizer_type"] = optimizer_state.type_name(optimizer)
-    _write(state, temporary, metadata)
-    if save_reference is not None:
-        save_reference(temporary / REFERENCE)
-    _on_each_rank(save_on_this_rank, temporary)
     keep = args.max_checkpoints_to_keep
-    _on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
+    try:
+        if args.async_save:
+            assert _background is not None
+            _background.begin(temporary)
+        write_state(state, temporary, metadata)
+        if save_reference is not None:
+            save_reference(temporary / REFERENCE)
+        _on_each_rank(save_on_this_rank, temporary)
+        if args.async_save:
+            _background.submit(args_to_json(args), keep)
+        else:
+            on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
+    except GrpoError:  # on all ranks
+        if _background is not None:
+            _background.abandon()
+        on_rank_0(checkpoint_directory.discard, temporary)
+        raise
 
 
 def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple[int, dict]:
@@ -116,8 +135,8 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     ``--no-load-rng`` the random states stay unchanged. Hyper-parameters are those of the current flags.
     """
     if args.save:
-        _on_rank_0(checkpoint_directory.clean_up, args.save)
-    iteration, directory = _on_rank_0(_find_verified, args.load)
+        on_rank_0(checkpoint_directory.clean_up, args.save)
+    iteration, directory = on_rank_0(_find_verified, args.load)
     common = _common_state(directory)
     _check_architecture(directory, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
@@ -152,7 +171,7 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
 
 def load_weights(directory: str | Path, model_chunks) -> None:
     """Load only the weights of the newest checkpoint under ``directory``, before the optimizer is built. Collective."""
-    read_weights(_on_rank_0(_find_verified, directory)[1], model_chunks)
+    read_weights(on_rank_0(_find_verified, directory)[1], model_chunks)
 
 
 def read_weights(checkpoint: Path, model_chunks) -> None:
@@ -170,15 +189,15 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
 
 def save_weights(directory: Path, model_chunks) -> None:
     """Write only the weights into a new directory, for `read_weights`. Collective."""
-    _on_rank_0(directory.mkdir)
+    on_rank_0(directory.mkdir)
     metadata = _with_group(CONTENT_METADATA)
-    _write({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
+    write_state({"checkpoint_version": 3.0} | _model_state(model_chunks, metadata), directory, metadata)
 
 
 def subfolder(root: str | Path, name: str) -> Path | None:
     """Return the folder ``name`` of the newest checkpoint under ``root``, or None. Collective."""
-    directory = _on_rank_0(_find_verified, root)[1] / name
-    return directory if _on_rank_0(directory.is_dir) else None
+    directory = on_rank_0(_find_verified, root)[1] / name
+    return directory if on_rank_0(directory.is_dir) else None
 
 
 def updated_reference(root: str | Path) -> Path | None:
@@ -186,39 +205,60 @@ def updated_reference(root: str | Path) -> Path | None:
     return subfolder(root, REFERENCE)
 
 
-def _write(state: dict, directory: Path, metadata: dict) -> None:
+def write_state(state: dict, directory: Path, content_metadata: dict | None = None) -> None:
+    """Write a state dict with sharded tensors into an empty directory, in megatron-core's torch_dist format.
+
+    Collective. Writes in this process, or copies for the background save that is being staged. Raises GrpoError on all
+    ranks if any rank fails.
+
+    megatron-core's own save is designed for background saves. It forks the trainer, which is unsafe with CUDA, gloo and
+    vLLM threads. It also starts a helper process that imports the program again (3 s at the first save of a tiny model,
+    compared with 0.3 s here) and survives a killed trainer. An error of rank 0 alone leaves the other ranks waiting.
+    The common state is stored in common.pt, as megatron-core 0.16 does: 0.19, which stores it as one more sharded
+    object, loads both.
+    """
+    if content_metadata is not None:
+        state = state | {"content_metadata": content_metadata}
     try:
-        dist_checkpointing.save(
-            state, str(directory), sharded_strategy=_InProcessSave("torch_dist", 1), content_metadata=metadata
+        sharded, common = save_preprocess(state)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=(
+                StagingWriter(directory, common, _background)
+                if _background is not None and _background.job is not None
+                else data_files.Writer(directory, common)
+            ),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
         )
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise GrpoError(f"checkpoint {directory} cannot be written: {_cause(error)}") from error
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Save strategy for megatron-core's torch_dist format that writes in this process, with checksums.
-
-    megatron-core's strategy is designed for background saves. It forks the trainer, which is unsafe with CUDA, gloo and
-    vLLM threads. It also starts a helper process that imports the program again (3 s at the first save of a tiny model,
-    compared with 0.3 s here) and survives a killed trainer.
-
-    megatron-core 0.19 passes the common state as one more sharded object. It is stored as 0.16 stores it, in common.pt,
-    so that either version can load checkpoints of the other.
-    """
-
-    def save(self, sharded_state_dict, checkpoint_dir) -> None:
-        common = sharded_state_dict.pop("common_state", None)
-        if common is not None and dist.get_rank() == 0:
-            torch.save(common.data, Path(checkpoint_dir, "common.pt"))
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
-            storage_writer=data_files.Writer(checkpoint_dir),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-        )
+_background: BackgroundSaves | None = None  # this rank's, with --async-save
 
 
-def _on_rank_0(function: Callable, *arguments):
+def start_background_saves() -> BackgroundSaves:
+    """Start this rank's process for checkpoints that are written in the background, for --async-save."""
+    global _background
+    _background = BackgroundSaves()
+    return _background
+
+
+def wait_for_background() -> None:
+    """Wait until the save in hand is published; raise GrpoError on all ranks if it failed. Collective."""
+    if _background is None:
+        return
+    job, error = _background.job, _background.wait()
+    errors: list = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}")
+    for text in filter(None, errors):
+        if dist.get_rank() == 0 and job is not None:
+            checkpoint_directory.discard(job.temporary)
+        raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
+
+
+def on_rank_0(function: Callable, *arguments):
     """Call a function on rank 0 only; return its result on all ranks, or raise its GrpoError or OSError there."""
     outcome: list = [None, None]
     if dist.get_rank() == 0:
@@ -269,7 +309,7 @@ def _common_state(directory: Path) -> dict:
         common = dist_checkpointing.load_common_state_dict(str(directory))
     except Exception as error:  # files of Megatron-LM's, which have no checksum, raise anything
         raise GrpoError(f"checkpoint {directory} is damaged: its common state cannot be read: {error!r}") from error
-    if "layout" in common and not _on_rank_0((directory / checkpoint_directory.MANIFEST).exists):
+    if "layout" in common and not on_rank_0((directory / checkpoint_directory.MANIFEST).exists):
         raise GrpoError(
             f"checkpoint {directory} is damaged: {checkpoint_directory.MANIFEST} is missing, without which nothing can "
             "be checked"
@@ -311,7 +351,7 @@ def _check_presence(request: dict, directory: Path) -> None:
     """Raise GrpoError when a key that any rank requests is missing; megatron-core's own error is less clear."""
     # Transformer Engine's modules request an extra state (FP8 scales), which a checkpoint of local layers lacks.
     wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
-    absent = {key for key in wanted - _on_rank_0(_stored_keys, directory) if "_extra_state" not in key}
+    absent = {key for key in wanted - on_rank_0(_stored_keys, directory) if "_extra_state" not in key}
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, absent)
     missing = sorted(set().union(*everywhere))

@@ -7,7 +7,9 @@ A reader checks each item that it loads, so nothing is read twice from the disk 
 
 import io
 import json
+import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -72,8 +74,29 @@ def write_items(file: Path, items: Iterable[tuple[MetadataIndex, Data]]) -> list
     return results
 
 
+def file_name(rank: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"__{rank}_0{DEFAULT_SUFFIX}"
+
+
 class Writer(torch_checkpoint.FileSystemWriter):
-    """Torch's writer of checkpoints in this process: one data file a rank, and checksums.json."""
+    """Torch's writer of checkpoints in this process: one data file a rank, and checksums.json.
+
+    ``common``: values without tensors, equal on all ranks, for common.pt [none]. An error of any rank is raised on all.
+    """
+
+    def __init__(self, directory: str | Path, common: dict | None = None):
+        super().__init__(directory)
+        self.common = common
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return torch's plan, on rank 0; raise GrpoError if the disk has no room for it."""
+        data = (item.tensor_data for plan in plans for item in plan.items)
+        need = sum(math.prod(d.chunk.sizes) * d.properties.dtype.itemsize for d in data if d is not None)
+        free = shutil.disk_usage(self.path).free
+        if need > free:
+            raise GrpoError(f"the disk is full: it needs {need / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free")
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's items; the next tensor is copied from the device meanwhile."""
@@ -83,9 +106,19 @@ class Writer(torch_checkpoint.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write checksums.json and .metadata, on rank 0."""
+        """Write the files that describe the data, on rank 0."""
+        self.write_common()
         write_checksums(Path(self.path), [item for of_rank in results for item in of_rank])
         super().finish(metadata, results)
+
+    def write_common(self) -> None:
+        """Write common.pt and metadata.json."""
+        if self.common is not None:
+            # Not above: the process of background saves imports this module, and needs no megatron-core.
+            from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+            torch.save(self.common, Path(self.path, "common.pt"))
+            save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
 
 
 def write_checksums(directory: Path, written: Sequence[Written]) -> None:

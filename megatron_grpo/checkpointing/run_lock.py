@@ -7,6 +7,7 @@ that wrote the lease, a file lock (fcntl) says whether its holder still runs. An
 it is taken over if nothing renews it for `LEASE` seconds.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,6 +43,7 @@ class RunLock:
         }
         self._beats = 0
         self.taken_over = ""
+        self._mutex = threading.Lock()  # of the descriptor and the file
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._open(time.monotonic() + patience)
@@ -101,26 +103,43 @@ class RunLock:
     def _keep(self) -> None:
         while not self._released.wait(self._beat):
             try:
-                if self.lost() is None:
-                    self._renew()
+                with self._mutex:
+                    if not (self._released.is_set() or self.taken_by() or self.deleted()):
+                        self._renew()
             except OSError:  # a full or absent file system: saves report it
                 continue
 
-    def lost(self) -> str | None:
-        """Return the reason why this run has lost the lock, or None: the file was deleted, or another run holds it."""
+    def taken_by(self) -> str | None:
+        """Return a sentence about the run that has taken the lock over, or None."""
         holder = _read(self._descriptor)
-        if holder.get("run", self._run["run"]) != self._run["run"]:
-            return f"{_describe(holder)} has taken it over, because this run did not renew its lock for {LEASE:.0f} s"
-        return None if _same(self.file, self._descriptor) else f"{self.file} was deleted"
+        if holder.get("run", self._run["run"]) == self._run["run"]:
+            return None
+        return f"{_describe(holder)} has taken it over, because this run did not renew its lock for {LEASE:.0f} s"
+
+    def deleted(self) -> bool:
+        """Return whether the file was deleted, probably with its directory."""
+        return not _same(self.file, self._descriptor)
+
+    def take_again(self) -> None:
+        """Lock the directory once more after it was deleted; GrpoError if another run was faster."""
+        with self._mutex:
+            os.close(self._descriptor)
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._descriptor = self._open(time.monotonic())
+                self._renew()
+            except OSError as error:
+                raise GrpoError(f"--save {self.root} was deleted, and cannot be made again: {error}") from error
 
     def release(self) -> None:
         """Delete the file; further calls do nothing."""
         if self._released.is_set():
             return
-        self._released.set()
-        if self.lost() is None:
-            self.file.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        with self._mutex, contextlib.suppress(OSError):  # its file system is gone, perhaps
+            self._released.set()
+            if not (self.taken_by() or self.deleted()):
+                self.file.unlink(missing_ok=True)
+            os.close(self._descriptor)
 
 
 def _read(descriptor: int) -> dict:

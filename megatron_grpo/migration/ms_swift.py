@@ -397,7 +397,7 @@ RUN = (
     Row("--save_only_model", None, None, "a checkpoint always holds the optimizer"),
     Row("--no_save_optim", None, None, "a checkpoint always holds the optimizer"),
     Row("--no_save_rng", None, None, "a checkpoint always holds the random states"),
-    Row("--async_save", None, None, "checkpoints are written between rollouts"),
+    Row("--async_save", "--async-save"),
     Row("--report_to", "--wandb-project", reported("wandb", "megatron-swift")),
     Row("--report_to", "--swanlab-project", reported("swanlab", "megatron-swift")),
     Row("--report_to", "--tensorboard-dir", reported("tensorboard", "$SAVE/tensorboard")),

@@ -78,6 +78,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         file = path.parent / str(base)
         if isinstance(base, str) and file.is_file():
             merged = _merge(merged, load_yaml(file))
+        elif str(base).endswith((".yaml", ".yml")):  # a name without an ending is a group of hydra's, inside the system
+            raise GrpoError(f"{path}: its defaults are in {file}, and there is no such file: copy it there")
     return _merge(merged, values)
 
 

@@ -7,6 +7,7 @@ from megatron_grpo.migration import ms_swift, nemo_rl, oumi, roll, slime, trl, v
 from megatron_grpo.migration.rows import Row, System, key_of
 
 MODULES = (ms_swift, verl, trl, slime, roll, nemo_rl, oumi)
+_MOST_DOTTED = 3
 SYSTEMS: dict[str, System] = {module.SYSTEM.name: module.SYSTEM for module in MODULES}
 
 
@@ -37,13 +38,21 @@ def row_key_of(key: str, rows: dict[str, list[Row]]) -> str | None:
 
 
 def answer(name: str) -> str | None:
-    """Return one line about a name of another system: our flag, with the change of unit; None if no system has it."""
-    systems: dict[str, list[str]] = defaultdict(list)
-    for system, row in _rows_by_key().get(key_of(name), ()):
-        about = _about(row)
-        if system not in systems[about]:
-            systems[about].append(system)
-    lines = [f"{_possessive(names)} {name} {about}" for about, names in systems.items()]
+    """Return one line about a name of another system: our flag, with the change of unit; None if no system has it.
+
+    A name of several words that no system has may be the last part of dotted ones, if these are at most `_MOST_DOTTED`.
+    """
+    key = key_of(name)
+    rows = _rows_by_key().get(key, [])
+    if not rows and "." not in key and "_" in key:
+        dotted = [pair for other, pairs in _rows_by_key().items() if other.endswith(f".{key}") for pair in pairs]
+        rows = dotted if len(dotted) <= _MOST_DOTTED else []
+    systems: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for system, row in rows:
+        theirs = name if key_of(row.theirs) == key else row.theirs
+        if system not in systems[theirs, _about(row)]:
+            systems[theirs, _about(row)].append(system)
+    lines = [f"{_possessive(names)} {theirs} {about}" for (theirs, about), names in systems.items()]
     return "; ".join(lines) or None
 
 

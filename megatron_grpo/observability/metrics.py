@@ -29,8 +29,10 @@ from megatron_grpo.observability.metric_guide import check_names
 from megatron_grpo.observability.profiling import PHASE
 from megatron_grpo.observability.trackers import build_trackers, completion_table
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.utils import progress
+from megatron_grpo.utils.errors import GrpoError
 
-_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak"}
+_MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak", "memory/peak_update"}
 _MINIMA = {"completion/length_min", "ratio/min"}
 _LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}
@@ -61,13 +63,18 @@ class Timers:
         """
         check_names([f"time/{phase}"])
         if self.in_phase:
-            yield
+            with progress.phase(phase):
+                yield
             return
         self.in_phase = True
         self.began(phase)
         start = _now()
         try:
-            with self.guard(phase), torch.profiler.record_function(PHASE + phase):  # a range for --profile
+            with (
+                progress.phase(phase),
+                self.guard(phase),
+                torch.profiler.record_function(PHASE + phase),
+            ):  # a range for --profile
                 yield
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
         finally:
@@ -88,6 +95,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
+FILES = "metrics.jsonl", "completions.jsonl"
 SECONDS_BETWEEN_LINES = 30.0  # about a rollout's progress, if the output is not a terminal
 SECONDS_BETWEEN_DRAWS = 0.5  # of the progress bar
 
@@ -106,6 +114,7 @@ class MetricsLogger:
         self.interval: list[dict] = []  # the updates since the last row
         self.iteration = start_iteration
         self.files: dict[str, TextIO] = {}
+        self.failing: set[str] = set()  # files that could not be written
         self.trackers: list = []
         self.peak_tflops = peak_tflops(args)
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)  # (updates, seconds) of the last rows, for the ETA
@@ -114,12 +123,12 @@ class MetricsLogger:
         if not self.active:
             return
         if args.save:
-            for name in ("metrics.jsonl", "completions.jsonl"):
+            for name in FILES:
                 path = Path(args.save, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                truncate_after(path, start_iteration)
-                # A lone surrogate is written as \udc80, which is its form in JSON.
-                self.files[name] = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+                if damaged := truncate_after(path, start_iteration):
+                    print(f"{path}: {damaged} damaged lines left out", flush=True)
+            self.open_files()
         self.trackers = build_trackers(args, start_iteration)
         # disable=None: no bar if the output is not a terminal.
         self.bar = tqdm(
@@ -131,6 +140,14 @@ class MetricsLogger:
             leave=False,
             dynamic_ncols=True,
         )
+
+    def open_files(self) -> None:
+        """Open the files in --save to append to them; again, if they were deleted."""
+        for name in FILES:
+            # A lone surrogate is written as \udc80, which is its form in JSON.
+            self.files[name] = open(  # noqa: SIM115
+                Path(self.args.save, name), "a", encoding="utf-8", errors="backslashreplace"
+            )
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Add the metrics of one update (a subset of METRICS); write a row every ``--log-interval`` updates.
@@ -199,16 +216,18 @@ class MetricsLogger:
         uninterrupted one.
         """
         self._write_row()
-        for file in self.files.values():
-            os.fsync(file.fileno())
+        for name, file in self.files.items():
+            with self._file_errors(name):
+                os.fsync(file.fileno())
         for tracker in self.trackers:
             tracker.flush()
 
     def close(self) -> None:
         """Flush and close; further calls are errors."""
         self.flush()
-        for file in self.files.values():
-            file.close()
+        for name, file in self.files.items():
+            with self._file_errors(name):
+                file.close()
         for tracker in self.trackers:
             tracker.close()
         if self.bar is not None:
@@ -244,8 +263,26 @@ class MetricsLogger:
 
     def _append(self, name: str, row: dict) -> None:
         # Flushed to the operating system now, so that a killed process loses nothing; fsync in flush().
-        self.files[name].write(json.dumps(_without_nan(row), ensure_ascii=False) + "\n")
-        self.files[name].flush()
+        with self._file_errors(name):
+            self.files[name].write(json.dumps(_without_nan(row), ensure_ascii=False) + "\n")
+            self.files[name].flush()
+
+    @contextlib.contextmanager
+    def _file_errors(self, name: str) -> Iterator[None]:
+        """Context in which an error of a file, such as a full disk, ends the run only with --on-save-error stop.
+
+        Rows stay in the file's buffer, and are written when there is room again. The first error is printed.
+        """
+        try:
+            yield
+            self.failing.discard(name)
+        except OSError as error:
+            message = f"{Path(self.args.save, name)} cannot be written: {error.strerror}"
+            if self.args.on_save_error == "stop":
+                raise GrpoError(message) from error
+            if name not in self.failing:
+                self.failing.add(name)
+                self.print(f"{message}; its rows are written when that is possible again")
 
 
 def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -276,25 +313,30 @@ def _without_nan(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def truncate_after(path: Path, iteration: int) -> None:
+def truncate_after(path: Path, iteration: int) -> int:
     """Delete the rows of a JSON-lines file with a later ``iteration`` than the given one; all rows for iteration 0.
 
-    An incomplete line of a killed run is deleted, too. The file is replaced atomically.
+    Damaged lines are deleted, too; returns their number, besides the last one, which a killed run leaves incomplete.
+    The file is replaced atomically.
     """
     if not path.exists():
-        return
+        return 0
     temporary = path.with_name(path.name + ".tmp")
+    damaged, ended = 0, True
     with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
         for line in old:
+            ended = line.endswith("\n")
             try:
-                row_iteration = json.loads(line)["iteration"]
+                keep = iteration > 0 and json.loads(line)["iteration"] <= iteration
             except (ValueError, KeyError, TypeError):
+                damaged += ended
                 continue
-            if iteration > 0 and row_iteration <= iteration:
+            if keep:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
     os.replace(temporary, path)
+    return damaged
 
 
 # (title, metric, format), the most important first: a narrow terminal shows those that fit.

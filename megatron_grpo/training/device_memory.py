@@ -39,22 +39,27 @@ class DeviceMemory:
         self.model: list = []
         self.optimizer = None
         self.engine = None
-        self._peak = 0
+        self._peak = self._peak_without_engine = 0
 
-    def mark(self) -> None:
-        """Take the peak of the time since the last call. Call this before the engine allocates or frees memory.
+    def mark(self, engine: bool) -> None:
+        """Take the peak since the last call. Call this before the engine allocates or frees memory.
 
-        torch counts the engine's memory as allocated while the engine sleeps, although the GPU has it back.
+        ``engine``: whether it was awake since the last call. torch counts its memory as allocated while it sleeps,
+        although the GPU has it back.
         """
         if torch.cuda.is_available():
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated() - self._engine_bytes()[1])
+            peak = torch.cuda.max_memory_allocated() - self._engine_bytes()[1]
+            self._peak = max(self._peak, peak)
+            if not engine:
+                self._peak_without_engine = max(self._peak_without_engine, peak)
             torch.cuda.reset_peak_memory_stats()
 
-    def peak(self) -> float:
-        """Return the peak since the last call, in GiB: the memory of this process's tensors, the engine's included."""
-        self.mark()
-        peak, self._peak = self._peak, 0
-        return peak / GIB
+    def peaks(self) -> dict[str, float]:
+        """Return the peaks of this process's tensors since the last call, in GiB, with the names of METRICS."""
+        self.mark(engine=False)
+        found = {"memory/peak": self._peak / GIB, "memory/peak_update": self._peak_without_engine / GIB}
+        self._peak = self._peak_without_engine = 0
+        return found
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_grpo.checkpointing.arguments import check_checkpoints
+from megatron_grpo.models.arguments import check_model
 from megatron_grpo.rewards.arguments import check_rewards
 from megatron_grpo.rewards.registry import get_rewards, known_rewards
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
@@ -36,6 +37,8 @@ def check_early(args: Namespace, world_size: int) -> None:
     check_duration(args)
     check_optimizer(args)
     check_checkpoints(args)
+    if not (args.load_hf or args.load or args.pretrained_checkpoint):  # the flags alone give the architecture
+        check_model(args)
     for dest in ("load_hf", "ref_load_hf", "teacher_load_hf"):
         if directory := getattr(args, dest):
             read_config(directory)

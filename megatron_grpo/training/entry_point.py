@@ -9,15 +9,18 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
-from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
+from megatron_grpo.parallel.initialize import host_group, print_rank_0
+from megatron_grpo.utils.errors import GrpoError, Preempted, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.process_tree import end_with_launcher
 
 _last_steps: list[Callable[[], None]] = []
 
 
 def before_exit(step: Callable[[], None]) -> None:
-    """Have `run` call ``step`` just before the process ends, after an error too; it must neither hang nor raise."""
+    """Have `run` call ``step`` just before the process ends, after an error too; it must neither hang nor raise.
+
+    The last step that was given is called first.
+    """
     _last_steps.append(step)
 
 
@@ -33,6 +36,8 @@ def run(main) -> None:
     code = 0
     try:
         main()
+    except Preempted as error:
+        print_rank_0(f"left the rollout: {error}")
     except GrpoError as error:
         code, raised = 1, time.time()
         if _prints_error(after_rank_0=True):
@@ -61,7 +66,7 @@ def run(main) -> None:
     if code == 0 and dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()
-    for step in _last_steps:
+    for step in reversed(_last_steps):
         step()
     # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block sys.exit.
     os._exit(code)

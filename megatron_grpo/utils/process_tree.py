@@ -74,6 +74,21 @@ def _end_after(process: int, descriptor: int | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_with_parent() -> None:
+    """End this process at once when the process that started it ends. No effect outside Linux."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = os.pidfd_open(parent)
+    if _started_by_main_thread(parent):
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_end_after, args=(parent, descriptor), name="parent watch", daemon=True).start()
+
+
 def supervise() -> None:
     """Return in a child of this process; the process itself stays as the supervisor of the child and never returns.
 

@@ -216,8 +216,7 @@ def check_checkpoint(path: Path, previous: Path | None, groups: ProcessGroupColl
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
-    in_process = checkpoint._InProcessSave("torch_dist", 1)  # megatron-core's own starts a process per rank
-    dist_checkpointing.save(module.sharded_state_dict("layer."), str(path), sharded_strategy=in_process)
+    checkpoint.write_state(module.sharded_state_dict("layer."), path)
     return path
 
 

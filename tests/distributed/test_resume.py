@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
 
-from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, publish, start
 from tools import resume_check
 from tools.resume_check import Moment, Reference, differences, read_rows, saving
 
@@ -68,8 +67,12 @@ def run_tool(command, **_):
 
 @pytest.fixture(scope="module")
 def stopped(reference) -> resume_check.Run:
-    """The same with --exit-interval, killed while saving on its way there, after a row that no checkpoint has yet."""
-    save, flags = reference.save.with_name("stopped"), [*reference.flags, "--exit-interval", str(STOP)]
+    """The same with --exit-interval, killed while saving on its way there, after a row that no checkpoint has yet.
+
+    It saves in the background; the reference does not.
+    """
+    flags = [*reference.flags, "--exit-interval", str(STOP), "--async-save"]
+    save = reference.save.with_name("stopped")
     assert resume_check.Run(save, flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))
     assert latest_iteration(save) >= 2
     assert 3 in iterations(save)
@@ -103,7 +106,7 @@ def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference,
     """A run that was killed, and killed again or not; --exit-interval does not stop it where it begins."""
     save, flags = (
         stopped.save.with_name(f"killed again {killed_again}"),
-        [*reference.flags, "--exit-interval", str(STOP)],
+        [*reference.flags, "--exit-interval", str(STOP), "--async-save"],
     )
     shutil.copytree(stopped.save, save)
     moments = {
@@ -127,8 +130,12 @@ def test_killed_with_unfinished_completions_it_goes_on_to_the_very_same_end(tmp_
         f"{resume_check.COMMON} {resume_check.JOBS['partial rollouts']} --train-iters {UPDATES} --global-batch-size 64"
     )
     flags = [*job.split(), *resume_check.make_inputs(tmp_path)]
+    run_of = resume_check.Run
+
+    def alone(save, flags, nproc=1):
+        return run_of(save, flags, 1)
+
     with pytest.MonkeyPatch.context() as patch:
-        alone = partial(resume_check.Run, nproc=1)
         patch.setattr(resume_check, "Run", alone)
         reference = resume_check.make_reference(tmp_path / "undisturbed", flags)
     assert alone(tmp_path / "killed", flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))
@@ -197,9 +204,7 @@ def test_what_the_tool_calls_a_difference(tmp_path):
 def test_moments_are_drawn_from_the_seed_alone(tmp_path):
     rows = [{"iteration": i, "time/save": 0.1} for i in range(1, 25)]
     save = write_run(tmp_path, rows, b"")
-    (save / "iter_0000024").mkdir()
-    (save / "iter_0000024" / "args.json").write_text('{"save_interval": 4}')
-    (save / "latest_checkpointed_iteration.txt").write_text("24")
+    publish(start(save, 24), {"save_interval": 4})
     reference = Reference([], save, start_seconds=10.0)
     draws = [
         [resume_check.draw_moment(k, random.Random(s), reference).text for s in range(40)]

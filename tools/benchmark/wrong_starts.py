@@ -4,8 +4,9 @@
 
 Makes a small random model and its data in a temporary directory, and starts one run for each mistake in a terminal of
 24 lines and 80 columns, by python and by torchrun with two processes. Prints a Markdown table: seconds from the command
-to the message, lines on the screen below the message, and the message; before it the seconds that any start takes. The
-exit code is 1 if a start succeeds, prints a traceback of this program, or has no message on its last screen. Needs pyte
+to the message, seconds of CPU time until the end, lines on the screen below the message, and the message; above it what
+any start takes. The CPU time is that of all processes, and hardly depends on what else the machine does. The exit code
+is 1 if a start succeeds, prints a traceback of this program, or has no message on its last screen. Needs pyte
 (requirements-test.txt).
 """
 
@@ -15,6 +16,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -135,8 +137,8 @@ CASES: dict[str, Make] = {
     "no data": without("--train-data-path"),
     "no reward": without("--reward-funcs"),
     "no model": without("--load-hf"),
-    "no end": without("--train-iters"),
-    "two ends": flags("--num-epochs 1"),
+    "no length of the run": without("--train-iters"),
+    "two lengths of the run": flags("--num-epochs 1"),
     "a batch that groups do not divide": flags("--num-generations 3"),
     "a batch that ranks do not divide": flags("--global-batch-size 20"),
     "more model parallel ranks than processes": flags("--tensor-model-parallel-size 8"),
@@ -202,6 +204,7 @@ class Start:
     code: int | None  # None: it ran into the limit
     text: str
     seconds: float  # until the message, else until the end
+    cpu_seconds: float  # of all its processes
     message: str | None
     below: int | None  # lines of the last screen below the message; None if it is not on the last screen
 
@@ -214,7 +217,7 @@ def start(words: list[str], directory: Path) -> Start:
     environment |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
-    began, seconds, output = time.monotonic(), None, b""
+    began, cpu_before, seconds, output = time.monotonic(), cpu_time(), None, b""
     process = subprocess.Popen(
         words,
         cwd=directory,
@@ -244,7 +247,14 @@ def start(words: list[str], directory: Path) -> Start:
     text = output.decode(errors="replace").replace("\r\n", "\n")
     message = message_in(text)
     spent = time.monotonic() - began
-    return Start(code, text, spent if seconds is None else seconds, message, lines_below(screen, message))
+    seconds = spent if seconds is None else seconds
+    return Start(code, text, seconds, cpu_time() - cpu_before, message, lines_below(screen, message))
+
+
+def cpu_time() -> float:
+    """Return the seconds of CPU time of the processes that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def message_in(text: str) -> str | None:
@@ -280,11 +290,11 @@ def make_inputs(root: Path) -> Inputs:
     return inputs
 
 
-def seconds_of(words: list[str]) -> float:
-    """Return the seconds that a command takes."""
-    began = time.monotonic()
+def seconds_of(words: list[str]) -> str:
+    """Return the seconds that a command takes, and those of CPU time, as text."""
+    began, cpu_before = time.monotonic(), cpu_time()
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return time.monotonic() - began
+    return f"{time.monotonic() - began:.1f} s, {cpu_time() - cpu_before:.1f} s of CPU time"
 
 
 def main() -> None:
@@ -295,16 +305,16 @@ def main() -> None:
     launchers = [args.launcher] if args.launcher else ["python", "torchrun"]
     chosen = {title: make for title, make in CASES.items() if (args.only or "") in title}
     wrong = 0
-    print(f"imports of pretrain_grpo.py: {seconds_of([sys.executable, '-c', 'import pretrain_grpo']):.1f} s")
+    print(f"imports of pretrain_grpo.py: {seconds_of([sys.executable, '-c', 'import pretrain_grpo'])}")
     with tempfile.TemporaryDirectory() as directory:
         if "torchrun" in launchers:
             empty = Path(directory, "empty.py")
             empty.touch()
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(empty)]
-            print(f"torchrun of two empty programs: {seconds_of(words):.1f} s")
+            print(f"torchrun of two empty programs: {seconds_of(words)}")
         inputs = make_inputs(Path(directory))
-        print("\n| mistake | " + " | ".join(f"{name}, s | below" for name in launchers) + " | message |")
-        print("|---|" + "--:|--:|" * len(launchers) + "---|")
+        print("\n| mistake | " + " | ".join(f"{name}: s | CPU s | below" for name in launchers) + " | message |")
+        print("|---|" + "--:|--:|--:|" * len(launchers) + "---|")
         for title, make in chosen.items():
             cells, message = [], None
             for launcher in launchers:
@@ -313,7 +323,8 @@ def main() -> None:
                 if not fine:
                     wrong += 1
                     print(f"{title} ({launcher}): code {run.code}\n{run.text[-3000:]}", file=sys.stderr)
-                cells.append(f"{run.seconds:.1f} | {'-' if run.below is None else run.below}")
+                below = "-" if run.below is None else run.below
+                cells.append(f"{run.seconds:.1f} | {run.cpu_seconds:.1f} | {below}")
                 message = message or run.message
             shown = (message or "none").replace(str(inputs.root), "DIR").replace("|", "\\|")
             print(f"| {title} | " + " | ".join(cells) + f" | {shown} |", flush=True)

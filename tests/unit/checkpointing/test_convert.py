@@ -152,13 +152,12 @@ def megatron_lm(root, hf_dir, fused=True, singleton=False, common_pt=True, **mor
     }  # fmt: skip
     directory = checkpoint_directory.iteration_directory(root, 100)
     directory.mkdir(parents=True)
-    strategy = checkpoint._InProcessSave("torch_dist", 1)
     if common_pt:
-        dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
+        checkpoint.write_state(state, directory)
     else:
         tensors, common = extract_sharded_base(state)
         tensors["common"] = dist_checkpointing.ShardedObject("common_state", common, (1,), (0,))
-        dist_checkpointing.save(tensors, str(directory), sharded_strategy=strategy)
+        checkpoint.write_state(tensors, directory)
         (directory / "common.pt").unlink()
     (directory / "checksums.json").unlink()
     (root / checkpoint_directory.LATEST).write_text("100")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,18 +102,22 @@ def test_a_run_that_lost_its_lease_knows(tmp_path, monkeypatch):
     first = RunLock(tmp_path, beat=1000)
     elsewhere(tmp_path, monkeypatch)
     second = RunLock(tmp_path, lease=0.1)
-    assert "has taken it over" in first.lost()
+    assert "has taken it over" in first.taken_by()
     first.release()
-    assert second.lost() is None
+    assert second.taken_by() is None and not second.deleted()
     second.release()
     assert not (tmp_path / NAME).exists()
 
 
 def test_a_deleted_directory_is_noticed(tmp_path):
     lock = RunLock(tmp_path / "save")
-    assert lock.lost() is None
-    (tmp_path / "save" / NAME).unlink()
-    assert lock.lost() == f"{tmp_path / 'save' / NAME} was deleted"
+    assert not lock.deleted()
+    shutil.rmtree(tmp_path / "save")
+    assert lock.deleted()
+    lock.take_again()
+    assert not lock.deleted()
+    with Holder(tmp_path / "save") as other:
+        assert "is in use by" in other.answer
     lock.release()
 
 

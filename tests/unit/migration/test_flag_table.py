@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_grpo.migration.rows import Settings
-from megatron_grpo.migration.table import SYSTEMS
+from megatron_grpo.migration.table import SYSTEMS, answer
 from megatron_grpo.migration.translate import translate
 from megatron_grpo.training.arguments import build_parser
 
@@ -91,6 +91,16 @@ def test_a_person_decides(system, settings, question):
     values = {name.replace("__", "."): value for name, value in settings.items()}
     points = translate(SYSTEMS[system], Settings(values), GROUPS).decide
     assert any(question in point for point in points), points
+
+
+def test_the_last_part_of_a_dotted_name_is_enough():
+    assert answer("--ppo_mini_batch_size").startswith(
+        "verl's actor_rollout_ref.actor.ppo_mini_batch_size is --global-batch-size here ("
+    )
+    assert "Oumi's training.enable_gradient_checkpointing is --recompute-granularity here" in answer(
+        "--enable-gradient-checkpointing"
+    )
+    assert answer("--path") is answer("--tensor_model_parallel_sizes") is None
 
 
 def of(system: str, **settings):

@@ -271,6 +271,11 @@ def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
         ("run.yaml", "a: 1\n", r"its top-level keys \(a\) belong to no known system; give --system"),
         ("run.yaml", "- a\n", "its top level is no mapping"),
         ("run.yaml", "a: [\n", "cannot be read as YAML"),
+        (
+            "run.yaml",
+            "defaults: gone.yaml\npolicy: {}\n",
+            r"its defaults are in .*gone\.yaml, and there is no such file",
+        ),
     ],
 )
 def test_unreadable_scripts_are_refused(file, text, message, tmp_path, capsys):

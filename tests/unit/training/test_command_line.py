@@ -85,9 +85,10 @@ RUN = "--lr 1e-6 --train-iters 8 --reward-funcs exact_match --train-data-path pr
         ("--lr 1e-6", "--train-data-path is missing: name the files of training prompts"),
         (f"{RUN} --global-batch-size 20", "global_batch_size (20) must be divisible by micro_batch_size (8)"),
         (f"{RUN} --num-iterations 3", "--train-iters (8) must be divisible by the updates per rollout (3 = "),
-        (f"{RUN} --reward-funcs exact_macth", '"exact_macth" (did you mean "exact_match"?)'),
+        (f"{RUN} --load run --reward-funcs exact_macth", '"exact_macth" (did you mean "exact_match"?)'),
+        (RUN, "--num-layers is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args"),
         (f"{RUN} --load-hf gone", "gone is not a Hugging Face model directory"),
-        (f"{RUN} --train-data-path gone.jsonl", "--train-data-path gone.jsonl: no such file"),
+        (f"{RUN} --load run --train-data-path gone.jsonl", "--train-data-path gone.jsonl: no such file"),
         (f"{RUN} --save-interval 2", "--save-interval needs --save"),
         (f"{RUN} --min-lr 1", "--min-lr (1.0) must lie between 0 and --lr (1e-06)"),
     ],
@@ -145,7 +146,8 @@ def test_a_run_may_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").touch()
     check_flags([*RUN.split(), "--pretrained-checkpoint", "checkpoint", "--use-checkpoint-args"])
-    check_flags("--dry-run --num-layers 4 --micro-batch-size 8".split())  # sizes alone
+    shape = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --max-position-embeddings 99"
+    check_flags(f"--dry-run --micro-batch-size 8 --model-family qwen3 {shape}".split())  # sizes alone
     assert capsys.readouterr().err == ""
 
 

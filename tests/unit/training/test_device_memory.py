@@ -47,12 +47,14 @@ def memory(monkeypatch, one_process):
 def test_the_peak_leaves_out_what_sleep_has_freed(memory, monkeypatch):
     gpu = Gpu(monkeypatch)
     gpu.peak = 130  # in an update
-    memory.mark()
+    memory.mark(engine=False)
     memory.engine.device_bytes = lambda: (50 * GIB, 0)
-    gpu.peak = 90  # awake
-    assert memory.peak() == 100
+    gpu.peak = 110  # awake
+    memory.mark(engine=True)
+    gpu.peak = 90
+    assert memory.peaks() == {"memory/peak": 110, "memory/peak_update": 100}
     gpu.peak = 60
-    assert memory.peak() == 60
+    assert memory.peaks() == {"memory/peak": 60, "memory/peak_update": 60}
 
 
 def test_holders_add_up_to_the_device(memory, monkeypatch):

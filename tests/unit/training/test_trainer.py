@@ -53,7 +53,7 @@ class Lost:
     """A trainer at update 4 whose engine is lost, and what was done with it."""
 
     def __init__(self, tmp_path, newest: int | None, save=True, reload_fails=False):
-        self.args = SimpleNamespace(save=str(tmp_path) if save else None)
+        self.args, self.background_saves = SimpleNamespace(save=str(tmp_path) if save else None), None
         self.iteration, self.done, self._reload_fails = 4, [], reload_fails
         self.engine = SimpleNamespace(close=lambda: self.done.append("close"))
         if newest is not None:
@@ -67,7 +67,7 @@ class Lost:
         if self._reload_fails:
             raise GrpoError("the GPU is full")
 
-    def save(self, position) -> None:
+    def save(self, position, last) -> None:
         self.done.append(position)
         self.write(self.iteration)
 

@@ -1,0 +1,196 @@
+"""Checkpoints that are written in the background (--async-save).
+
+A save copies this rank's tensors into shared memory, pinned on a GPU's host, and returns. A process of this rank
+(background_writer.py) writes them, and publishes the checkpoint when the files of all ranks are whole. It ends with the
+rank, so a kill at any moment leaves the earlier checkpoint. The memory stays allocated for the next save, which waits
+until the last one is published.
+"""
+
+import contextlib
+import io
+import json
+import mmap
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_grpo.checkpointing import data_files
+from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, report_failure
+
+_ALIGNMENT = 64  # bytes
+_SETTLE = 60.0  # seconds
+
+
+class _Buffer:
+    """Shared memory of at least ``size`` bytes, without a name: it ends with the processes that have it."""
+
+    def __init__(self, size: int):
+        self.size = max(size, mmap.PAGESIZE)
+        self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.size)
+        self._memory = mmap.mmap(self.descriptor, self.size)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._pinned = False
+        if torch.cuda.is_available():  # a copy from the device is then several times as fast
+            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)) == 0
+
+    def close(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        del self.bytes
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+class BackgroundSaves:
+    """This rank's process for checkpoints, and the save that it has in hand: ``iteration`` is None without one."""
+
+    def __init__(self) -> None:
+        self._start()
+        self._buffers: list[_Buffer] = []
+        self._answer = b""
+        self._began = 0.0
+        self.job: Job | None = None  # the save that is being staged or written
+        self.seconds = 0.0  # of the last save, until it was published
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megatron_grpo.checkpointing.background_writer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C reaches only the trainer
+        )
+        theirs.close()
+
+    def begin(self, temporary: Path) -> None:
+        """Begin to stage a checkpoint; the one before must have ended (`wait`)."""
+        assert self.job is None
+        if self._process.poll() is not None:
+            self._socket.close()
+            self._start()
+        self._began = time.monotonic()
+        self.job = Job(temporary)
+
+    def stage(self, file: Path, planner: Any, items: Sequence[WriteItem]) -> None:
+        """Copy the items of a data file into shared memory."""
+        assert self.job is not None
+        data = [planner.resolve_data(item) for item in items]
+        sizes = [len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.nbytes for d in data]
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._buffer(len(self.job.parts), end)
+        part = Part(file, [])
+        for item, value, start, size in zip(items, data, starts, sizes, strict=True):
+            room = buffer.bytes[start : start + size]
+            if isinstance(value, io.BytesIO):
+                if size:
+                    room.copy_(torch.frombuffer(value.getbuffer(), dtype=torch.uint8))
+                part.items.append(Item(item.index, start, size))
+            else:
+                room.view(value.dtype).view(value.shape).copy_(value.detach(), non_blocking=True)
+                part.items.append(Item(item.index, start, size, value.dtype, tuple(value.shape)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.job.parts.append(part)
+
+    def _buffer(self, number: int, size: int) -> _Buffer:
+        if number == len(self._buffers):
+            self._buffers.append(_Buffer(size))
+        elif self._buffers[number].size < size:
+            self._buffers[number].close()
+            self._buffers[number] = _Buffer(size)
+        return self._buffers[number]
+
+    def submit(self, args: dict[str, Any], keep: int | None) -> None:
+        """Have the staged checkpoint written; rank 0's process publishes it."""
+        assert self.job is not None
+        if dist.get_rank() == 0:
+            self.job.args, self.job.keep = args, keep
+        data = pickle.dumps(self.job)
+        descriptors = [buffer.descriptor for buffer in self._buffers[: len(self.job.parts)]]
+        try:
+            socket.send_fds(self._socket, [LENGTH.pack(len(data))], descriptors)
+            self._socket.sendall(data)
+        except OSError:  # the process has ended: _answered says so
+            pass
+
+    def abandon(self) -> None:
+        """Forget a checkpoint that was staged in part."""
+        self.job = None
+
+    def wait(self) -> str | None:
+        """Wait until the save in hand is published; return the reason if it failed."""
+        return self._finish(None)
+
+    def settle(self) -> None:
+        """Wait at most a minute for the save in hand: at the end of a run with an error."""
+        self._finish(_SETTLE)
+
+    def _finish(self, timeout: float | None) -> str | None:
+        if self.job is None:
+            return None
+        self._socket.settimeout(timeout)
+        error = None
+        try:
+            while not self._answer.endswith(b"\n"):
+                data = self._socket.recv(2**16)
+                if not data:
+                    raise ConnectionResetError
+                self._answer += data
+            error = json.loads(self._answer)["error"]
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError:
+            error = f"the process that writes it ended (exit status {self._process.wait()})"
+            self._tell_rank_0(error)
+        finally:
+            self._socket.settimeout(None)
+        self._answer, self.job = b"", None
+        self.seconds = time.monotonic() - self._began
+        return error
+
+    def _tell_rank_0(self, error: str) -> None:
+        assert self.job is not None
+        with contextlib.suppress(OSError):  # the directory is gone
+            report_failure(self.job, error)
+
+
+class StagingWriter(data_files.Writer):
+    """Torch's writer of checkpoints that only copies: the files are written later."""
+
+    def __init__(self, directory: Path, common: dict, saves: BackgroundSaves):
+        super().__init__(directory, common)
+        self.saves = saves
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Copy this rank's items."""
+        self.saves.stage(Path(self.path, f"{plan.storage_data.prefix}0.distcp"), planner, plan.items)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the small files; keep the metadata for the end, on rank 0."""
+        self.write_common()
+        assert self.saves.job is not None
+        part = self.saves.job.parts[-1]
+        part.metadata, part.world_size = metadata, len(results)

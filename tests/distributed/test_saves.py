@@ -1,0 +1,33 @@
+"""Saves in the background, and saves that fail; save_worker.py has the checks."""
+
+import pytest
+
+WORKER = "tests/distributed/save_worker.py"
+
+
+@pytest.mark.distributed
+def test_a_save_in_the_background_is_that_of_the_foreground(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "background", tmp_path, timeout=300).stdout
+    assert out.count("background: all tensors equal") == out.count("loaded") == 2, out
+
+
+@pytest.mark.distributed
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "failures", tmp_path, timeout=300).stdout
+    for rank in range(2):
+        assert f"estimate on rank {rank}: checkpoint " in out, out
+        assert f"full on rank {rank}: checkpoint " in out, out
+        assert f"common on rank {rank}: checkpoint " in out, out
+    assert out.count("the disk is full: it needs 0.000 GB, and 0.000 GB are free") == 2
+    assert out.count("rank 1: [Errno 28] No space left on device") == 2
+    assert out.count("saved after failures") == 2
+
+
+@pytest.mark.distributed
+def test_a_save_in_the_background_that_fails_leaves_the_earlier_checkpoint(tmp_path, torchrun):
+    out = torchrun(2, WORKER, "background_failures", tmp_path, timeout=300).stdout
+    for rank in range(2):
+        assert f"killed on rank {rank}: checkpoint " in out, out
+        assert f"deleted on rank {rank}: checkpoint " in out, out
+    assert out.count("the process that writes it ended (exit status -9)") == 2, out
+    assert out.count("saved after failures") == 2
