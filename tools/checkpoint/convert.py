@@ -291,12 +291,16 @@ def adapter(options: argparse.Namespace, args: argparse.Namespace) -> Merge | No
         raise GrpoError(f"--merge-lora {directory} holds checkpoints of a run without --lora-rank: there is no adapter")
     checkpoint = torch_dist.Checkpoint(found)
     experts = {name: weight.expert for weight in adapter_table(args) for name in weight.hf}
-    saved = {name: weight for weight in saved_weights(args) for name in weight.hf}
+    of_run = argparse.Namespace(**vars(args))
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if key in checkpoint.tensors:
+            of_run.padded_vocab_size = checkpoint.tensors[key].size[0]  # padded for its parallel configuration
+    saved = {name: weight for weight in saved_weights(of_run) for name in weight.hf}
 
     def read(name: str) -> torch.Tensor:
         if name in saved:
             weight = saved[name]
-            whole = checkpoint.read(checkpoint.places(args, [weight])[weight.name])
+            whole = checkpoint.read(checkpoint.find(args, weight))
             return dict(zip(weight.hf, weight.split([whole]), strict=True))[name]
         if (expert := experts[name]) is None:
             return checkpoint.read([torch_dist.Place(f"lora.{name}")])

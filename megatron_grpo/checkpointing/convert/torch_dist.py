@@ -169,7 +169,7 @@ class Checkpoint:
         Raises GrpoError unless the checkpoint has exactly the model's tensors (besides the optimizer's), in the table's
         shapes.
         """
-        found = {weight.name: self._find(args, weight) for weight in weights}
+        found = {weight.name: self.find(args, weight) for weight in weights}
         claimed = {place.key for places in found.values() for place in places}
         if unclaimed := sorted(self.tensors.keys() - claimed):
             more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
@@ -178,7 +178,8 @@ class Checkpoint:
             )
         return found
 
-    def _find(self, args: Namespace, weight: Weight) -> list[Place]:
+    def find(self, args: Namespace, weight: Weight) -> list[Place]:
+        """Return the places of one parameter, as `places`; raise GrpoError if the checkpoint lacks it."""
         for spelling in product((True, False), repeat=3):
             place = place_of(args, weight.name, *spelling)
             for endings in (("",), ("_w", "_v")):  # megatron-core's singleton_local_shards: gate and up
