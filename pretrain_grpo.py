@@ -125,7 +125,8 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     batch = update_statistics(args, batch, completions, trainer.iteration, scores)
     packs = forward.micro_batches(args, batch, completions)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
-    metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler)
+    metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
+    trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
     return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
 
 

@@ -113,29 +113,29 @@ class Run:
         found = re.search(r"^resumed from .* at iteration ([0-9]+)$", self.log, re.MULTILINE)
         return int(found[1]) if found else 0
 
-    def finish(self) -> "Run":
+    def finish(self, limit: float = TIME_LIMIT) -> "Run":
         """Wait for the end; raise GrpoError with the end of the log for a non-zero exit status."""
         status: int | str
         try:
-            status = self.process.wait(max(1.0, TIME_LIMIT - self.seconds))
+            status = self.process.wait(max(1.0, limit - self.seconds))
         except subprocess.TimeoutExpired:
             self.kill()
-            status = f"killed after {TIME_LIMIT:.0f} s"
+            status = f"killed after {limit:.0f} s"
         if status != 0:
             tail = "\n".join(self.log.splitlines()[-30:])
             raise GrpoError(f"exit status {status} of the run in {self.save}; {self.log_file} ends with\n{tail}")
         return self
 
-    def wait_until(self, reached: Callable[["Run"], bool]) -> bool:
+    def wait_until(self, reached: Callable[["Run"], bool], limit: float = TIME_LIMIT) -> bool:
         """Wait until `reached(run)` is true; return False if the run ends first.
 
         Raises GrpoError if it ends with a non-zero exit status.
         """
         while not reached(self):
-            if self.process.poll() is not None or self.seconds > TIME_LIMIT:
-                self.finish()
+            if self.process.poll() is not None or self.seconds > limit:
+                self.finish(limit)
                 return False
-            time.sleep(0.001)
+            time.sleep(0.001 if limit <= TIME_LIMIT else 0.2)
         return True
 
     def kill_at(self, moment: Moment) -> bool:

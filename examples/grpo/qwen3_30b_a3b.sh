@@ -128,5 +128,5 @@ ARGS=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARG
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"
 else
-    torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" --load-hf "$HF_MODEL" "$@"
+    exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" --load-hf "$HF_MODEL" "$@"
 fi

@@ -60,6 +60,19 @@ def latest_iteration(root: str | Path) -> int | None:
     return int(text)
 
 
+def newest_in_words(root: str | Path | None) -> str:
+    """Return a sentence on how to resume a run with ``--save ROOT`` that saves nothing more."""
+    if root is None:
+        return "Nothing is saved: there is no --save"
+    try:
+        newest = latest_iteration(root)
+    except GrpoError as error:
+        return str(error)
+    if newest is None:
+        return "There is no checkpoint: start the run again"
+    return f"The newest checkpoint is iteration {newest}: --load {root} resumes from it"
+
+
 def find(root: str | Path) -> tuple[int, Path]:
     """Return iteration and directory of the newest checkpoint under ``root``."""
     root = Path(root)

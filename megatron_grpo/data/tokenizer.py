@@ -82,6 +82,9 @@ class HuggingFaceTokenizer:
         # Not the number of entries, because ids may have gaps.
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size: int = max(vocabulary.values()) + 1
+        # The tokenizers of Kimi-K2 and Moonlight reserve two entries more than the models have embeddings.
+        while vocabulary.get(f"<|reserved_token_{self.vocab_size - 1}|>") == self.vocab_size - 1:
+            self.vocab_size -= 1
         self.longest_token: int = max(map(len, vocabulary))
         if self.encode("1")[-1:] == [self.eos_id]:
             raise GrpoError(
@@ -99,7 +102,16 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        return self._known(self._tokenizer.encode(text))
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Return the ids; raise GrpoError for a reserved one, for which the model has no embedding."""
+        if max(ids, default=0) >= self.vocab_size:
+            raise GrpoError(
+                f"the text has {self._tokenizer.convert_ids_to_tokens(max(ids))}, a reserved token of the tokenizer in "
+                f"{self.directory}: take it out of the prompt"
+            )
+        return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
@@ -130,12 +142,13 @@ class HuggingFaceTokenizer:
                 f"chat_template_kwargs; the template reads {', '.join(sorted(self._template_variables))}"
             )
         try:
-            return self._tokenizer.apply_chat_template(
+            ids = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **(variables or {})
             )
         # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
+        return self._known(ids)
 
 
 class SentencePieceTokenizer:

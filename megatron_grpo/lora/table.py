@@ -45,8 +45,18 @@ def pairs(args: Namespace) -> list[Pair]:
     ]
 
 
+_newest: tuple[dict, list[Weight]] = ({}, [])
+
+
 def adapter_table(args: Namespace) -> list[Weight]:
     """Return the weights of the whole adapter; the same matrix of all experts of a layer follow each other."""
+    global _newest
+    if _newest[0] != vars(args):  # every weight sync needs the table, and making it takes longer than the rest
+        _newest = dict(vars(args)), _table(args)
+    return _newest[1]
+
+
+def _table(args: Namespace) -> list[Weight]:
     out: list[Weight] = []
     for _, run in groupby(pairs(args), key=lambda pair: pair.base.name.replace(f".{pair.base.expert}.linear", "")):
         parts: dict[str, list[Pair]] = {}

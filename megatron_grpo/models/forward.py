@@ -19,6 +19,7 @@ from megatron_grpo.models import router_replay
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 
 Model = list[torch.nn.Module]
@@ -141,8 +142,16 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
     """
     for chunk in model:
         _set_dropout(chunk, on=not forward_only)
+
+    def step(*arguments):
+        progress.step("forward")
+        output = forward_step(*arguments)
+        if not forward_only:
+            progress.step("backward")  # or communication with other stages
+        return output
+
     results = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=step,
         data_iterator=for_each(iter(packs) for _ in model),
         model=for_each(model),
         num_microbatches=len(packs),

@@ -6,7 +6,7 @@ from argparse import Namespace
 import torch
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, PATH, POSITIVE, FlagRow
+from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, PATH, POSITIVE, SECONDS, SECONDS_OR_0, FlagRow
 from megatron_grpo.utils.rules import flag, needs
 
 LOGGING: tuple[FlagRow, ...] = (
@@ -67,6 +67,24 @@ PROFILE: tuple[FlagRow, ...] = (
     ("--profile-ranks", [COUNT_OR_0], None, "ranks to profile [0]"),
 )
 
+# The phases of Timers (observability/metrics.py), the start of a run, and the export at its end.
+PHASES = ("start", "rollout", "scoring", "logprobs", "update", "sync", "offload", "save", "eval", "export")
+
+WATCHDOG: tuple[FlagRow, ...] = (
+    (
+        "--watchdog-timeout",
+        SECONDS_OR_0,
+        300.0,
+        "end a run in which no rank makes progress for so many seconds, and name the rank; 0: never",
+    ),
+    (
+        "--watchdog-phase-timeouts",
+        dict,
+        None,
+        'seconds of single phases, such as {"save": 3600} [--watchdog-timeout; start, save, export: 6 times]',
+    ),
+)
+
 PACKAGES = ("wandb", "swanlab")
 
 
@@ -74,8 +92,19 @@ def check_logging(args: Namespace) -> None:
     """Raise GrpoError for output without a destination, and for profiles that this machine cannot record."""
     if not args.log_completions:
         needs(args, "num_completions_to_log", "save", "there is no directory to write to")
+    check_watchdog(args)
     check_trackers(args)
     check_profiling(args)
+
+
+def check_watchdog(args: Namespace) -> None:
+    """Raise GrpoError for time limits without a watchdog, of unknown phases, and that are no positive numbers."""
+    needs(args, "watchdog_phase_timeouts", "watchdog_timeout", "0 starts no watchdog")
+    for phase, seconds in (args.watchdog_phase_timeouts or {}).items():
+        if phase not in PHASES:
+            raise GrpoError(f"--watchdog-phase-timeouts has no phase {phase!r}: give some of {', '.join(PHASES)}")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not SECONDS.contains(seconds):
+            raise GrpoError(f"--watchdog-phase-timeouts: {phase} is {seconds!r}: give a number of seconds above 0")
 
 
 def check_trackers(args: Namespace) -> None:

@@ -45,6 +45,7 @@ METRICS = {
     "params_norm": "L2 norm of all parameters after the update (--log-params-norm)",
     "moe/balance_loss": "load-balancing loss of the routers without its coefficient, mean over layers: 1 if balanced",
     "lr": "learning rate of this update",
+    "update/skipped": "1 if the update was bad and left out (--on-bad-update), else 0",
     "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| over the sampled tokens, nats",
     "mismatch/max_abs": "largest |log p(trainer) - log p(engine)| of a sampled token, nats",
     "mismatch/kl": "k3 estimate of KL(engine || trainer), mean over the sampled tokens, nats per token",
@@ -95,6 +96,7 @@ HEADINGS = {
     "clip": "Learning",
     "teacher": "Learning",
     "ratio": "Learning",
+    "update": "Learning",
     "moe": "Learning",
     "completion": "Completions",
     "sampling": "Completions",
@@ -155,6 +157,7 @@ REMEDIES = {
     "use --bf16 instead of --fp16. 0: no signal, see reward/zero_std_groups.",
     "params_norm": "Growing steadily: set --weight-decay, or lower --lr. Jumps: see grad_norm.",
     "moe/balance_loss": "Far above 1: few experts receive most tokens; raise --moe-aux-loss-coeff.",
+    "update/skipped": "Above 0: read the batch in {save}/bad_updates; a lower --lr, --clip-grad, other data.",
     "lr": "Not as intended: --lr-decay-iters and --lr-warmup-iters count updates.",
     "mismatch/mean_abs": "About 1e-6 in float32 and 0.01 in bfloat16. Larger: run tools/check_engine.py and "
     "--check-weight-sync; then use rollout importance weights (--rollout-importance-sampling-mode).",

@@ -29,6 +29,7 @@ from megatron_grpo.observability.metric_guide import check_names
 from megatron_grpo.observability.profiling import PHASE
 from megatron_grpo.observability.trackers import build_trackers, completion_table
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 
 _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak", "memory/peak_update"}
@@ -62,13 +63,18 @@ class Timers:
         """
         check_names([f"time/{phase}"])
         if self.in_phase:
-            yield
+            with progress.phase(phase):
+                yield
             return
         self.in_phase = True
         self.began(phase)
         start = _now()
         try:
-            with self.guard(phase), torch.profiler.record_function(PHASE + phase):  # a range for --profile
+            with (
+                progress.phase(phase),
+                self.guard(phase),
+                torch.profiler.record_function(PHASE + phase),
+            ):  # a range for --profile
                 yield
             self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
         finally:

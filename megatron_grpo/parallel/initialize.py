@@ -6,14 +6,16 @@ import os
 import random
 import socket
 import time
+import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
 _host_group: dist.ProcessGroup | None = None
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
@@ -35,12 +37,55 @@ def initialize_distributed(args) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
             # used or not, and keep it while the engine generates.
-            dist.init_process_group("nccl", timeout=timeout)
+            dist.init_process_group("nccl", timeout=timeout, **_rendezvous(timeout))
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group("gloo", timeout=timeout, **_rendezvous(timeout))
             _host_group = dist.group.WORLD
     initialize_model_parallel(args)
+
+
+def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Return the arguments of ``init_process_group`` for torchrun's store; {} where torch makes a store of its own.
+
+    torchrun keeps one store over all attempts of --max-restarts, so a rank would find the addresses of ranks that have
+    ended. All ranks of this attempt therefore agree on a prefix. torchrun gives them no common number: after the loss
+    of a node, its agents count different restarts.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    prefix = agreed_attempt(store, rank, world_size, timeout.total_seconds())
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+
+
+def agreed_attempt(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
+    """Return a name that all ranks of this attempt have in common, and no earlier attempt with the same store has.
+
+    Rank r asks by ``join/r`` under a new name; rank 0 answers to that name, also to one of an earlier attempt that the
+    store still holds, until each rank has confirmed.
+    """
+    own, common = uuid.uuid4().hex, "megatron_grpo/attempt"
+    if rank > 0:
+        store.set(f"{common}/join/{rank}", own)
+        attempt = store.get(f"{common}/answer/{own}").decode()  # waits
+        store.set(f"{common}/confirmed/{attempt}/{rank}", "")
+        return attempt
+    missing, answered = set(range(1, world_size)), set()
+    deadline = time.monotonic() + timeout
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{common}/confirmed/{own}/{other}"]):
+                missing.remove(other)
+            elif store.check([join := f"{common}/join/{other}"]) and (name := store.get(join).decode()) not in answered:
+                answered.add(name)
+                store.set(f"{common}/answer/{name}", own)
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)[:8]))
+            raise GrpoError(f"ranks {ranks} have not started within {timeout:.0f} s: read their logs")
+        time.sleep(0.01 * bool(missing))
+    return own
 
 
 def initialize_model_parallel(args) -> None:
@@ -90,7 +135,7 @@ def led_by_rank_0() -> Iterator[None]:
             yield
             outcome = ""
         except GrpoError as error:
-            outcome = f"{type(error).__name__}\n{error}"
+            outcome = described(error)
             raise
         finally:
             store.set(key, outcome)
@@ -99,9 +144,8 @@ def led_by_rank_0() -> Iterator[None]:
     began = time.monotonic()
     while not store.check([key]):  # store.wait has a time-out and prints warnings
         time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
-    kind, _, message = store.get(key).decode().partition("\n")
-    if kind:
-        raise EngineLost(message) if kind == EngineLost.__name__ else GrpoError(message)
+    if outcome := store.get(key).decode():
+        raise rebuilt(outcome)
 
 
 def set_random_seed(seed: int) -> None:

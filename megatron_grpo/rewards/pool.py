@@ -24,11 +24,14 @@ import numpy as np
 
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 
 _CHUNK = 64  # calls per message: makes the cost of a message small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_MODEL_TIMEOUTS = 3  # time limit of a call to a reward model with all its retries, in units of --reward-model-timeout
+REWARD_MODEL_TIMEOUTS = (
+    3  # time limit of a call to a reward model with all its retries, in units of --reward-model-timeout
+)
 _MAX_REPORT = 2**26  # bytes of a report
 _SECONDS_TO_END = 10.0  # for a worker and its descendants
 _MAX_TIMEOUTS = 4  # a function with so many time-outs and no value ends the run
@@ -122,7 +125,7 @@ class RewardPool:
         models = models or {}
         specs = {number: models[name] for number, name in enumerate(self.names) if name in models}
         functions = {number: name for number, name in enumerate(self.names) if name not in models}
-        model_limit = _MODEL_TIMEOUTS * (flags or {}).get("reward_model_timeout", 0.0)
+        model_limit = REWARD_MODEL_TIMEOUTS * (flags or {}).get("reward_model_timeout", 0.0)
         kinds = [
             _Kind("megatron_grpo.rewards.worker", functions, workers, timeout),
             _Kind(
@@ -334,6 +337,7 @@ class RewardPool:
         return None
 
     def _report(self, call: tuple[int, int], kind: str, content: list[Any]) -> None:
+        progress.advance()
         number, function = call
         members = self._samples_of(number, function)
         if kind == "value":

@@ -32,6 +32,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("vllm", "megatron", "sglang")
 VLLM_MODES = ("colocate", "server")
 LORA_SYNC = ("adapter", "merged")
+LARGEST_SLOT = 512  # rank of vLLM's adapters
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
 
 ROLLOUT: tuple[FlagRow, ...] = (
@@ -327,6 +328,8 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if has_servers(args):
         return "servers receive whole weights"
+    if args.lora_rank > LARGEST_SLOT:
+        return f"the largest rank of vLLM's adapters is {LARGEST_SLOT}"
     if args.lora_use_dora:
         return "vLLM has no DoRA"
     if args.lora_modules_to_save:
@@ -337,6 +340,9 @@ def adapter_refused(args: Namespace) -> str | None:
         return "--vllm-quantization quantizes the weights that are sent"
     if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
         return "vLLM's CPU build has no adapters for mixtures of experts"
+    in_float32 = args.vllm_dtype == "float32" or not (args.vllm_dtype or args.bf16 or args.fp16)
+    if in_float32 and torch.cuda.is_available():
+        return "vLLM's kernels for adapters are for 16 bits"
     layers, modules = linear_layers(args), targets(args)
     if any(is_router(layers[name]) for name in modules):
         return "vLLM has no adapters of routers"
@@ -352,7 +358,8 @@ def lora_note(args: Namespace) -> str | None:
     if not args.lora_weight_sync:
         return None
     if args.lora_weight_sync == "adapter":
-        return "LoRA: the engine receives the adapter alone, and it is read back after every sync"
+        checked = "" if args.no_check_lora_sync else ", and it is read back after every sync"
+        return f"LoRA: the engine receives the adapter alone{checked}"
     reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
     return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 

@@ -24,7 +24,7 @@ from megatron_grpo.estimate.arguments import DRY_RUN
 from megatron_grpo.lora.arguments import ADAPTER_FILES, LORA
 from megatron_grpo.models.arguments import MODEL
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS
+from megatron_grpo.observability.arguments import LOGGING, PROFILE, TRACKERS, WATCHDOG
 from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
 from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
@@ -36,7 +36,7 @@ from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_fla
 from megatron_grpo.utils.core_names import ACCEPTED
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flag_values import METAVARS, json_object
-from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SHARE, FlagRow, Number
+from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SECONDS, SHARE, FlagRow, Number
 from megatron_grpo.utils.rules import check_value, flag
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
@@ -64,7 +64,26 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
         None,
         "save and end this run after this time, at the end of a rollout's updates",
     ),
-    ("--exit-signal-handler", bool, False, "save and end this run on SIGTERM, at the end of a rollout's updates"),
+    (
+        "--exit-signal-handler",
+        bool,
+        False,
+        "save and end this run on SIGTERM and SIGUSR1, within the rollout or at the end of its updates",
+    ),
+    (
+        "--on-bad-update",
+        ("stop", "skip", "restore"),
+        "stop",
+        "on a loss or gradient norm that is not finite or spikes: end the run, leave out the update, or also load the "
+        "newest checkpoint again",
+    ),
+    (
+        "--bad-update-factor",
+        Number(float, 1, 1e9, above=True),
+        None,
+        "a spike: a gradient norm or loss above so many times the median of the last 100 updates [no spike is bad]",
+    ),
+    ("--exit-grace-seconds", SECONDS, 25.0, "seconds from the signal to the end of this run, saved or not"),
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (
@@ -119,7 +138,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "evaluation": EVALUATION,
     "logging": (*LOGGING, *TRACKERS),
     "profiling": PROFILE,
-    "running": (DRY_RUN, TIMEOUT),
+    "running": (DRY_RUN, TIMEOUT, *WATCHDOG),
 }
 
 # Attributes of the parsed arguments that are not flags.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
-from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
+from megatron_grpo.parallel.initialize import host_group, print_rank_0
+from megatron_grpo.utils.errors import GrpoError, Preempted, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.process_tree import end_with_launcher
 
 _last_steps: list[Callable[[], None]] = []
@@ -36,6 +36,8 @@ def run(main) -> None:
     code = 0
     try:
         main()
+    except Preempted as error:
+        print_rank_0(f"left the rollout: {error}")
     except GrpoError as error:
         code, raised = 1, time.time()
         if _prints_error(after_rank_0=True):

@@ -27,6 +27,7 @@ from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
+from megatron_grpo.observability.watchdog import Watchdog, phase_limits
 from megatron_grpo.parallel.arguments import recompute_note
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.reference import reference_model
@@ -46,13 +47,15 @@ from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
@@ -62,7 +65,13 @@ from megatron_grpo.weights.arguments import merge_architecture
 
 def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     """Run all start-up checks, then return the trainer; print a report and return None with --dry-run."""
+    with progress.phase("start"):
+        return _setup(args, model_provider, forward_step)
+
+
+def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _resume_own_launch(args)
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
     validate_args(args, world_size)
@@ -105,7 +114,11 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
     lock = _lock_save_directory(args, resume)
 
+    progress.step("process groups")
     initialize_distributed(args)
+    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
+    if watchdog is not None:
+        before_exit(watchdog.close)
     set_random_seed(args.seed)
     saves = checkpoint.start_background_saves() if args.async_save else None
     if saves is not None:
@@ -123,6 +136,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     if isolation:
         print_rank_0(f"generated code is isolated by {isolation}")
 
+    progress.step("model")
     memory = DeviceMemory(args)
     OutOfMemory.explain = memory.explanation
     with memory.phase("the construction of model and optimizer"):
@@ -136,6 +150,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
             teacher = TeacherServer(args)
     iteration, position = 0, {}
     if resume:
+        progress.step("checkpoint")
         with memory.phase("the load of the checkpoint"):
             iteration, position = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
@@ -145,8 +160,11 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     if position:
         sampler.load_state_dict(position["sampler"])
 
+    bad_updates = BadUpdates(args.on_bad_update, args.bad_update_factor, args.save)
+    bad_updates.load_state_dict(position.get("bad_updates", {}))
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
+    progress.step("engine")
     name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
     print_rank_0(f"starting the engine: {name}")
     began = time.monotonic()
@@ -155,12 +173,17 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     scorer = None
+    progress.step("rewards")
     if engine.is_lead:
         scorer = build_scorer(args, models)
     valid_prompts = valid.first(args.eval_max_prompts) if valid else []
+    progress.step("logs")
     logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     if args.save and dist.get_rank() == 0:
         write_run_record(args, iteration)
+        unmark(args.save)
+    early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
+    before_exit(early_exit.close)
     return Trainer(
         args=args,
         model=model,
@@ -182,7 +205,9 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
         timers=Timers(memory.phase, logger.show_phase),
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
-        early_exit=EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler),
+        watchdog=watchdog,
+        bad_updates=bad_updates,
+        early_exit=early_exit,
         save_lock=lock,
         background_saves=saves,
         iteration=iteration,
@@ -215,6 +240,18 @@ def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str,
     routes = reward_routes(args.reward_routing, args.reward_funcs)
     chosen = routes[row["data_source"]] if routes else functions
     return {name: function for name, function in functions.items() if name in chosen}
+
+
+def _resume_own_launch(args) -> None:
+    """Set --load to --save if an earlier attempt of this launch has saved there: torchrun has started the run again."""
+    if not args.save or not launch.wrote(args.save) or checkpoint.latest_iteration(args.save) is None:
+        return
+    if args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.finetune:
+        return
+    print_rank_0(f"this launch has saved in --save {args.save} before: the run goes on from there")
+    if args.finetune:  # of the first attempt; a reference model still needs its weights
+        args.pretrained_checkpoint = args.load
+    args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.save, False, False, False
 
 
 def _check_save_directory(args, resume: bool) -> None:

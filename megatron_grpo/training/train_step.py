@@ -21,6 +21,8 @@ from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
+from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -38,7 +40,7 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
     fused_adam.install()
     optimizer = get_megatron_optimizer(optimizer_config_from_args(args), model)
     config = get_model_config(model[0])
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = for_each(chunk.no_sync for chunk in model)
@@ -46,6 +48,11 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
             config.grad_sync_func = for_each(chunk.start_grad_sync for chunk in model)
             config.param_sync_func = for_each(chunk.start_param_sync for chunk in model)
     return model, optimizer, _learning_rate_schedule(args, optimizer)
+
+
+def _finalize_model_grads(*arguments, **options) -> None:
+    progress.step("reduction of the gradients")
+    finalize_model_grads(*arguments, **options)
 
 
 def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
@@ -70,22 +77,31 @@ def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
 
 
 def train_step(
-    forward_step: Callable, packs: Sequence[Pack], model: Model, optimizer, scheduler: OptimizerParamScheduler
+    forward_step: Callable,
+    packs: Sequence[Pack],
+    model: Model,
+    optimizer,
+    scheduler: OptimizerParamScheduler,
+    bad_updates: BadUpdates,
 ) -> dict[str, float]:
     """Run one optimizer update over this rank's ``packs``, through megatron-core's pipeline schedule.
 
     Returns the metrics of the whole global batch, equal on every rank: metrics of the loss
     (`loss_metrics.update_metrics`), gradient norm, learning rate and, for a mixture of experts, load-balancing loss.
+    ``bad_updates`` keeps the optimizer from a bad step.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(forward_step, packs, model, forward_only=False)
-    updated, grad_norm, _ = optimizer.step()
+    metrics = update_metrics(_combine_reports(reports))
+    progress.step("optimizer")
+    updated, grad_norm = bad_updates.step(optimizer, metrics["loss"])
+    progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups)
     if updated:
         scheduler.step(increment=1)
-    metrics = update_metrics(_combine_reports(reports)) | {"grad_norm": float(grad_norm or 0.0), "lr": learning_rate}
+    metrics |= {"grad_norm": grad_norm, "lr": learning_rate, "update/skipped": float(bad_updates.problem is not None)}
     balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
     return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
 

@@ -1,8 +1,9 @@
 """The parts of a run (model, engine, data, rewards, logs) and its position."""
 
+import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron_grpo.algorithm.advantages import group_statistics
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.background import BackgroundSaves
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
@@ -27,6 +29,7 @@ from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import write_run_record
+from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
@@ -34,17 +37,19 @@ from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
 from megatron_grpo.training import train_step
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.offload import Offloader
-from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils import progress
+from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
@@ -72,6 +77,8 @@ class Trainer:
     device_memory: DeviceMemory
     profiler: Profiler
     early_exit: EarlyExit
+    watchdog: Watchdog | None = None
+    bad_updates: BadUpdates = field(default_factory=lambda: BadUpdates("stop", None, None))
     left_early: str | None = None  # the reason, if the run ends before its last update
     save_lock: RunLock | None = None  # of rank 0, with --save
     background_saves: BackgroundSaves | None = None  # with --async-save
@@ -143,15 +150,20 @@ class Trainer:
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
-        progress = self.logger.rollout_progress(self.engine.num_replicas)
+        show = self.logger.rollout_progress(self.engine.num_replicas)
+
+        def after_step(completions: Sequence[Completion], under_way: int) -> None:
+            show(completions, under_way)
+            self.early_exit.check_rollout(self.engine)
+
         if plan.partial is not None:
             batch, self.reward_failures = collect_partial_rollout(
-                self.engine, plan, self.scorer, self.tokenizer, self.timers, progress
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step
             )
             self.sampling_metrics = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         else:
             batch, self.reward_failures = collect_rollout(
-                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, progress
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, after_step
             )
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
@@ -278,7 +290,10 @@ class Trainer:
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
                 able = False
-        lost = EngineLost(f"{str(error).rstrip('.')}. {self._try_save(able, position)}")
+        if isinstance(error, Preempted):
+            self.early_exit.mark(str(error))
+            able &= self.early_exit.save_fits()
+        lost = type(error)(f"{str(error).rstrip('.')}. {self._try_save(able, position)}")
         lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
         raise lost from error
 
@@ -353,9 +368,20 @@ class Trainer:
         return row | self.sampling_metrics | self.sync_metrics | self.memory
 
     def advance(self, metrics: dict[str, float]) -> None:
-        """Count one finished update and its tokens."""
+        """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""
         self.iteration += 1
         self.tokens += metrics["tokens/update"]
+        if self.bad_updates.restore_due and self.due(self.args.updates_per_rollout):
+            self._restore()
+
+    def _restore(self) -> None:
+        """Set the model and the optimizer to the newest checkpoint of --save; the run goes on with the next prompts."""
+        own = {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
+        source = argparse.Namespace(**vars(self.args) | own)
+        with self.timers("save"), forward.parameters_complete(self.args, self.model):
+            iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
+        self.bad_updates.restore_due = False
+        self.logger.print(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log the metrics of one update (or of an evaluation before the first) with the seconds of each phase."""
@@ -420,7 +446,12 @@ class Trainer:
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
     def _position(self) -> dict[str, Any]:
-        position = {"sampler": self.sampler.state_dict(), "rollouts": self.rollouts, "tokens": self.tokens}
+        position = {
+            "sampler": self.sampler.state_dict(),
+            "rollouts": self.rollouts,
+            "tokens": self.tokens,
+            "bad_updates": self.bad_updates.state_dict(),
+        }
         return position if self.partial is None else position | {"partial": self.partial.state}
 
     def save(self, position: dict[str, Any] | None = None, last: bool = False) -> None:
@@ -437,6 +468,7 @@ class Trainer:
             position = position | {"partial": self.partial.position(unfinished)}
             if self.engine.is_lead:
                 save_unfinished = lambda directory: self.partial.save(directory / DIRECTORY, unfinished)  # noqa: E731
+        began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             self._end_background_save()
             with self._save_errors(last):
@@ -457,6 +489,7 @@ class Trainer:
                 )
                 if last:
                     checkpoint.wait_for_background()
+        self.early_exit.save_seconds = time.monotonic() - began
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
@@ -485,16 +518,21 @@ class Trainer:
         if self.args.save:
             self._end_background_save()
             if checkpoint.latest_iteration(self.args.save) != self.iteration:
-                try:
-                    self.save(last=True)
-                except GrpoError as error:
-                    failed = error
+                if all_ranks_agree(self.early_exit.save_fits()):
+                    try:
+                        self.save(last=True)
+                    except GrpoError as error:
+                        failed = error
+                else:
+                    self.logger.print(
+                        f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}"
+                    )
         if self.args.save_adapter and not self.left_early:
-            with forward.parameters_complete(self.args, self.model):
+            with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 save_adapter(self.args, self.model, self.args.save_adapter)
             self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
         if self.args.save_hf and not self.left_early:
-            with forward.parameters_complete(self.args, self.model):
+            with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
                 hf.save_hf(
                     self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model, shards=shards
@@ -505,8 +543,12 @@ class Trainer:
         self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         if failed is not None:
             raise failed
+        if self.args.save and not self.left_early and dist.get_rank() == 0:
+            unmark(self.args.save)
         print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
 
 

@@ -18,6 +18,22 @@ class EngineLost(GrpoError):
     saved = False  # True if the run's newest checkpoint holds its newest update
 
 
+class Preempted(EngineLost):
+    """The end of a rollout by a signal, raised on every rank; the run saves as after a loss and exits with code 0."""
+
+
+def rebuilt(text: str) -> "GrpoError":
+    """Return the error of another rank, which that rank has written by `described`."""
+    kind, _, message = text.partition("\n")
+    kinds: dict[str, type[GrpoError]] = {one.__name__: one for one in (EngineLost, Preempted)}
+    return kinds.get(kind, GrpoError)(message)
+
+
+def described(error: GrpoError) -> str:
+    """Return kind and message of an error, for other ranks."""
+    return f"{type(error).__name__}\n{error}"
+
+
 # Texts of CUDA, cuBLAS and vLLM for a GPU without enough free memory.
 EXHAUSTED = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Free memory on device", "No available memory for the cache"
 

@@ -38,6 +38,7 @@ REAL = Number(float, -1e9, 1e9)
 SHARE = Number(float, 0, 1)
 POSITIVE_SHARE = Number(float, 0, 1, above=True)
 SECONDS = Number(float, 0, 1e7, above=True)
+SECONDS_OR_0 = Number(float, 0, 1e7)
 
 
 class Flag(NamedTuple):

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -76,6 +77,7 @@ def stream_weights(
     for stage, dtype, bucket in _buckets(units(weights), stages, params, bucket_bytes):
         group = dense if bucket[0][0].expert is None else experts
         if dist.get_world_size(pp_group) == len(group.members) == 1:
+            progress.advance()
             for (weight,) in bucket:
                 yield from stacked(weight, weight.split([local[weight.name].to(dtype)]))
             continue
@@ -93,6 +95,7 @@ def stream_weights(
         else:
             gathered = flat
         by_member = [part.split(sizes) for part in gathered.chunk(len(group.members))]
+        progress.advance()
         for number, (unit, shape) in enumerate(zip(bucket, shapes, strict=True)):
             for place, weight in enumerate(unit):
                 ranks = [group.members.index((place, tp_rank)) for tp_rank in range(group.tp_size)]

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,8 +130,12 @@ def test_killed_with_unfinished_completions_it_goes_on_to_the_very_same_end(tmp_
         f"{resume_check.COMMON} {resume_check.JOBS['partial rollouts']} --train-iters {UPDATES} --global-batch-size 64"
     )
     flags = [*job.split(), *resume_check.make_inputs(tmp_path)]
+    run_of = resume_check.Run
+
+    def alone(save, flags, nproc=1):
+        return run_of(save, flags, 1)
+
     with pytest.MonkeyPatch.context() as patch:
-        alone = partial(resume_check.Run, nproc=1)
         patch.setattr(resume_check, "Run", alone)
         reference = resume_check.make_reference(tmp_path / "undisturbed", flags)
     assert alone(tmp_path / "killed", flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))

@@ -21,6 +21,7 @@ from megatron.core.utils import unwrap_model
 import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.lora.attach import attach, local_adapter
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
@@ -28,13 +29,16 @@ from megatron_grpo.parallel.initialize import initialize_distributed, set_random
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.rollout.vllm import adapter as slots
+from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import hf
+from megatron_grpo.weights import hf, model_weights
+from megatron_grpo.weights.stream import stream_hf
 
 PROMPTS, GENERATIONS, TOKENS = 8, 4, 32
 FLAGS = f"""--bf16 --max-prompt-length 24 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
@@ -49,6 +53,8 @@ class Worker:
         self.args, self.found = args, {}
         model = forward.build_model(args, model_provider)
         hf.load_hf(model, args, args.load_hf)
+        if args.lora_rank:
+            attach(args, model)
         model, optimizer, _ = train_step.setup_optimizer(args, model)
         self.offloader = Offloader(model, optimizer, True, True, True)
         self.engine = build_engine(args, model, SimpleNamespace(decode=None))
@@ -154,6 +160,32 @@ class Worker:
         Trainer.sync(self.trainer)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]
 
+    def adapter(self) -> None:
+        """An adapter reaches the engine beside weights that stay, and after sleep; a lost one is found."""
+        facts = self.found["adapter"] = {"probe": says(lambda: probe_adapter(self.engine))}
+        gaps = [self.mismatch(1.0)]
+        with torch.no_grad():
+            for weight, tensor in local_adapter(self.trainer.model):
+                shapes = dict(weight.hf)
+                change = torch.empty_like(tensor)
+                read = lambda name, index, shapes=shapes: made_up.weight(name, shapes[name])[index]  # noqa: E731
+                weight.fill(change, *model_weights.tensor_parallel(weight), read)
+                tensor.add_(change)
+        gaps.append(self.mismatch(1.0))
+        Trainer.sync(self.trainer)
+        gaps.append(self.mismatch(1.0))
+        self.engine.sleep()
+        self.wake()
+        facts["mismatch"] = [*gaps, self.mismatch(1.0)]
+        facts["metrics"] = self.trainer.sync_metrics
+        facts["weights"] = self.engine.compare_weights(stream_hf(self.trainer.model, self.args))
+        load, slots.load_adapter = slots.load_adapter, lambda worker, adapter: None
+        with torch.no_grad():
+            for _, tensor in local_adapter(self.trainer.model):
+                tensor.mul_(1.5)
+        facts["withheld"] = says(lambda: Trainer.sync(self.trainer))
+        slots.load_adapter = load
+
     def sleep(self) -> None:
         """The device's free memory, awake, asleep and awake again, and what is sampled before and after; meanwhile the
         trainer's tensors leave the device, and come back.
@@ -179,6 +211,15 @@ class Worker:
     def free() -> int:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
+
+
+def says(check) -> str | None:
+    """The message with which a check fails; None if it passes."""
+    try:
+        check()
+    except GrpoError as error:
+        return str(error)
+    return None
 
 
 def main() -> None:

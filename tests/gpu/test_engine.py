@@ -143,3 +143,35 @@ def test_ranks_of_a_replica_draw_alike(tmp_path, model, layout):
     first, second = found(tmp_path / "out", 2, "ranks,seeds,weights", model("qwen3", FLAT), *flags)
     assert first == second and all_differ(first["rank"]) and all_differ(first["a"], first["b"])
     check_weights(first, 0.05)
+
+
+def check_adapter(facts: dict) -> None:
+    zero, stale, fresh, woken = facts["mismatch"]  # nats
+    assert max(zero, fresh, woken) < 0.05 and stale > 0.1, facts["mismatch"]
+    assert facts["probe"] is None and facts["weights"] == []
+    assert "does not hold the adapter" in facts["withheld"]
+    assert facts["metrics"]["lora/sync_bytes"] > 0
+    print(f"proof of an adapter: {1e3 * facts['metrics']['lora/check_seconds']:.1f} ms")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("level", "012")
+@pytest.mark.parametrize("rank", ["6", "16"])
+def test_an_adapter_reaches_the_engine(tmp_path, model, level, rank):
+    """Rank 6 is padded to 8. With CUDA graphs, which hold the addresses of the slots."""
+    flags = "--lora-rank", rank, "--sleep-level", level
+    check_adapter(found(tmp_path / "out", 1, "adapter", model("qwen3", FLAT), *flags)[0]["adapter"])
+
+
+@pytest.mark.alone
+def test_an_adapter_of_attention_beside_experts(tmp_path, model):
+    flags = "--lora-rank 8 --sleep-level 2 --lora-target-modules q_proj k_proj v_proj o_proj".split()
+    check_adapter(found(tmp_path / "out", 1, "adapter", model("qwen3_moe", FLAT), EAGER, *flags)[0]["adapter"])
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.alone
+def test_an_adapter_reaches_an_engine_over_two_gpus(tmp_path, model):
+    flags = "--lora-rank 8 --sleep-level 2 --tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2".split()
+    for facts in found(tmp_path / "out", 2, "adapter", model("qwen3", FLAT), EAGER, *flags):
+        check_adapter(facts["adapter"])

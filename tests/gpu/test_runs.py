@@ -48,6 +48,12 @@ def test_one_gpu(task, tmp_path):
     check(task, tmp_path / "run", 1)
 
 
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_an_adapter(task, tmp_path, sync):
+    """Level 2 drops the base weights too, so every sync sends them again."""
+    check(task, tmp_path / "run", 1, "--lora-rank", "8", "--lora-weight-sync", sync)
+
+
 def test_experts_of_the_engine(task, tmp_path):
     """The trainer repeats the experts that vLLM chose, which it tells on GPUs only."""
     flags = "--router-replay-mode R3 --steps-per-generation 2 --moe-grouped-gemm"

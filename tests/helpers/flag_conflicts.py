@@ -59,6 +59,10 @@ CONFLICTS = {
     # ends and schedules
     "--exit-duration-in-mins 5": "--save",
     "--exit-signal-handler": "--save",
+    "--exit-grace-seconds 5": "--exit-grace-seconds needs --exit-signal-handler",
+    "--on-bad-update restore": "needs --save and --save-interval",
+    "--bad-update-factor 1": "--bad-update-factor (1.0) must be greater than 1",
+    '--watchdog-phase-timeouts {"saves":1}': "no phase 'saves'",
     "--save out --exit-duration-in-mins 0": "--exit-duration-in-mins (0) must be greater than 0",
     "--start-weight-decay 0.1": "--weight-decay-incr-style linear or cosine",
     "--end-weight-decay 0.1": "--weight-decay-incr-style linear or cosine",

@@ -23,9 +23,9 @@ def published(name: str, file: str) -> dict:
 def build_tokenizer(name: str, directory: Path) -> dict[str, int]:
     """Write a tokenizer directory of a model, with a vocabulary of bytes; return {special token: toy id}.
 
-    The directory gets tokenizer.json, tokenizer_config.json, the published chat template, and config.json and (if
-    there is one) generation_config.json, in which every id stands for the token of the published id. The toy ids follow
-    the 256 bytes in the order of the published ids.
+    The directory gets tokenizer.json, tokenizer_config.json, the published chat template, config.json (names and ids
+    only: the shape is not the toy's) and, if there is one, generation_config.json, in which every id stands for the
+    token of the published id. The toy ids follow the 256 bytes in the order of the published ids.
     """
     tokens = published(name, "tokens.json")
     added = {**tokens["special"], **tokens["not_special"]}
@@ -47,12 +47,18 @@ def build_tokenizer(name: str, directory: Path) -> dict[str, int]:
     for file in ("config.json", "generation_config.json"):
         if (DATA / name / file).exists():
             settings = {key: _renumber(key, value, toy_ids) for key, value in published(name, file).items()}
+            if file == "config.json":
+                settings = {k: v for k, v in settings.items() if k in ("architectures", "model_type") or _is_id(k)}
             (Path(directory) / file).write_text(json.dumps(settings, indent=2))
     return ids
 
 
 def _renumber(key: str, value, toy_ids: dict[int, int]):
     """Return the value of a setting, with toy ids if it has ids."""
-    if not key.endswith("_token_id"):
+    if not _is_id(key):
         return value
     return [toy_ids[i] for i in value] if isinstance(value, list) else toy_ids[value]
+
+
+def _is_id(key: str) -> bool:
+    return key.endswith("_token_id")

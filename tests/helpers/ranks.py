@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
@@ -99,7 +100,12 @@ class WarmRun:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port}
-        world |= {"TORCHELASTIC_RUN_ID": "warm", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        world |= {
+            "TORCHELASTIC_RUN_ID": f"warm {uuid.uuid4()}",
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        world |= {name: value for name, value in environment.items() if name == "TORCHELASTIC_RUN_ID"}
         own = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)]
         environments = [environment | {name: str(value) for name, value in rank.items()} for rank in own]
         shares = [(self._connect(number), environments[number::2]) for number in range(min(2, nproc))]

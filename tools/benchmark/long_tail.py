@@ -22,7 +22,7 @@ import numpy as np
 import pretrain_grpo
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import print_rank_0
-from megatron_grpo.rollout.engine import Request
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
@@ -37,6 +37,7 @@ class DrawnLengths:
         # Requests of partial rollouts are numbered over the whole run, others over their rollout.
         self._per_rollout = 0 if args.partial_rollouts else args.generation_batch_size
         self._rollouts = 0
+        self.steps: list[int] = []  # of the engine, by rollout
 
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
@@ -44,7 +45,13 @@ class DrawnLengths:
     def rollout(self, seed: int):
         """Start a rollout."""
         self._rollouts += 1
+        self.steps.append(0)
         return self._engine.rollout(seed)
+
+    def poll(self) -> list[Completion]:
+        """Run one engine step."""
+        self.steps[-1] += 1
+        return self._engine.poll()
 
     def length(self, number: int) -> int:
         """Return the length of a completion, by its number in the run."""
@@ -74,6 +81,7 @@ def main() -> None:
     lengths = [drawn.length(number) for number in range(count)]
     print_rank_0(f"drawn lengths of the first {count} completions: mean {np.mean(lengths):.1f}, longest {max(lengths)}")
     pretrain_grpo.train(args, trainer)
+    print_rank_0(f"engine steps of each rollout: {drawn.steps}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure
 from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -91,6 +92,7 @@ class MegatronEngine:
         if self._group is not None:
             dist.all_reduce(values, group=self._group)  # each row has one writer
         tokens, log_probs = values.cpu().T.tolist()  # the only synchronisation of host and device
+        progress.advance()
         finished = self._scheduler.take(works, list(map(int, tokens)), log_probs)
         return [self._completion(running) for running in finished]
 

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.server import Server, Status
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, RequestTimeout
 
@@ -239,6 +240,7 @@ class ServerPool:
                 server.in_flight -= len(job.requests)
                 fault = task.exception()
                 if fault is None:
+                    progress.advance()
                     server.failures, server.last_progress = 0, time.monotonic()
                     finished += [completion for completion in task.result() if completion.id not in job.aborted]
                 elif isinstance(fault, Fault):
@@ -312,6 +314,8 @@ class ServerPool:
             return
         if not server.in_flight or status.progress is None or status.progress != server.progress:
             server.last_progress = time.monotonic()
+            if server.in_flight:
+                progress.advance()
         server.progress = status.progress
         server.failures = 0
 

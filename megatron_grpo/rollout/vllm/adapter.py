@@ -10,6 +10,7 @@ its prefix cache by it), so a new name for every version keeps old cache entries
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
@@ -22,7 +23,7 @@ from megatron_grpo.utils.errors import GrpoError
 Adapter = dict[str, Tensor]
 Pair = tuple[Tensor, Tensor]  # A [r, in] and B [out, r]
 SLOT = 1  # vLLM's number of the only adapter
-SUFFIX = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight"}
+A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def slot_rank(rank: int) -> int:
@@ -51,8 +52,8 @@ def lora_options(rank: int, modules: Iterable[str]) -> dict:
 
 def pairs_of(adapter: Adapter) -> dict[str, Pair]:
     """Return {module: (A, B)} of an adapter."""
-    modules = [name.removesuffix(SUFFIX["lora_A"]) for name in adapter if name.endswith(SUFFIX["lora_A"])]
-    return {module: (adapter[module + SUFFIX["lora_A"]], adapter[module + SUFFIX["lora_B"]]) for module in modules}
+    modules = [name.removesuffix(A) for name in adapter if name.endswith(A)]
+    return {module: (adapter[module + A], adapter[module + B]) for module in modules}
 
 
 @contextlib.contextmanager
@@ -100,15 +101,12 @@ def compare_adapter(worker, adapter: Adapter) -> list[str]:
         return [f"vLLM's slot holds the adapter {manager.lora_index_to_id[0]} instead of {SLOT}"]
     names, held, sent = [], [], []
     pairs = _renamed(manager, pairs_of(adapter))
-    for name, wrapper in manager.modules.items():
-        parts = manager.packed_modules.get(name, [name])
-        shards = _shards(wrapper.base_layer, [pairs.pop(part, None) for part in parts])
-        for part, pair, *slots in zip(parts, shards, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True):
-            for index, which in enumerate(SUFFIX):
-                slot = slots[index][0, 0]
-                names.append(f"{part}.{which}")
-                held.append(slot)
-                sent.append(_padded(pair[index], slot) if pair else torch.zeros_like(slot))
+    for layer, parts in _slots_by_layer(manager):
+        shards = _shards(layer, [pairs.pop(part, None) for part, *_ in parts])
+        for (part, *slots), pair in zip(parts, shards, strict=True):
+            names += part + A, part + B
+            held += slots
+            sent += map(_padded, pair or (None, None), slots)
     lines = [f"{module}: vLLM has no slot for it" for module in pairs]
     # One comparison, so that a GPU is waited for once and not for every tensor.
     if not torch.equal(_bits(held), _bits(sent)):
@@ -190,6 +188,8 @@ def _shards(layer, pairs: list[Pair | None]) -> list[Pair | None]:
     """
     from vllm.model_executor.layers import linear
 
+    if layer.tp_size == 1 and len(pairs) > 1:
+        return pairs
     rank, size = layer.tp_rank, layer.tp_size
     if isinstance(layer, linear.RowParallelLinear):
         columns = slice(rank * layer.input_size_per_partition, (rank + 1) * layer.input_size_per_partition)
@@ -214,20 +214,34 @@ def _shards(layer, pairs: list[Pair | None]) -> list[Pair | None]:
 
 
 def _slots(worker) -> list[Tensor]:
-    wrappers = _manager(worker).modules.values()
-    return [slot[0, 0] for wrapper in wrappers for slot in (*wrapper.lora_a_stacked, *wrapper.lora_b_stacked)]
+    return [slot for _, parts in _slots_by_layer(_manager(worker)) for _, *slots in parts for slot in slots]
 
 
-def _padded(tensor: Tensor, slot: Tensor) -> Tensor:
+@functools.lru_cache(1)  # the slots of an engine never move, and finding them takes longer than comparing them
+def _slots_by_layer(manager) -> list[tuple]:
+    """Return (layer without its wrapper, [(name of the part, slot of A, slot of B), ...]) for every wrapped layer."""
+    found = []
+    for name, wrapper in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
+        found.append((wrapper.base_layer, [(part, a[0, 0], b[0, 0]) for part, a, b in slots]))
+    return found
+
+
+def _padded(tensor: Tensor | None, slot: Tensor) -> Tensor:
     """Return a tensor as a slot of this shape holds it: padded with zeros to the slot's rank, in its dtype."""
-    rows, columns = (wide - here for wide, here in zip(slot.shape, tensor.shape, strict=True))
+    if tensor is None:
+        return torch.zeros_like(slot)
     tensor = tensor.to(slot.dtype)
-    return F.pad(tensor, (0, columns, 0, rows)) if rows or columns else tensor
+    if tensor.shape == slot.shape:
+        return tensor
+    rows, columns = (wide - here for wide, here in zip(slot.shape, tensor.shape, strict=True))
+    return F.pad(tensor, (0, columns, 0, rows))
 
 
 def _bits(tensors: list[Tensor]) -> Tensor:
     """Return the tensors' elements as one vector of integers."""
-    whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    whole = torch._utils._flatten_dense_tensors(tensors)
     return whole.view({2: torch.int16, 4: torch.int32}[whole.element_size()])
 
 

@@ -33,6 +33,7 @@ from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 
@@ -106,6 +107,7 @@ class VllmColocate:
         finished = []
         with lost_on_failure("vLLM's step"):
             outputs = self._engine.step()
+        progress.advance()
         for output in outputs:
             if output.finished:
                 sample = output.outputs[0]

@@ -5,7 +5,7 @@ import base64
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.utils import cpu_backend
@@ -200,3 +200,20 @@ def test_check_vocabulary(tmp_path):
     check_vocabulary(tokenizer, 10)
     with pytest.raises(GrpoError, match="10 entries but the model's vocabulary holds 9"):
         check_vocabulary(tokenizer, 9)
+
+
+def test_reserved_entries_above_the_models_vocabulary_are_not_counted(tmp_path):
+    """As in the tokenizers of Kimi-K2 and Moonlight, which have 163842 entries; config.json has vocab_size 163840."""
+    fast = PreTrainedTokenizerFast.from_pretrained(make_hf(tmp_path / "t"))
+    fast.add_tokens([AddedToken(f"<|reserved_token_{i}|>", special=True) for i in (9, 11, 12)])
+    fast.save_pretrained(tmp_path / "t")
+    tokenizer = build_tokenizer(args(tmp_path / "t"))
+    assert tokenizer.vocabulary()["<|reserved_token_9|>"] == 10  # it is not named after its id
+    assert tokenizer.vocabulary()["<|reserved_token_12|>"] == 12
+    check_vocabulary(tokenizer, 11)
+    with pytest.raises(GrpoError, match="11 entries but the model's vocabulary holds 10"):
+        check_vocabulary(tokenizer, 10)
+    assert tokenizer.encode("1<|reserved_token_9|>") == [4, 10]
+    for encode in (tokenizer.encode, lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}])):
+        with pytest.raises(GrpoError, match=r"has <\|reserved_token_12\|>, a reserved token of the tokenizer in"):
+            encode("1<|reserved_token_12|>")

@@ -25,22 +25,39 @@ def votes(monkeypatch):
     seen = []
     monkeypatch.setattr(early_exit, "host_group", lambda: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: seen.append((tensor.tolist(), op)))
-    kept = signal.getsignal(signal.SIGTERM)
+    kept = {number: signal.getsignal(number) for number in early_exit.SIGNALS}
     yield seen
-    signal.signal(signal.SIGTERM, kept)
+    signal.set_wakeup_fd(-1)
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 def test_without_the_flags_nobody_is_asked(votes):
     assert EarlyExit(None, on_signal=False).reason() is None and not votes
 
 
-def test_sigterm_is_noted_and_told_at_the_next_question(votes):
-    leaving = EarlyExit(None, on_signal=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_told_at_the_next_question(votes, number, tmp_path):
+    leaving = EarlyExit(None, on_signal=True, grace=1e6, save=tmp_path)
     assert leaving.reason() is None
-    os.kill(os.getpid(), signal.SIGTERM)  # would end this process without the handler
-    time.sleep(0.01)
-    assert "SIGTERM" in leaving.reason()
-    assert votes == [([0, 0], dist.ReduceOp.MAX), ([1, 0], dist.ReduceOp.MAX)]
+    os.kill(os.getpid(), number)  # would end this process without the handler
+    while leaving._signal is None:  # another thread reads it
+        time.sleep(0.001)
+    assert number.name in leaving.reason()
+    assert votes == [([0, 0], dist.ReduceOp.MAX), ([number, 0], dist.ReduceOp.MAX)]
+    assert (tmp_path / "preempted").read_text() == f"{number.name}\n"  # whatever happens next
+
+
+def test_a_save_that_takes_longer_than_the_grace_is_not_begun(votes):
+    leaving = EarlyExit(None, on_signal=True, grace=100.0)
+    leaving.save_seconds = 1000.0
+    assert leaving.save_fits()  # nobody waits for the end
+    leaving._note(signal.SIGTERM)
+    assert not leaving.save_fits()
+    leaving.save_seconds = 90.0  # and a fifth more
+    assert not leaving.save_fits()
+    leaving.save_seconds = 70.0
+    assert leaving.save_fits()
 
 
 def test_the_time_is_up_after_so_many_minutes(votes, monkeypatch):
@@ -54,7 +71,7 @@ def test_the_time_is_up_after_so_many_minutes(votes, monkeypatch):
 
 
 def test_another_ranks_signal_is_enough(monkeypatch, votes):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: tensor.copy_(torch.tensor([1, 0])))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: tensor.copy_(torch.tensor([15, 0])))
     assert "SIGTERM" in EarlyExit(60, on_signal=False).reason()
 
 

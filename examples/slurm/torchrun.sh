@@ -1,0 +1,17 @@
+# Variables of torchrun for the nodes of a SLURM job: source examples/slurm/torchrun.sh, with NNODES, NODELIST and GRACE.
+# torchrun reads PET_<FLAG> for each flag that its command line lacks.
+# shellcheck shell=bash
+
+MASTER_ADDR=$(scontrol show hostnames "$NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ports
+GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+export NNODES MASTER_ADDR MASTER_PORT GPUS_PER_NODE
+
+# A requeued job has the same id, and so has each restart: the run knows its own checkpoints in SAVE by it.
+export PET_RDZV_ID=$SLURM_JOB_ID
+export PET_RDZV_BACKEND=c10d
+export PET_RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
+export PET_MAX_RESTARTS=${MAX_RESTARTS:-3}
+# SLURM's SIGUSR1 reaches torchrun, too; without this line it would end torchrun at once.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export PET_SHUTDOWN_TIMEOUT=$((GRACE + 30))

@@ -1,0 +1,142 @@
+"""Updates that would damage the model: a loss or a gradient norm that is not finite, or far above the last ones.
+
+They are found between the backward pass and the optimizer, so the parameters are still those of the update before.
+"""
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.errors import GrpoError
+
+ENOUGH = 20  # updates before which no spike is detected
+WINDOW = 100  # updates of the medians
+IN_A_ROW = 5  # bad updates that end the run, also with skip and restore
+DIRECTORY = "bad_updates"  # in --save
+
+
+class BadUpdates:
+    """The optimizer's step with a check before it, and --on-bad-update.
+
+    A spike is a gradient norm above ``factor`` times the median of the last updates, or a loss whose absolute value is
+    above ``factor`` times their median and 1; None: only values that are not finite are bad.
+    """
+
+    def __init__(self, action: str, factor: float | None, save: str | Path | None):
+        self.action, self.factor, self.save = action, factor, save
+        self.norms: deque[float] = deque(maxlen=WINDOW)
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.problem: str | None = None  # of the newest update
+        self.in_a_row = 0
+        self.restore_due = False  # at the end of the rollout; its other updates are skipped, too
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to judge as an uninterrupted one."""
+        return {"norms": list(self.norms), "losses": list(self.losses), "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; {}: of a checkpoint that has none."""
+        self.norms.extend(state.get("norms", []))
+        self.losses.extend(state.get("losses", []))
+        self.in_a_row = state.get("in_a_row", 0)
+
+    def step(self, optimizer, loss: float) -> tuple[bool, float]:
+        """Run ``optimizer.step()`` unless the update is bad; return (done, gradient norm) and set ``problem``.
+
+        Collective. megatron-core computes the norm within the step, so this replaces two methods of the object for one
+        call.
+        """
+        found: list[float] = []
+        whole = {
+            name: getattr(optimizer, name) for name in ("get_grad_norm", "clip_grad_norm", "step_with_ready_grads")
+        }
+
+        def noted(name: str):
+            def function(*arguments):
+                found.append(float(whole[name](*arguments) or 0.0))
+                return found[-1]
+
+            return function
+
+        def step_unless_bad() -> bool:
+            self.problem = self._agreed(self._judge(loss, found[-1] if found else 0.0))
+            return whole["step_with_ready_grads"]() if self.problem is None else False
+
+        optimizer.get_grad_norm, optimizer.clip_grad_norm = noted("get_grad_norm"), noted("clip_grad_norm")
+        optimizer.step_with_ready_grads = step_unless_bad
+        self.problem = None
+        try:
+            updated, norm, _ = optimizer.step()
+        finally:
+            for name in whole:
+                delattr(optimizer, name)
+        norm = float(norm or 0.0)
+        if self.problem is None:
+            self.in_a_row = 0
+            self.norms.append(norm)
+            self.losses.append(abs(loss))
+        else:
+            self.in_a_row += 1
+        return updated, norm
+
+    def _judge(self, loss: float, norm: float) -> str | None:
+        """Return what is wrong with an update, or None."""
+        if self.restore_due:
+            return "it follows a bad update of the same rollout"
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                return f"the {name} is {value}"
+        if self.factor is None or len(self.norms) < ENOUGH:
+            return None
+        usual_norm, usual_loss = median(self.norms), max(1.0, median(self.losses))
+        if norm > self.factor * usual_norm:
+            return f"the gradient norm is {norm:.4g}, {norm / max(usual_norm, 1e-30):.1f} times the median"
+        if abs(loss) > self.factor * usual_loss:
+            return f"the loss is {loss:.4g}, {abs(loss) / usual_loss:.1f} times the usual size"
+        return None
+
+    @staticmethod
+    def _agreed(problem: str | None) -> str | None:
+        """Return a problem on every rank if one rank has one. Collective."""
+        bad = torch.tensor(float(problem is not None), device=device())
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return problem or ("another rank has found a bad value" if bad else None)
+
+    def react(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> None:
+        """Write the batch of a bad update ``iteration`` and print a line; GrpoError with --on-bad-update stop."""
+        if self.problem is None:
+            return
+        where = self._write(iteration, batch, completions, metrics)
+        what = f"update {iteration} is bad: {self.problem}{where}"
+        if self.action == "stop" or self.in_a_row >= IN_A_ROW:
+            many = f" It is the {self.in_a_row}th in a row." if self.in_a_row >= IN_A_ROW > 1 else ""
+            raise GrpoError(
+                f"{what}.{many} The parameters are those before it. {newest_in_words(self.save)}; "
+                "--on-bad-update skip or restore goes on without it"
+            )
+        if not self.restore_due and dist.get_rank() == 0:
+            print(f"{what}; it is skipped (--on-bad-update {self.action})", flush=True)
+        self.restore_due = self.action == "restore"
+
+    def _write(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> str:
+        """Write rollout, completions of the update and metrics; return the end of a sentence about the file."""
+        if not self.save or self.restore_due:
+            return ""
+        file = Path(self.save, DIRECTORY, f"iteration_{iteration:07d}.npz")
+        if dist.get_rank() == 0:
+            file.parent.mkdir(exist_ok=True)
+            batch.save(file)
+            values = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
+            record = {"iteration": iteration, "problem": self.problem, "completions": completions.tolist()}
+            file.with_suffix(".json").write_text(json.dumps(record | {"metrics": values}, indent=1) + "\n")
+        return f" (its batch: {file})"

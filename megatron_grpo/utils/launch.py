@@ -1,0 +1,35 @@
+"""Identity of a launch: what all attempts of one torchrun (``--max-restarts``, a requeued job) have in common."""
+
+import json
+import os
+from pathlib import Path
+
+RECORD = "environment.json"  # in --save, with the launch that wrote there
+
+
+def launch_id() -> str | None:
+    """Return the id of this launch; None if its attempts cannot be told from those of other launches.
+
+    It is torchrun's ``--rdzv-id`` (``--standalone`` draws one, a requeued job gives the same one again). Without it a
+    torchrun on one host is known by its process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    if os.environ["TORCHELASTIC_RUN_ID"] != "none":  # torchrun's default
+        return os.environ["TORCHELASTIC_RUN_ID"]
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks
+    return f"torchrun {os.uname().nodename} {os.getppid()} {started}"
+
+
+def wrote(directory: str | Path) -> bool:
+    """Return whether an earlier attempt of this launch has written to ``directory``, a --save."""
+    launch, record = launch_id(), Path(directory, RECORD)
+    if launch is None or not record.exists():
+        return False
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):  # damaged: the launch is unknown
+        return False
+    return isinstance(content, dict) and content.get("launch") == launch

@@ -1,0 +1,70 @@
+"""Progress of this rank: what its main thread is doing, and when it last moved on. The watchdog reads it.
+
+with progress.phase("update"):         # phases nest: 'eval: rollout'
+    progress.step("backward")          # the step within the innermost phase: 'update: backward'
+    progress.advance()                 # a sign of progress within a step, such as a generated token
+
+A phase begins thousands of times in a run, and a sign of progress comes with every token: both cost microseconds.
+"""
+
+import contextlib
+import mmap
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Position(NamedTuple):
+    """What the main thread is doing; one object, so that another thread reads it without a lock."""
+
+    phases: tuple[str, ...] = ()
+    step: str = ""
+    entered: int = 0  # number of phases and steps so far: ranks that do the same have the same number
+    moved: float = 0.0  # time.monotonic() of the last sign of progress
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (*self.phases, self.step))) or "between two phases"
+
+
+position = Position(moved=time.monotonic())
+_board: mmap.mmap | None = None
+BOARD_BYTES = 256
+
+
+def show_on(descriptor: int | None) -> None:
+    """Write the names of phase and step to a file, too, from where another process reads them if this one is stopped.
+
+    None: no longer.
+    """
+    global _board
+    _board = None if descriptor is None else mmap.mmap(descriptor, BOARD_BYTES)
+    _begin(position)
+
+
+def _begin(new: Position) -> None:
+    global position
+    position = new
+    if _board is not None:
+        _board[:] = str(new).encode()[:BOARD_BYTES].ljust(BOARD_BYTES)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Context of a phase; phases nest."""
+    outer = position
+    _begin(Position((*outer.phases, name), "", outer.entered + 1, time.monotonic()))
+    try:
+        yield
+    finally:
+        _begin(Position(outer.phases, outer.step, position.entered + 1, time.monotonic()))
+
+
+def step(name: str) -> None:
+    """Begin a step within the innermost phase; it ends with the next step, or with the phase."""
+    _begin(Position(position.phases, name, position.entered + 1, time.monotonic()))
+
+
+def advance() -> None:
+    """Note a sign of progress within a step."""
+    global position
+    position = position._replace(moved=time.monotonic())

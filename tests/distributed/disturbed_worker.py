@@ -1,0 +1,68 @@
+"""What test_watchdog.py and test_restart.py run under torchrun: pretrain_grpo.py, one rank of which is disturbed once.
+
+torchrun --nproc-per-node W tests/distributed/disturbed_worker.py RANK KIND FLAGS
+
+KIND: in the backward pass of the third update `stopped`, `locked` with Python's lock, or `killed`; in the eighth step
+of the engine, `engine` blocks, and `signal` is SIGTERM to the rank itself; `deaf` is both. `slow`: each step of the
+engine takes 0.2 s. `nan`: the third update has a gradient that is not finite. The file `disturbed` in --save keeps a
+second start from the same.
+"""
+
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pretrain_grpo
+from megatron_grpo.rollout.megatron.engine import MegatronEngine
+from megatron_grpo.training import train_step
+from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils import progress
+
+FOREVER = 10**6
+
+
+def main() -> None:
+    rank, kind = sys.argv.pop(1), sys.argv.pop(1)
+    save = Path(sys.argv[sys.argv.index("--save") + 1])
+    if rank == os.environ["RANK"] and not (save / "disturbed").exists():
+        backward, steps = itertools.count(1), itertools.count(1)
+        step, poll = progress.step, MegatronEngine._poll
+
+        def disturbed_step(name: str) -> None:
+            step(name)
+            if name == "backward" and next(backward) == 3 and kind in ("stopped", "locked", "killed"):
+                (save / "disturbed").touch()
+                if kind != "locked":
+                    os.kill(os.getpid(), signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+                ctypes.PyDLL(None).sleep(FOREVER)  # PyDLL keeps Python's lock
+
+        def disturbed_poll(engine):
+            if kind == "slow":
+                time.sleep(0.2)
+            elif kind in ("engine", "signal", "deaf") and next(steps) == 8:
+                (save / "disturbed").touch()
+                if kind != "engine":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if kind != "signal":
+                    time.sleep(FOREVER)
+            return poll(engine)
+
+        progress.step, MegatronEngine._poll = disturbed_step, disturbed_poll
+        if kind == "nan":
+            whole, updates = train_step.finalize_model_grads, itertools.count(1)
+
+            def finalize(model, *arguments, **options):
+                if next(updates) == 3:
+                    model[0].buffers[0].grad_data[0] = float("nan")
+                whole(model, *arguments, **options)
+
+            train_step.finalize_model_grads = finalize
+    pretrain_grpo.main()
+
+
+if __name__ == "__main__":
+    run(main)

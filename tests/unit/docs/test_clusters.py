@@ -1,0 +1,196 @@
+"""Launch files of clusters: scripts pass shellcheck, manifests their schemas, and SLURM scripts run on stand-ins."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.parallel.initialize import free_port
+
+REPO = Path(__file__).resolve().parents[3]
+SCRIPTS = sorted([*REPO.glob("examples/**/*.sh"), *REPO.glob("examples/**/*.sbatch"), *REPO.glob("t*s/*.sh")])
+# Of requirements-test.txt, as is shellcheck.
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+MANIFESTS = sorted(REPO.glob("examples/kubernetes/*.yaml"))
+# What SLURM sets in a job of two nodes, in both scripts' names.
+JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+JOB |= {f"SLURM_JOB_{name}_HET_GROUP_0": JOB[f"SLURM_JOB_{name}"] for name in ("NUM_NODES", "NODELIST")}
+JOB |= {"SLURM_JOB_NUM_NODES_HET_GROUP_1": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "server[1-2]"}
+# srun starts the command once for each node, hands SIGUSR1 to each, and returns the largest exit code.
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+start = next(i for i, word in enumerate(words) if word in ("bash", "python"))
+nodes = int(words[words.index("--nodes") + 1])
+tasks = [
+    subprocess.Popen(words[start:], env=os.environ | {{"SLURM_NODEID": str(n)}}, start_new_session=True)
+    for n in range(nodes)
+]
+def forward(number, frame):
+    for task in tasks:
+        os.killpg(task.pid, number)
+signal.signal(signal.SIGUSR1, forward)
+signal.signal(signal.SIGTERM, forward)
+open(os.environ["STAND_IN"] + "/srun.pid", "w").write(str(os.getpid()))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """#!/bin/sh
+case $1 in
+    show) printf '%s\n' ${HOST:-node1} "$(echo "$3" | sed 's/\\[.*/2/')" ;;
+    requeue) echo "$2" >> "$STAND_IN/requeued" ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path) -> dict[str, str]:
+    """An environment with stand-ins for srun and scontrol."""
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    paths = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {
+        "PATH": paths,
+        "VENV": "",
+        "SLURM_SUBMIT_DIR": str(REPO),
+        "STAND_IN": str(tmp_path),
+        "SAVE": f"{tmp_path}/run",
+    }
+    return os.environ | JOB | own
+
+
+def test_scripts_pass_shellcheck():
+    assert len(SCRIPTS) > 10
+    tool = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run([tool, "-x", *SCRIPTS], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.stem)
+def test_manifests_have_the_schemas_of_kubernetes(file):
+    for manifest in yaml.safe_load_all(file.read_text()):
+        if manifest["kind"] != "JobSet":
+            kubernetes_validate.validate(manifest, "1.33", strict=True)
+            continue
+        # JobSet's own schema is not among those of Kubernetes.
+        assert set(manifest["spec"]) == {"network", "failurePolicy", "replicatedJobs"}
+        for job in manifest["spec"]["replicatedJobs"]:
+            assert set(job) == {"name", "replicas", "template"}
+            template = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}} | job["template"]
+            kubernetes_validate.validate(template, "1.33", strict=True)
+
+
+def test_a_schema_refuses_what_kubernetes_would():
+    (volume,) = yaml.safe_load_all((REPO / "examples/kubernetes/volume.yaml").read_text())
+    volume["spec"]["acessModes"] = volume["spec"].pop("accessModes")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(volume, "1.33", strict=True)
+
+
+def test_grace_periods_follow_each_other():
+    """The run ends before torchrun kills it, and torchrun before Kubernetes does."""
+    (jobset,) = yaml.safe_load_all((REPO / "examples/kubernetes/train.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    run = int(container["command"][container["command"].index("--exit-grace-seconds") + 1])
+    assert run < int(variables["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    assert variables["MASTER_ADDR"] == f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
+    assert int(variables["NNODES"]) == job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"]
+
+
+@pytest.mark.parametrize("name", ["train", "train_with_servers"])
+def test_each_node_starts_torchrun_with_the_jobs_variables(name, slurm, tmp_path):
+    """torchrun is a stand-in, too, and so is the python that the servers start with."""
+    for stand_in in ("torchrun", "python"):
+        text = f'#!/bin/sh\necho "{stand_in} node $SLURM_NODEID: $*"\n'
+        text += "env | grep -E '^(PET_|MASTER_|VLLM_SERVER)' | sort\n" if stand_in == "torchrun" else ""
+        (tmp_path / stand_in).write_text(text.replace("\\\n", "\n"))
+        (tmp_path / stand_in).chmod(0o755)
+    command = ["bash", f"examples/slurm/{name}.sbatch", "examples/grpo/recipe.sh", "dapo", "--seed", "5"]
+    done = subprocess.run(command, cwd=REPO, env=slurm | {"HF_MODEL": "/m"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    nodes = [line for line in done.stdout.splitlines() if line.startswith("torchrun node")]
+    assert sorted(line.split(":")[0] for line in nodes) == ["torchrun node 0", "torchrun node 1"]
+    flags = nodes[0].partition("pretrain_grpo.py")[2]
+    assert nodes[0].partition(": ")[2].startswith("--nproc-per-node 1 --nnodes 2 ")
+    assert "--seed 5" in flags and flags.endswith("--exit-signal-handler --exit-grace-seconds 240")
+    assert ("--vllm-server-base-url http://node1:8000 http://server2:8000" in flags) == (name == "train_with_servers")
+    for line in (
+        "PET_RDZV_ID=4242",
+        "PET_RDZV_BACKEND=c10d",
+        "PET_RDZV_ENDPOINT=node1:24242",
+        "PET_MAX_RESTARTS=3",
+        "PET_SHUTDOWN_TIMEOUT=270",
+        "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    ):
+        assert done.stdout.count(f"{line}\n") == 2
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_preempted_job_goes_back_to_the_queue_with_the_code_of_its_run(slurm, tmp_path):
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nmkdir -p "$SAVE"; touch "$SAVE/preempted"; exit 1\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    command = ["bash", "examples/slurm/train.sbatch", "examples/grpo/recipe.sh", "dapo"]
+    done = subprocess.run(command, cwd=REPO, env=slurm, capture_output=True, text=True)
+    assert done.returncode == 1 and "goes back to the queue" in done.stdout
+    assert (tmp_path / "requeued").read_text() == "4242\n"
+
+
+PLUGIN = """
+from megatron_grpo.rewards.registry import Sample, register_reward
+
+@register_reward("digits")
+def digits(sample: Sample) -> float:
+    return float(sum(c.isdigit() for c in sample.completion))
+"""
+FLAGS = """--transformer-impl local --rollout-engine megatron --num-generations 4 --lr 2e-3 --max-prompt-length 16
+    --max-completion-length 6 --ignore-eos --train-iters 12 --save-interval 4 --micro-batch-size 4 --beta 0
+    --reward-funcs digits --no-save-hf"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_job_of_two_nodes_is_preempted_and_goes_on(slurm, tiny_models, tmp_path):
+    """Real torchruns, one for each of two nodes on this machine, in rollouts that take more than a second."""
+    (tmp_path / "digits.py").write_text(PLUGIN)
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{a} and {b}?"}}\n' for a in "abc" for b in "xyz"))
+    flags = f"{FLAGS} --load-hf {tiny_models['qwen3']} --train-data-path {tmp_path}/train.jsonl"
+    flags += f" --external-plugins {tmp_path}/digits.py --save {slurm['SAVE']}"
+    worker = "tests/distributed/disturbed_worker.py 1 slow"
+    launch = tmp_path / "launch.sh"
+    torchrun = f"{sys.executable} -m torch.distributed.run"
+    launch.write_text(
+        f'exec {torchrun} --nnodes "$NNODES" --nproc-per-node 1 {worker} {" ".join(flags.split())} "$@"\n'
+    )
+    port = free_port()
+    own = {"HOST": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "GRACE": "60"}
+    own |= {"SLURM_JOB_ID": str(port - 20000) if 20000 < port < 40000 else "123"}
+
+    def start() -> subprocess.Popen:
+        command = ["bash", "examples/slurm/train.sbatch", str(launch)]
+        return subprocess.Popen(command, cwd=REPO, env=slurm | own, stdout=log, stderr=log, start_new_session=True)
+
+    metrics, output = Path(slurm["SAVE"], "metrics.jsonl"), tmp_path / "log"
+    with open(output, "w") as log:
+        job = start()
+        while job.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            time.sleep(0.05)
+        assert job.poll() is None, output.read_text()
+        os.kill(int((tmp_path / "srun.pid").read_text()), 10)  # SIGUSR1, as SLURM's --signal
+        assert job.wait(timeout=120) == 1, output.read_text()
+        saved = latest_iteration(slurm["SAVE"])
+        assert (tmp_path / "requeued").exists() and 2 <= saved < 12, output.read_text()
+        assert start().wait(timeout=300) == 0, output.read_text()
+    assert f"resumed from {slurm['SAVE']} at iteration {saved}" in output.read_text()
+    assert latest_iteration(slurm["SAVE"]) == 12
+    iterations = [int(line.split(":")[1].split(",")[0]) for line in metrics.read_text().splitlines()]
+    assert iterations == list(itertools.chain(range(1, 13)))

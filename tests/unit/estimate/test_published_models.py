@@ -1,0 +1,83 @@
+"""Whole published configurations: each has a family, and the dry run counts the parameters that transformers counts."""
+
+import pytest
+import torch
+from instruct_models import NAMES, published
+from slow import slow_except
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_grpo.estimate.memory import Plan
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.validation import validate_args
+from megatron_grpo.weights import families
+from megatron_grpo.weights.arguments import merge_architecture
+
+CARDS = {  # 10^9 parameters, as the model cards say
+    "DeepSeek-R1-Distill-Qwen-7B": 7.6,
+    "DeepSeek-V3-0324": 671,
+    "GLM-4-9B-0414": 9,
+    "GLM-4.5-Air": 106,
+    "Kimi-K2-Instruct": 1000,
+    "Llama-3.1-8B-Instruct": 8,
+    "Llama-3.2-3B-Instruct": 3.21,
+    "Mistral-Nemo-Instruct-2407": 12.2,
+    "Mixtral-8x7B-Instruct-v0.1": 46.7,
+    "Moonlight-16B-A3B-Instruct": 16,
+    "Phi-3-mini-4k-instruct": 3.8,
+    "Phi-3.5-mini-instruct": 3.8,
+    "Qwen2.5-7B-Instruct": 7.61,
+    "Qwen3-30B-A3B-Instruct-2507": 30.5,
+    "Qwen3-8B": 8.2,
+    "gemma-2-2b-it": 2.6,
+    "gemma-3-1b-it": 1,
+    "gpt-oss-20b": 21,
+    "phi-4": 14,
+}
+FEW = ("Moonlight-16B-A3B-Instruct", "gemma-3-1b-it", "gpt-oss-20b", "phi-4")
+FLAGS = """--lr 1e-3 --train-iters 1 --global-batch-size 64 --transformer-impl local --dry-run --load-hf unused
+    --max-prompt-length 128 --max-completion-length 128"""
+
+
+def transformers_count(config: dict) -> int:
+    """Return the parameters of transformers' model, which takes no memory; routers' biases are buffers, as here."""
+    keys = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    own = {"kimi_k2": "deepseek_v3"}  # Kimi-K2's code is DeepSeek-V3's; transformers does not know the name
+    model_type = own.get(config["model_type"], config["model_type"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def arguments(name: str):
+    config = published(name, "config.json")
+    args = parse_args(FLAGS.split())
+    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), name)
+    return args
+
+
+def test_every_model_has_its_card():
+    assert sorted(CARDS) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_reads_the_whole_config(name):
+    config, args = published(name, "config.json"), arguments(name)
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    read = (args.num_layers, args.hidden_size, args.num_attention_heads, args.vocab_size, args.max_position_embeddings)
+    assert read == tuple(config[key] for key in shape)
+    assert args.rotary_base == config["rope_theta"]
+
+
+@pytest.mark.parametrize("name", slow_except(FEW, NAMES))
+def test_the_dry_run_counts_the_parameters_of_a_published_config(name):
+    config = published(name, "config.json")
+    args = arguments(name)
+    validate_args(args, 1)
+    count = Plan(args).whole_model()
+    assert count == transformers_count(config)
+    assert count == pytest.approx(CARDS[name] * 1e9, rel=0.05)

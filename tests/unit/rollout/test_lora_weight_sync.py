@@ -1,0 +1,58 @@
+"""What the engine of a LoRA run receives, by default and by --lora-weight-sync."""
+
+import pytest
+from good_args import MOE, validated
+
+from megatron_grpo.rollout.arguments import lora_note
+from megatron_grpo.utils.errors import GrpoError
+
+LORA = "--lora-rank 4"
+MERGED = {
+    "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1": "servers receive whole weights",
+    "--lora-use-dora": "vLLM has no DoRA",
+    "--lora-rank 520 --hidden-size 1024 --lora-target-modules q_proj --kv-channels 128": "largest rank",
+    "--lora-modules-to-save lm_head --untie-embeddings-and-output-weights": "--lora-modules-to-save",
+    MOE: "vLLM's CPU build has no adapters for mixtures of experts",
+    f"{MOE} --dry-run": "adapters of experts",
+    f"{MOE} --dry-run --lora-target-modules all-router": "vLLM has no adapters of routers",
+}
+
+
+def test_a_dense_model_sends_its_adapter():
+    args = validated(LORA)
+    assert args.lora_weight_sync == "adapter" and "the adapter alone" in lora_note(args)
+    assert validated(f"{LORA} --lora-weight-sync merged").lora_weight_sync == "merged"
+
+
+def test_attention_beside_experts_sends_its_adapter_on_a_gpu():
+    args = validated(f"{LORA} {MOE} --dry-run --lora-target-modules q_proj o_proj")
+    assert args.lora_weight_sync == "adapter"
+
+
+@pytest.mark.parametrize("flags", MERGED)
+def test_what_vllms_adapters_cannot_hold_is_sent_merged(flags):
+    args = validated(f"{LORA} {flags}")
+    assert args.lora_weight_sync == "merged" and MERGED[flags] in lora_note(args)
+    with pytest.raises(GrpoError, match=r"--lora-weight-sync adapter: .*; give merged, or leave it out"):
+        validated(f"{LORA} {flags} --lora-weight-sync adapter")
+
+
+def test_an_engine_without_weights_of_its_own_receives_nothing():
+    args = validated(f"{LORA} --rollout-engine megatron")
+    assert args.lora_weight_sync is None and lora_note(args) is None
+    with pytest.raises(GrpoError, match="needs an engine with weights of its own"):
+        validated(f"{LORA} --rollout-engine megatron --lora-weight-sync merged")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--lora-weight-sync adapter", "--lora-weight-sync needs --lora-rank"),
+        ("--no-check-lora-sync", "--no-check-lora-sync needs --lora-rank"),
+        (f"{LORA} --lora-weight-sync merged --no-check-lora-sync", "merged weights are not read back"),
+        ('--vllm-engine-kwargs {"enable_lora":true}', "enable_lora is set by this program"),
+    ],
+)
+def test_refusals(flags, reason):
+    with pytest.raises(GrpoError, match=reason):
+        validated(flags)

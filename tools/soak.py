@@ -1,0 +1,134 @@
+"""Run many updates on a CPU, and check that memory, descriptors and threads of all processes stay flat.
+
+    python tools/soak.py runs/soak --updates 2000 [-- FLAGS OF pretrain_grpo.py]
+
+A tiny model learns one-digit arithmetic on two ranks, with evaluations, saves, resampled groups, a reference model,
+and a second reward function that raises an error now and then. Every --every updates the tool prints for each process
+of the run: anonymous memory (MiB, what the process has allocated), open descriptors and threads. At the end it prints
+the growth of each over the second half of the run, by a straight line. The exit code is 1 if a process grows by more
+than --limit KiB an update, or by a descriptor or a thread in 100 updates.
+
+Flags after `--` come last, such as `--rollout-engine megatron`.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_grpo.utils.errors import GrpoError
+from tools import resume_check
+
+REWARD = """
+from megatron_grpo.rewards.registry import Sample, register_reward
+
+@register_reward("sometimes")
+def sometimes(sample: Sample) -> float:
+    if sum(sample.token_ids) % 50 == 0:
+        raise ValueError("this reward fails now and then")
+    return 0.0
+"""
+FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 64 --micro-batch-size 16 --lr 1e-4
+    --beta 0.02 --max-prompt-length 6 --max-completion-length 4 --reward-funcs exact_match sometimes
+    --dynamic-sample --save-interval 50 --max-checkpoints-to-keep 2 --eval-interval 50 --no-save-hf"""
+KINDS = ("MiB", "descriptors", "threads")
+
+
+@dataclass
+class Series:
+    """Measurements of one process: updates done, and a row of KINDS for each."""
+
+    name: str
+    updates: list[int] = field(default_factory=list)
+    rows: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def growth(self, after: int) -> np.ndarray:
+        """Return the growth of each kind per update, by least squares over the measurements from update ``after``."""
+        chosen = [(x, row) for x, row in zip(self.updates, self.rows, strict=True) if x >= after]
+        if len(chosen) < 3:
+            return np.full(len(KINDS), np.nan)
+        return np.polyfit([x for x, _ in chosen], [row for _, row in chosen], 1)[0]
+
+
+def measure(process: psutil.Process) -> tuple[float, int, int]:
+    """Return anonymous memory in MiB, descriptors and threads of a process."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    anonymous = next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+    return anonymous / 1024, process.num_fds(), process.num_threads()
+
+
+def family(run: resume_check.Run) -> dict[int, tuple[str, psutil.Process]]:
+    """Return torchrun, its ranks and their processes by process id, with a name for each."""
+    torchrun = psutil.Process(run.process.pid)
+    found = {torchrun.pid: ("torchrun", torchrun)}
+    for number, rank in enumerate(torchrun.children()):
+        found[rank.pid] = (f"rank {number}", rank)
+        found |= {child.pid: (f"child of rank {number}", child) for child in rank.children(recursive=True)}
+    return found
+
+
+def soak(args: argparse.Namespace) -> bool:
+    """Run, print the measurements and the growth, and return whether all is flat."""
+    (args.directory / "sometimes.py").write_text(REWARD)
+    flags = [*FLAGS.split(), *resume_check.make_inputs(args.directory), "--train-iters", str(args.updates)]
+    flags += ["--external-plugins", str(args.directory / "sometimes.py"), *args.flags]
+    run = resume_check.Run(args.directory / "run", flags, args.nproc_per_node)
+    series: dict[int, Series] = {}
+    print(f"{'update':>7}  {'process':16} {'MiB':>8} {'descriptors':>12} {'threads':>8}", flush=True)
+    for update in range(args.every, args.updates + 1, args.every):
+        if not run.wait_until(lambda run, update=update: rows_done(run) >= update, args.patience):
+            break
+        for pid, (name, process) in family(run).items():
+            try:
+                row = measure(process)
+            except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                continue
+            one = series.setdefault(pid, Series(name))
+            one.updates.append(update)
+            one.rows.append(row)
+            print(f"{update:7}  {name:16} {row[0]:8.2f} {row[1]:12} {row[2]:8}", flush=True)
+    run.finish(args.patience)
+    flat = True
+    print(f"growth over the second half, from update {args.updates // 2}:")
+    for one in series.values():
+        memory, descriptors, threads = one.growth(args.updates // 2) * (1024, 1, 1)
+        print(f"  {one.name:16} {memory:+8.2f} KiB an update, {descriptors:+.4f} descriptors, {threads:+.4f} threads")
+        flat &= not (memory > args.limit or descriptors > 0.01 or threads > 0.01)
+    return flat
+
+
+def rows_done(run: resume_check.Run) -> int:
+    """Return the number of updates with a row in metrics.jsonl."""
+    return resume_check.count_rows(run)
+
+
+def main() -> int:
+    """Parse the command line, soak, and return the exit code."""
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="new folder for the run")
+    parser.add_argument("--updates", type=int, default=2000, metavar="N", help="updates [2000]")
+    parser.add_argument("--every", type=int, default=100, metavar="N", help="updates between two measurements [100]")
+    parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="ranks [2]")
+    parser.add_argument("--limit", type=float, default=2.0, metavar="X", help="growth of a process, KiB an update [2]")
+    parser.add_argument("--patience", type=float, default=1e5, metavar="X", help="time limit in seconds [100000]")
+    args = parser.parse_args(own)
+    args.flags, args.directory = flags, args.directory.resolve()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return 0 if soak(args) else 1
+    except GrpoError as error:
+        print(f"soak.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
