@@ -76,9 +76,9 @@ LOGGING_ARGS=(
     --eval-num-generations 4
 )
 
-for layout in "--tensor-model-parallel-size 1" "--tensor-model-parallel-size 2"; do
+for size in 1 2; do
     # The second start resumes from the adapter's checkpoint; the base is read again from --load-hf.
-    torchrun --standalone --nproc-per-node 2 pretrain_grpo.py $layout "${LORA_ARGS[@]}" "${MODEL_ARGS[@]}" \
+    torchrun --standalone --nproc-per-node 2 pretrain_grpo.py --tensor-model-parallel-size "$size" "${LORA_ARGS[@]}" "${MODEL_ARGS[@]}" \
         "${BATCH_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" \
         "${LOGGING_ARGS[@]}" "$@"
 done

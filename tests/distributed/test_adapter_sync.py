@@ -158,7 +158,8 @@ SHAPES = {
         *((family, "adapter", []) for family in ("qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3_text")),
         *((family, "adapter", ATTENTION) for family in ("glm", "glm4")),
         *((family, "merged", []) for family in ("glm", "glm4")),
-        *((family, "merged", ATTENTION) for family in ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")),
+        # Not gpt-oss: vLLM on a CPU returns NaN for some of these prompts, with B = 0, too.
+        *((family, "merged", ATTENTION) for family in ("qwen3_moe", "mixtral", "glm4_moe")),
         ("deepseek_v3", "merged", LATENT),
     ],
 )

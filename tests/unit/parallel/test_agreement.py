@@ -30,7 +30,7 @@ def test_a_rank_learns_from_another_ones_loss(one_process, monkeypatch):
     store = dist.distributed_c10d._get_default_store()
 
     def other_rank(flag, op, group):
-        store.compare_set(f"megatron_grpo/engine_lost/{agreement._contexts}", "", "vLLM is gone on rank 1")
+        store.compare_set(f"megatron_grpo/engine_lost/{agreement._contexts}", "", "EngineLost\nvLLM is gone on rank 1")
         flag.fill_(1)
 
     monkeypatch.setattr(dist, "all_reduce", other_rank)
