@@ -46,7 +46,7 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
 
 def check_checkpoints(args: Namespace) -> None:
     """Raise GrpoError for conflicting origins or destinations of weights; set the default of --save-hf."""
-    for dest in ("save_interval", "max_checkpoints_to_keep", "async_save"):
+    for dest in ("save_interval", "max_checkpoints_to_keep", "async_save", "on_save_error"):
         needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
         needs(args, dest, "load", "it restricts what is loaded from there")

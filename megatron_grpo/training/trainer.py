@@ -379,6 +379,7 @@ class Trainer:
         own = {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
         source = argparse.Namespace(**vars(self.args) | own)
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
+            self._end_background_save()  # a load deletes what is not complete
             iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
         self.bad_updates.restore_due = False
         self.logger.print(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
@@ -490,6 +491,8 @@ class Trainer:
                 if last:
                     checkpoint.wait_for_background()
         self.early_exit.save_seconds = time.monotonic() - began
+        if self.background_saves is not None:  # the last save of a run is waited for
+            self.early_exit.save_seconds = max(self.early_exit.save_seconds, self.background_saves.seconds)
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
