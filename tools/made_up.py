@@ -27,6 +27,7 @@ from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import families, hf, model_weights
@@ -138,7 +139,8 @@ def trainer(args) -> SimpleNamespace:
         for adapter in adapters(model):  # B is not zero, so that both matrices have a gradient
             adapter.initialize(weight)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
-    return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
+    bad_updates = BadUpdates("stop", None, None)
+    return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, bad_updates=bad_updates, iteration=0)
 
 
 def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, RolloutBatch]:

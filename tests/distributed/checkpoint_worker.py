@@ -36,6 +36,7 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
 from megatron_grpo.training.validation import validate_args
@@ -378,7 +379,7 @@ def resume_elsewhere(root, changes):
             args.save = args.load = str(root / f"{zlib.crc32(flags.encode())}")
             fill(model, args, "weight")
             parts = dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True))
-            trainer = SimpleNamespace(**parts, iteration=0)
+            trainer = SimpleNamespace(**parts, bad_updates=BadUpdates("stop", None, None), iteration=0)
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)

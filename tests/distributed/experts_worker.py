@@ -202,7 +202,13 @@ def same_shards(layer: Layer, other: Layer) -> None:
 def options(path: Path) -> SimpleNamespace:
     path = str(path)
     return SimpleNamespace(
-        save=path, load=path, max_checkpoints_to_keep=None, no_load_optim=False, no_load_rng=True, seed=1
+        save=path,
+        load=path,
+        max_checkpoints_to_keep=None,
+        no_load_optim=False,
+        no_load_rng=True,
+        seed=1,
+        async_save=False,
     )
 
 

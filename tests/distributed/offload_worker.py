@@ -27,6 +27,7 @@ from megatron_grpo.parallel.initialize import (
     set_random_seed,
 )
 from megatron_grpo.training import offload, train_step
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
 
@@ -57,7 +58,10 @@ def build(name: str, hf_dir: str, save: Path):
             parameter.allreduce = "mlp" not in parameter_name
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     batch = made_up.rollout(args)
-    trainer = SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, iteration=0)
+    bad_updates = BadUpdates("stop", None, None)
+    trainer = SimpleNamespace(
+        model=model, optimizer=optimizer, scheduler=scheduler, bad_updates=bad_updates, iteration=0
+    )
     batch = made_up.off_policy(args, trainer, batch)
     return args, trainer, batch
 

@@ -20,6 +20,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.reference import reference_model
 from megatron_grpo.training import train_step
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
 
@@ -31,6 +32,10 @@ class Engine:
         self.weights = {name: tensor.clone() for name, tensor in stream}
 
 
+class Parts(SimpleNamespace, Trainer):
+    """A trainer that has the given parts alone."""
+
+
 def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Tensor]]:
     """What an engine, a checkpoint and the reference pass find after an update, through the program's own calls; then
     the policy's log-probabilities, which the pass must leave alone, and the weights after one more update.
@@ -40,10 +45,12 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     fill(model, args, "weight")
     reference = reference_model.HostWeights(model)
     logger = SimpleNamespace(flush=lambda: None)
-    trainer = SimpleNamespace(
+    trainer = Parts(
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
         **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
-        **{"iteration": 1, "_position": dict, "reference": None, "partial": None},
+        **{"iteration": 1, "_position": dict, "reference": None},
+        early_exit=SimpleNamespace(),
+        bad_updates=BadUpdates("stop", None, None),
     )
     found = {}
 

@@ -23,6 +23,7 @@ from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
 from megatron_grpo.training import setup, train_step
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -39,6 +40,7 @@ class Trainer:
     def __init__(self, args, model):
         self.iteration = 0
         self.model, self.optimizer, self.scheduler = train_step.setup_optimizer(args, model)
+        self.bad_updates = BadUpdates("stop", None, None)
 
 
 def weights(separate, policy) -> dict[str, torch.Tensor]:

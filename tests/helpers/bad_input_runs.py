@@ -15,6 +15,7 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
+from megatron_grpo.checkpointing import run_lock
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rewards import registry
 from megatron_grpo.rollout.engine import Completion
@@ -89,10 +90,11 @@ def launch(script, words, world_size=1):
 def files(root):
     """Return {path: digest} of all files under a directory.
 
-    Python's cache of plug-ins and the records of the start (args.json, environment.json) are left out.
+    Python's cache of plug-ins, the records of the start (args.json, environment.json) and the lock of a rank 0 that
+    torchrun has ended are left out.
     """
     files = (path for path in Path(root).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    records = ("args.json", "environment.json")
+    records = ("args.json", "environment.json", run_lock.NAME)
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name not in records}
 
 

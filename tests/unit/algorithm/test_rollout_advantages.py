@@ -232,7 +232,11 @@ def test_no_function_changes_the_batch_that_it_receives():
 def test_metrics_of_reward_functions():
     batch = rollout([[1, NAN], [0, 2], [1, 6], [2, NAN]])
     trainer = Namespace(
-        args=Namespace(reward_funcs=["right", "style"]), reward_failures=0, memory={}, sampling_metrics={}
+        args=Namespace(reward_funcs=["right", "style"]),
+        reward_failures=0,
+        memory={},
+        sampling_metrics={},
+        sync_metrics={},
     )
     row = Trainer.rollout_metrics(trainer, batch, np.float32([1, 2, 7, 2]))
     assert [row[f"reward/right/{what}"] for what in ("mean", "min", "max")] == [1, 0, 2]

@@ -162,7 +162,7 @@ class VllmDouble:
         self.llm_engine = self
         self.vllm_config = SimpleNamespace(use_v2_model_runner=True)
 
-    def add_request(self, request_id, prompt, params):
+    def add_request(self, request_id, prompt, params, lora_request):
         self.waiting.append((request_id, prompt["prompt_token_ids"]))
 
     def reset_prefix_cache(self):
