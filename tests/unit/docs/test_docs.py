@@ -51,13 +51,13 @@ OTHERS += (
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += ["--extra-index-url"]  # of pip
 OTHERS += ["--rollout-max-response-len"]  # slime's, in docs/migrate.md
-OTHERS += ["--updates"]  # of tools/soak.py
 OTHERS += "--launcher --num-generation --learning-rate --use-vllm --xyzzy --mamba-num-heads".split()  # wrong starts
 OTHERS += "--log-dir --tee --local-ranks-filter".split()  # of torchrun
 OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank --master-addr --master-port".split()
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience".split()  # of tools/soak.py
+OTHERS += "--one-run --saves".split()  # of tools/resume_check.py and tools/benchmark/save.py
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()
