@@ -19,3 +19,5 @@ def set_log_level(level: str | None) -> None:
 
     os.environ["VLLM_LOGGING_LEVEL"] = level.upper()
     transformers_logging.set_verbosity(logging.getLevelName(level.upper()))
+    transformers_logging.disable_default_handler()  # with CI=true it logs every message twice, once without the rank
+    transformers_logging.enable_propagation()
