@@ -18,12 +18,13 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
 _host_group: dist.ProcessGroup | None = None
+_model_group: dist.ProcessGroup | None = None
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
 
 
 def initialize_distributed(args) -> None:
     """Join torchrun's process group and create megatron-core's; a single process needs no torchrun."""
-    global _host_group
+    global _host_group, _model_group
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -43,6 +44,15 @@ def initialize_distributed(args) -> None:
             dist.init_process_group("gloo", timeout=timeout, **_rendezvous(timeout))
             _host_group = dist.group.WORLD
     initialize_model_parallel(args)
+    if args.router_replay_mode == "R2":
+        replica = torch.tensor(parallel_state.get_data_parallel_rank())
+        replicas = [torch.empty_like(replica) for _ in range(dist.get_world_size())]
+        dist.all_gather(replicas, replica, group=_host_group)
+        for number in range(parallel_state.get_data_parallel_world_size()):
+            ranks = [rank for rank, other in enumerate(replicas) if other == number]
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            if number == replica:
+                _model_group = group
 
 
 def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
@@ -119,6 +129,12 @@ def host_group() -> dist.ProcessGroup:
     return _host_group
 
 
+def model_group() -> dist.ProcessGroup:
+    """Return the gloo process group of the ranks with this rank's part of the data (TP x CP x PP); with R2 only."""
+    assert _model_group is not None, "initialize_distributed comes first"
+    return _model_group
+
+
 @contextlib.contextmanager
 def led_by_rank_0() -> Iterator[None]:
     """Wait on all other ranks, without a time-out, until rank 0 leaves this context; re-raise rank 0's error there.
@@ -146,6 +162,33 @@ def led_by_rank_0() -> Iterator[None]:
         time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
     if outcome := store.get(key).decode():
         raise rebuilt(outcome)
+
+
+@contextlib.contextmanager
+def all_finish() -> Iterator[None]:
+    """Wait, without a time-out, until every rank leaves this context; raise the error of one rank on every rank.
+
+    Every rank must enter. For work of unequal length without collectives, such as requests to a server.
+    """
+    global _led
+    _led += 1
+    store, key = dist.distributed_c10d._get_default_store(), f"megatron_grpo/finished/{_led}"
+    outcome = "Exception\nanother rank has failed"
+    try:
+        yield
+        outcome = ""
+    except GrpoError as error:
+        outcome = described(error)
+        raise
+    finally:
+        if outcome:
+            store.set(f"{key}/error", outcome)
+        store.add(key, 1)
+    began = time.monotonic()
+    while store.add(key, 0) < dist.get_world_size() and not store.check([f"{key}/error"]):
+        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+    if store.check([f"{key}/error"]):
+        raise rebuilt(store.get(f"{key}/error").decode())
 
 
 def set_random_seed(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""One rollout over all engine replicas: dispatch prompts, score completions, exchange the whole batch."""
+"""One rollout over all engine replicas: dispatch prompts, score completions, exchange what the ranks need."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,14 +7,27 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.share import of_all_ranks, with_tokens_of
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 from megatron_grpo.rollout.plan import RolloutPlan
+
+Needs = Callable[[RolloutBatch], Bool]
+
+
+def everything(batch: RolloutBatch) -> Bool:
+    """Need the tokens of all completions."""
+    return np.ones(batch.num_completions, bool)
+
+
+def nothing(batch: RolloutBatch) -> Bool:
+    """Need no tokens: an evaluation reads rewards."""
+    return np.zeros(batch.num_completions, bool)
 
 
 def collect_rollout(
@@ -25,12 +38,14 @@ def collect_rollout(
     timers,
     capacity: int | None = None,
     progress: Callable[[Sequence[Completion], int], None] = lambda completions, under_way: None,
+    needs: Needs = everything,
 ) -> tuple[RolloutBatch, int]:
     """Return ``plan.num_generations`` completions of every prompt with rewards, and the number of missing rewards.
 
-    The batch has the same order on every rank: completion ``p * num_generations + g`` is the g-th of prompt p, and its
-    group is p, whichever replica generated it. All completions of a prompt run on one replica, so the prefill runs once
-    and a group-wise reward receives all of them. ``plan.selection`` starts some of the prompts and keeps some of their
+    Every rank gets the arrays [n] of all completions, and the tokens of those that it ``needs`` (`exchange`). The batch
+    has the same order on every rank: completion ``p * num_generations + g`` is the g-th of prompt p, and its group is
+    p, whichever replica generated it. All completions of a prompt run on one replica, so the prefill runs once and a
+    group-wise reward receives all of them. ``plan.selection`` starts some of the prompts and keeps some of their
     groups; p is then the group's place in `Selection.places`. Scoring overlaps generation.
 
     ``progress`` is called after every engine step with the finished completions of this replica and the number of
@@ -77,12 +92,22 @@ def collect_rollout(
         mine = to_batch(prompts, spoken, members, places, num_kept)
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
-        failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
-        dist.all_reduce(failures, group=host_group())
-        batch = batch_of_all_ranks(mine)
+        batch, failures = exchange(mine, scorer, needs)
         if selection is None:
             dispatcher.close()
-    return batch, int(failures)
+    return batch, failures
+
+
+def exchange(mine: RolloutBatch, scorer: RewardPool | None, needs: Needs) -> tuple[RolloutBatch, int]:
+    """Return the batch of all ranks from the completions of this one, and the number of missing rewards. Collective.
+
+    Every rank gets the arrays [n] of all completions, in their global order. ``needs`` returns [n], for such a batch,
+    the completions whose tokens this rank needs.
+    """
+    failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
+    dist.all_reduce(failures, group=host_group())
+    batch = of_all_ranks(mine)
+    return with_tokens_of(batch, needs(batch)), int(failures)
 
 
 def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:
@@ -128,29 +153,3 @@ def to_batch(
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
     )
-
-
-def batch_of_all_ranks(batch: RolloutBatch) -> RolloutBatch:
-    """Return the whole batch, in its global order, from the parts of all ranks. Collective."""
-    parts = _exchange(batch)
-    return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
-
-
-def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
-    """All-gather the batches of all ranks, as bytes of flat arrays (no pickles)."""
-    buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
-    sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
-    all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_sizes, sizes, group=host_group())
-    room = max(int(s.sum()) for s in all_sizes)
-    payload = torch.zeros(room, dtype=torch.uint8)
-    raw = np.concatenate([b.reshape(-1).view(np.uint8) for b in buffers])
-    payload[: len(raw)] = torch.from_numpy(raw)
-    payloads = [torch.empty_like(payload) for _ in all_sizes]
-    dist.all_gather(payloads, payload, group=host_group())
-    batches = []
-    for data, lengths in zip(payloads, all_sizes, strict=True):
-        ends = np.cumsum(lengths.numpy())
-        pieces = np.split(data.numpy()[: ends[-1]], ends[:-1])
-        batches.append(RolloutBatch.from_buffers([p.view(b.dtype) for p, b in zip(pieces, buffers, strict=True)]))
-    return batches

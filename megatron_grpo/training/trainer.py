@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
+from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
+from megatron_grpo.data.share import mean_in_loss, with_tokens_of
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.lora.files import save_adapter
 from megatron_grpo.lora.stream import merged_shards, stream_merged
@@ -144,9 +146,10 @@ class Trainer:
         seed = rollout_seed(args.seed, self.rollouts)
         return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial)
 
-    def collect(self, plan: RolloutPlan) -> RolloutBatch:
-        """Return the completions of a plan with their rewards, on every rank.
+    def collect(self, plan: RolloutPlan, updates: Sequence[np.ndarray] = ()) -> RolloutBatch:
+        """Return the completions of a plan with their rewards, and the tokens of those that this rank computes.
 
+        ``updates`` are the completions of each update, by their numbers; none for an evaluation, which needs no tokens.
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
@@ -156,14 +159,15 @@ class Trainer:
             show(completions, under_way)
             self.early_exit.check_rollout(self.engine)
 
+        needs = partial(self._computes, updates=updates)
         if plan.partial is not None:
             batch, self.reward_failures = collect_partial_rollout(
-                self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step, needs
             )
             self.sampling_metrics = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         else:
             batch, self.reward_failures = collect_rollout(
-                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, after_step
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, after_step, needs
             )
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
@@ -178,6 +182,28 @@ class Trainer:
                     flush=True,
                 )
         return batch
+
+    def _computes(self, batch: RolloutBatch, updates: Sequence[np.ndarray]) -> Bool:
+        """Return [n] which completions this rank computes: in an update, or in a pass for log-probabilities before it.
+
+        A pass can divide the rollout in another way than the updates: it is of all completions, with another budget of
+        tokens, or of a model with another parallel configuration.
+        """
+        computes, lengths = np.zeros(batch.num_completions, bool), batch.lengths
+        if not updates:
+            return computes
+        args, budget = self.args, self.args.logprobs_max_tokens_per_microbatch
+        passes = [(completions, None) for completions in updates]
+        if may_need_scores(args):
+            passes += [(np.sort(completions), budget) for completions in updates]
+        if needs_old_log_probs(args):
+            passes.append((np.arange(batch.num_completions), budget))
+        for completions, max_tokens in passes:
+            computes[forward.own_completions(args, lengths, completions, max_tokens)] = True
+        for model in (self.reference, self.teacher):
+            if model is not None and not isinstance(model, TeacherServer):
+                computes[model.own_completions(lengths)] = True
+        return computes
 
     # ---- the engine
 
@@ -329,7 +355,9 @@ class Trainer:
         gap = row.get("mismatch/mean_abs", 0.0)
         if self.args.max_staleness:  # compare the tokens that the present weights sampled
             new = (batch.weight_version == self.synced_iteration) & (batch.response_mask == 1)
-            gap = float(np.abs(batch.old_log_probs - batch.rollout_log_probs)[new].mean()) if new.any() else 0.0
+            gaps = np.where(new, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
+            share = mean_in_loss(batch, new)
+            gap = mean_in_loss(batch, gaps) / share if share else 0.0
         if stale or not gap <= limit:  # nan exceeds every limit
             versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
@@ -424,8 +452,11 @@ class Trainer:
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
+        picks = chosen(batch.advantages, self.args.num_completions_to_log)
+        logged = np.zeros(batch.num_completions, bool)
+        logged[[i for i, _ in picks]] = self.logger.active
+        batch = with_tokens_of(batch, logged)
         if self.logger.active:
-            picks = chosen(batch.advantages, self.args.num_completions_to_log)
             rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
             self.logger.log_completions(self.iteration + 1, rows)
 

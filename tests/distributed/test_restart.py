@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     run = attempt("job 7", "nan", [*flags, "--on-bad-update", action], tmp_path, check=action != "stop")
     assert (run.returncode != 0) == (action == "stop")
     assert "update 3 is bad: the gradient norm is nan" in run.stdout
-    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003.npz").num_completions == 8
+    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003").num_completions == 8
     done = rows(tmp_path)
     assert done[:2] == undisturbed[:2]
     if action == "stop":
