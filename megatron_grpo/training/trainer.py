@@ -159,7 +159,7 @@ class Trainer:
             show(completions, under_way)
             self.early_exit.check_rollout(self.engine)
 
-        needs = partial(self._computes, updates=updates)
+        needs = partial(self.computes, updates=updates)
         if plan.partial is not None:
             batch, self.reward_failures = collect_partial_rollout(
                 self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step, needs
@@ -183,7 +183,7 @@ class Trainer:
                 )
         return batch
 
-    def _computes(self, batch: RolloutBatch, updates: Sequence[np.ndarray]) -> Bool:
+    def computes(self, batch: RolloutBatch, updates: Sequence[np.ndarray]) -> Bool:
         """Return [n] which completions this rank computes: in an update, or in a pass for log-probabilities before it.
 
         A pass can divide the rollout in another way than the updates: it is of all completions, with another budget of
