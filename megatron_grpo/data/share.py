@@ -30,7 +30,9 @@ def of_all_ranks(own: RolloutBatch, group: dist.ProcessGroup | None = None) -> R
     when the batches of two ranks have different optional arrays.
     """
     group = group or host_group()
-    own = _with_common_arrays(own.sorted_by_sample(), group)
+    if (np.diff(own.sample_ids) < 0).any():
+        own = own.sorted_by_sample()
+    own = _with_common_arrays(own, group)
     names = [name for name, spec in FIELDS.items() if spec.axis == "completion" and getattr(own, name) is not None]
     sizes = [own.lengths, own.response_lengths]
     (*values, lengths, response_lengths), rank = concatenated([*(getattr(own, name) for name in names), *sizes], group)

@@ -17,7 +17,7 @@ Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
-ROUND = 2**26  # bytes that a rank sends or receives in one round of `exchange_tokens`, above its own arrays
+ROUND = 2**24  # bytes that a rank sends or receives in one round of `exchange_tokens`, above its own arrays
 
 
 def concatenated(arrays: Sequence[Array], group: dist.ProcessGroup) -> tuple[list[Array], Int64]:

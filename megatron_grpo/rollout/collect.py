@@ -88,6 +88,7 @@ def collect_rollout(
         spoken = completions if engine.is_lead else []  # all ranks of a replica hold the same completions
         places = selection.places() if selection is not None else range(len(prompts))
         spoken = [completion for completion in spoken if members[completion.id].group in places]
+        spoken.sort(key=lambda completion: (places[members[completion.id].group], members[completion.id].place))
         num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
         mine = to_batch(prompts, spoken, members, places, num_kept)
         if scorer is not None:
