@@ -199,7 +199,10 @@ class RolloutBatch:
         """[n], tokens in the loss: T_i of the formulas."""
         if self.all_response_lengths is not None:
             return self.all_response_lengths
-        return np.diff(offsets(self.response_mask)[self.cu_seqlens])
+        sums = np.zeros(self.num_completions, np.int64)
+        if len(starts := self.cu_seqlens[:-1][self.held]):
+            sums[self.held] = np.add.reduceat(self.response_mask, starts, dtype=np.int64)
+        return sums
 
     @property
     def held_lengths(self) -> Int64:

@@ -192,12 +192,12 @@ class Trainer:
         computes, lengths = np.zeros(batch.num_completions, bool), batch.lengths
         if not updates:
             return computes
-        args, budget = self.args, self.args.logprobs_max_tokens_per_microbatch
+        args = self.args
         passes = [(completions, None) for completions in updates]
         if may_need_scores(args):
-            passes += [(np.sort(completions), budget) for completions in updates]
+            passes += [(np.sort(completions), args.logprobs_max_tokens_per_microbatch) for completions in updates]
         if needs_old_log_probs(args):
-            passes.append((np.arange(batch.num_completions), budget))
+            passes.append((np.arange(batch.num_completions), args.logprobs_max_tokens_per_microbatch))
         for completions, max_tokens in passes:
             computes[forward.own_completions(args, lengths, completions, max_tokens)] = True
         for model in (self.reference, self.teacher):

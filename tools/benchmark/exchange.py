@@ -94,7 +94,8 @@ def main() -> None:
         rows = [results.get() for _ in range(3 * ranks)]
         for case in dict.fromkeys(row[0] for row in rows):
             _, _, memory, share, seconds = zip(*(row for row in rows if row[0] == case), strict=True)
-            print(f"| {ranks} | {case} | {max(share):.1f} | {min(memory):.0f} to {max(memory):.0f} | {max(seconds):.2f} |")
+            memory_range = f"{min(memory):.0f} to {max(memory):.0f}"
+            print(f"| {ranks} | {case} | {max(share):.1f} | {memory_range} | {max(seconds):.2f} |")
 
 
 if __name__ == "__main__":
