@@ -60,13 +60,23 @@ class VllmColocate:
         hf_config = {**hf_config, "pad_token_id": 0}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
-        with _preserve_random_state(), _config_directory(hf_config) as directory, _private_shared_memory():
+        with (
+            _preserve_random_state(),
+            _rank_of_role(),
+            _config_directory(hf_config) as directory,
+            _private_shared_memory(),
+        ):
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
-        self._rollouts = self._rollout_seed = 0
+        self._rollout_seed = 0
+        self._submitted = 0  # requests so far
+        # vLLM's ids of the requests under way, unique over the run: with asynchronous scheduling, vLLM processes the
+        # step that it queued before an abort, or before the end of a rollout, after this. If an id were given again,
+        # the token of that step would be appended to the new request.
+        self._engine_ids: dict[int, str] = {}
         self._begun: dict[int, Completion] = {}  # by request: what an earlier rollout sampled
         self.sleep()
 
@@ -77,12 +87,13 @@ class VllmColocate:
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
-                sampling.seed = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
+                own = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
+                sampling.seed = own if request.seed is None else request.seed
+            engine_id = self._engine_ids[request.id] = f"{self._submitted}-{request.id}"
+            self._submitted += 1
             with lost_on_failure("vLLM's add_request"):
                 try:
-                    self._engine.add_request(
-                        self._engine_id(request.id), prompt, sampling, lora_request=self._adapter_request
-                    )
+                    self._engine.add_request(engine_id, prompt, sampling, lora_request=self._adapter_request)
                 except ValueError as error:  # a constraint that start-up checks cannot detect
                     constraint = request.sampling.structured_outputs
                     if not constraint:
@@ -118,18 +129,11 @@ class VllmColocate:
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
                 request_id = int(output.request_id.rpartition("-")[2])
+                del self._engine_ids[request_id]
                 versions = [self._version] * len(ids)
                 completion = Completion(request_id, ids, log_probs, reason, versions, experts, kept)
                 finished.append(completion.after(self._begun.pop(request_id, None)))
         return finished
-
-    def _engine_id(self, request_id: int) -> str:
-        """Return vLLM's id of a request, unique over the run.
-
-        With asynchronous scheduling, vLLM processes the step that it queued before the last request ended in the next
-        rollout. If ids repeated, the token of that step would be appended to a request of the next rollout.
-        """
-        return f"{self._rollouts}-{request_id}"
 
     def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
         """Return ``Completion.routed_experts`` from vLLM's ``[tokens, layers, topk]``, which includes dense layers."""
@@ -143,10 +147,9 @@ class VllmColocate:
         return experts
 
     def abort(self, ids: Iterable[int]) -> None:
-        self._engine.abort_request([self._engine_id(i) for i in ids])
+        self._engine.abort_request([self._engine_ids.pop(i) for i in ids])
 
-    def interrupt(self) -> list[Completion]:
-        """Abort all requests; return their tokens so far, which vLLM's own abort does not return."""
+    def unfinished(self) -> list[Completion]:
         unfinished = []
         for state in self._states():
             ids = list(state.detokenizer.output_token_ids)
@@ -154,9 +157,16 @@ class VllmColocate:
             number, versions = self._number(state), [self._version] * len(ids)
             log_probs = None if log_probs is None else list(log_probs)
             completion = Completion(number, ids, log_probs, "abort", versions, kept_token_ids=kept)
-            unfinished.append(completion.after(self._begun.pop(number, None)))
-        self.abort(completion.id for completion in unfinished)
+            unfinished.append(completion.after(self._begun.get(number)))
         return sorted(unfinished, key=lambda completion: completion.id)
+
+    def interrupt(self) -> list[Completion]:
+        """Abort all requests; return their tokens so far, which vLLM's own abort does not return."""
+        unfinished = self.unfinished()
+        self.abort(completion.id for completion in unfinished)
+        for completion in unfinished:
+            self._begun.pop(completion.id, None)
+        return unfinished
 
     def _states(self) -> list:
         """Return vLLM's states of all requests."""
@@ -170,7 +180,7 @@ class VllmColocate:
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
-        self._rollouts, self._rollout_seed = self._rollouts + 1, seed
+        self._rollout_seed = seed
         with raised_on_every_rank(), _preserve_random_state():
             # vLLM draws from these generators for requests without a seed; all ranks of a replica must draw alike.
             torch.manual_seed(seed + self.replica)
@@ -463,6 +473,16 @@ def _preserve_random_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def _rank_of_role() -> Iterator[None]:
+    """Context in which RANK of the environment, which vLLM reads, is the rank in the default process group."""
+    launched = os.environ.get("RANK")
+    os.environ["RANK"] = str(dist.get_rank())
+    yield
+    if launched is not None:
+        os.environ["RANK"] = launched
 
 
 @contextlib.contextmanager
