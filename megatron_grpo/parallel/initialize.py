@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.parallel.roles import Joint, connect, role_of
+from megatron_grpo.parallel.roles import Joint, check_hosts, connect, role_of
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
 _host_group: dist.ProcessGroup | None = None
@@ -66,6 +66,8 @@ def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     store = dist.PrefixStore(prefix, store)
     if not args.rollout_ranks:
         return {"store": store, "rank": rank, "world_size": world_size}
+    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    check_hosts(world_size - args.rollout_ranks, args.rollout_ranks, args.vllm_tensor_parallel_size, ranks_per_host)
     role = role_of(rank, world_size, args.rollout_ranks, args.vllm_tensor_parallel_size)
     _joint = connect(args, role, store, rank, world_size, timeout)
     return {"store": dist.PrefixStore(role.name, store), "rank": role.rank, "world_size": role.size}

@@ -586,6 +586,7 @@ def check_placed(args: Namespace) -> None:
         ("offload_model", alone),
         ("offload_gradients", alone),
         ("offload_optimizer", alone),
+        ("check_weight_sync", "with --max-staleness the engines are probed at all new weights"),
     ):
         if getattr(args, dest):
             raise GrpoError(f"{flag(dest)} and --rollout-ranks cannot both be given: {reason}")

@@ -177,21 +177,22 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     progress.step("engine")
     early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
     before_exit(early_exit.close)
+    name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
+    print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {name}")
+    began = time.monotonic()
     engine: Engine
     if roles is not None:
         engine = memory.engine = PlacedEngines(args, roles, dataset, sampler, early_exit.check_wait)
         before_exit(engine.close)
+        engine.wait_for_start()
         _continue_groups(args, engine, position)
     else:
-        name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
-        print_rank_0(f"starting the engine: {name}")
-        began = time.monotonic()
         with (
             memory.phase("the start of the engine"),
             _free_for_colocated_engine(args, state_offloader, weight_offloader),
         ):
             engine = memory.engine = build_engine(args, model, tokenizer)
-        print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
+    print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     scorer = None
     progress.step("rewards")

@@ -205,7 +205,8 @@ class Trainer:
         3. `sync`: the engine receives the trainer's weights, if it does not hold them
         4. `_offload`: the trainer's weights move to the host
         5. ``engine.wake_cache``: the engine allocates memory for its KV cache
-        6. `_probe_engine`: with --check-weight-sync every replica completes a few prompts
+        6. `_probe_engine`: with --check-weight-sync, and for engines on ranks of their own with --max-staleness, every
+           replica completes a few prompts
         7. the body: rollouts
         8. ``engine.sleep``: the engine frees its memory
         9. `_reload`: the trainer's tensors return to the device
@@ -235,7 +236,9 @@ class Trainer:
                 with self.timers("sync"):
                     probe_adapter(self.engine)
                 self.adapter_probed = True
-            if new_weights and self.args.check_weight_sync:
+            # Beside --max-staleness hardly a token of a batch is of the newest weights (`check_engine`).
+            stale = isinstance(self.engine, PlacedEngines) and self.args.max_staleness > 0
+            if new_weights and (self.args.check_weight_sync or stale):
                 probe = self._probe_engine()
             yield
             self.device_memory.mark(engine=True)
@@ -278,6 +281,9 @@ class Trainer:
         """Return completions of the first prompts of the data by every replica."""
         with self.timers("sync"):
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
+            if isinstance(self.engine, PlacedEngines):
+                plan = weight_check.probe_plan(self.args, prompts, self.engine.num_replicas)
+                return self.engine.generate(plan, data="train", scored=False)[0]
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _check_probe(self, probe: RolloutBatch) -> None:

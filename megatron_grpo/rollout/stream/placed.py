@@ -66,6 +66,12 @@ class PlacedEngines:
         self.waited = 0.0  # seconds for the newest batch
         self._ended = False
 
+    def wait_for_start(self) -> None:
+        """Wait until all replicas have started. Collective."""
+        with led_by_rank_0(self._watch_signals):
+            if self._leads:
+                self._reported("started")
+
     # ---- batches
 
     def take(self) -> tuple[RolloutBatch, int, dict[str, float]]:

@@ -95,6 +95,7 @@ class Producer:
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, self._note_signal)
         # The seeds of requests follow from their groups. An engine without seeds of requests has one for all of them.
+        self._report({"do": "started"})
         with self._engine.rollout(rollout_seed(self._args.seed, 0) + self._replica):
             while not self._ended:
                 self._obey()
