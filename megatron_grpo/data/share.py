@@ -39,7 +39,7 @@ def of_all_ranks(own: RolloutBatch, group: dist.ProcessGroup | None = None) -> R
     arrays = dict(zip(names, values, strict=True))
     order = np.argsort(arrays["sample_ids"], kind="stable")
     arrays = {name: array[order] for name, array in arrays.items()}
-    mine = rank[order] == dist.get_rank(group)
+    mine = rank[order] == group.rank()
     sizes = {"all_lengths": lengths[order], "all_response_lengths": response_lengths[order]}
     return replace(own, cu_seqlens=offsets(np.where(mine, lengths[order], 0)), **arrays, **sizes)
 

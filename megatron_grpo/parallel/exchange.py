@@ -25,7 +25,7 @@ def concatenated(arrays: Sequence[Array], group: dist.ProcessGroup) -> tuple[lis
 
     ``arrays`` are [m, ...], with the same m, and on all ranks the same types and columns; m can differ between ranks.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world = group.rank(), group.size()
     counts = torch.zeros(world, dtype=torch.int64)
     counts[rank] = own = len(arrays[0])
     dist.all_reduce(counts, group=group)
@@ -54,7 +54,7 @@ def from_holders(values: Float64, held: Bool, group: dist.ProcessGroup) -> Float
 def of_every_rank(mask: Bool, group: dist.ProcessGroup) -> Bool:
     """Return the masks [n] of all ranks, [ranks, n]. Collective."""
     packed = torch.from_numpy(np.packbits(mask))
-    masks = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    masks = [torch.empty_like(packed) for _ in range(group.size())]
     dist.all_gather(masks, packed, group=group)
     return np.unpackbits(torch.stack(masks).numpy(), axis=1, count=len(mask)).astype(bool)
 
@@ -82,7 +82,7 @@ def exchange_tokens(
     Returns:
         (arrays, [n] which completions they have)
     """
-    rank = dist.get_rank(group)
+    rank = group.rank()
     offered, wanted = of_every_rank(sends, group), of_every_rank(wants, group)
     wanted &= offered.any(0)
     source = offered.argmax(0)

@@ -93,22 +93,27 @@ def collect_rollout(
         mine = to_batch(prompts, spoken, members, places, num_kept)
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
-        batch, failures = exchange(mine, scorer, needs)
+        batch, failures = exchange(mine, needs), missing_rewards(scorer)
         if selection is None:
             dispatcher.close()
     return batch, failures
 
 
-def exchange(mine: RolloutBatch, scorer: RewardPool | None, needs: Needs) -> tuple[RolloutBatch, int]:
-    """Return the batch of all ranks from the completions of this one, and the number of missing rewards. Collective.
+def exchange(mine: RolloutBatch, needs: Needs, group: dist.ProcessGroup | None = None) -> RolloutBatch:
+    """Return the batch of all ranks of ``group`` [all] from the completions of this one. Collective.
 
     Every rank gets the arrays [n] of all completions, in their global order. ``needs`` returns [n], for such a batch,
     the completions whose tokens this rank needs.
     """
+    batch = of_all_ranks(mine, group)
+    return with_tokens_of(batch, needs(batch), group)
+
+
+def missing_rewards(scorer: RewardPool | None) -> int:
+    """Return the number of missing rewards of all ranks. Collective."""
     failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
     dist.all_reduce(failures, group=host_group())
-    batch = of_all_ranks(mine)
-    return with_tokens_of(batch, needs(batch)), int(failures)
+    return int(failures)
 
 
 def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import of_completions
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
-from megatron_grpo.rollout.collect import Needs, everything, exchange, sample_to_score, to_batch
+from megatron_grpo.rollout.collect import Needs, everything, exchange, missing_rewards, sample_to_score, to_batch
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.unfinished import Group, with_completion
@@ -86,7 +86,7 @@ def collect_partial_rollout(
         batch = to_batch(prompts, completions, members, places, num_kept)
         if scorer is not None:
             batch.rewards = np.concatenate([rewards[:0], *(group.rewards for group in mine)])
-        batch, failures = exchange(batch, scorer, needs)
+        batch, failures = exchange(batch, needs), missing_rewards(scorer)
     partial.take(groups, taken, len(plan.prompts))
     return batch, failures
 

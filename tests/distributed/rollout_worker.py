@@ -216,7 +216,7 @@ class Cases:
         assert not requests and seams
         places = range(len(self.prompts))
         mine = to_batch(self.prompts, done if engine.is_lead else [], dict(enumerate(members)), places, 0)
-        batch, _ = exchange(mine, None, everything)
+        batch = exchange(mine, everything)
         self.facts[f"{name} kept the random state"] = random_state() == state
         batch.save(self.out / f"{name}.{self.rank}.npz")
         return batch
