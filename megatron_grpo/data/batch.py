@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -70,7 +69,7 @@ PER_LABEL = ArrayField("token", packed="label")
 class RolloutBatch:
     """n completions with their prompts, as flat numpy arrays (see the module).
 
-    A field is declared here and nowhere else. The order of the fields is that of exchange between ranks.
+    A field is declared here and nowhere else.
     """
 
     # Start of each sequence (prompt + completion) in the flat arrays; the last value is the total.
@@ -265,33 +264,7 @@ class RolloutBatch:
         lengths = np.concatenate([batch.held_lengths for batch in batches])
         return RolloutBatch(**arrays | {"cu_seqlens": offsets(lengths)})
 
-    # ---- exchange and storage
-
-    def to_buffers(self) -> list[Array]:
-        """Return the batch as 1-D arrays for exchange between ranks: their number, order and types are fixed.
-
-        The first, int64, says how to read the rest: the sizes of the columns (of rewards, the kept tokens, then the MoE
-        layers and experts of a token), then 0 or 1 for each optional array. An array that is None travels empty.
-        """
-        arrays = self.arrays()
-        columns = [_columns(arrays.get(name), spec) for name, spec in FIELDS.items()]
-        present = [name in arrays for name, spec in FIELDS.items() if spec.optional]
-        header = np.array([*chain.from_iterable(columns), *present], np.int64)
-        return [header, *(np.ravel(arrays.get(name, np.empty(0, spec.dtype))) for name, spec in FIELDS.items())]
-
-    @classmethod
-    def from_buffers(cls, buffers: Sequence[Array]) -> "RolloutBatch":
-        """Undo `to_buffers`; the batch shares the memory of the buffers."""
-        header, *rest = buffers
-        num_columns = sum(spec.columns for spec in FIELDS.values())
-        columns, present = iter(header[:num_columns].tolist()), iter(header[num_columns:].tolist())
-        sizes = _sizes(rest[0])
-        arrays = {}
-        for (name, spec), flat in zip(FIELDS.items(), rest, strict=True):
-            shape = sizes[spec.axis], *(next(columns) for _ in range(spec.columns))
-            if not spec.optional or next(present):
-                arrays[name] = flat.reshape(shape)
-        return cls(**arrays)
+    # ---- storage
 
     def save(self, path: str | Path) -> None:
         """Write a .npz file, one plain array for each field that is not None."""
@@ -384,7 +357,7 @@ def _declared_arrays() -> dict[str, ArrayField]:
     return declared
 
 
-FIELDS = _declared_arrays()  # in the order of exchange
+FIELDS = _declared_arrays()
 
 
 def _sizes(cu_seqlens: Int64) -> dict[str, int]:
