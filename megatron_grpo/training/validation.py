@@ -22,6 +22,7 @@ from megatron_grpo.rollout.arguments import (
     check_lengths,
     check_lora_weight_sync,
     check_partial_rollouts,
+    check_placed,
     check_rollout,
     check_structured_outputs,
 )
@@ -55,6 +56,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_lora_weight_sync(args)
     check_dynamic_sampling(args)
     check_partial_rollouts(args)
+    check_placed(args)
     check_pass_rates(args)
     check_structured_outputs(args)
     args.engine_decodes = bool(args.stop_words or args.structured_outputs_regex)
