@@ -97,13 +97,13 @@ def exchange_tokens(
         incoming = block[wanted[rank, block]]
         incoming = incoming[np.argsort(source[incoming], kind="stable")]
         data = np.empty(sizes[incoming].sum(), np.uint8)
-        dist.all_to_all_single(
+        # The method of the group: that of all roles is not registered, as torch's function expects.
+        group.alltoall_base(
             torch.from_numpy(data),
             torch.from_numpy(_flat_bytes([part for parts in outgoing for part in parts])),
             np.bincount(source[incoming], sizes[incoming], len(wanted)).astype(int).tolist(),
             [int(sizes[mine[to[mine]]].sum()) for to in wanted],
-            group=group,
-        )
+        ).wait()
         at = 0
         for i in incoming:
             for array in received:
