@@ -22,6 +22,7 @@ from megatron_grpo.rewards.arguments import check_rewards
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.rollout.arguments import (
     check_dynamic_sampling,
+    check_ledger,
     check_lengths,
     check_lora_weight_sync,
     check_partial_rollouts,
@@ -78,6 +79,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_duration(args)
     check_optimizer(args)
     check_checkpoints(args)
+    check_ledger(args)
     check_logging(args)
     _check_libraries(args)
 
