@@ -151,6 +151,8 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     A completion is accurate if the first reward function returns 1. --eval-num-generations adds the metrics of sampled
     completions.
     """
+    if args.replay_rollouts:  # there is no engine
+        return {}
     metrics = {}
     with trainer.timers("eval"), trainer.engine_awake():
         for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
@@ -171,11 +173,13 @@ def train(args, trainer: Trainer) -> None:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        with trainer.engine_awake():  # with the newest weights
+        with trainer.engine_for_rollout():  # awake, with the newest weights
             plan = trainer.plan_rollout()
             shuffle, loss = not args.no_shuffle_completions, LOSSES.get(args.loss_type)
-            updates = divide_rollout(args.generation_batch_size, args.steps_per_generation, shuffle, loss, plan.seed)
-            batch = trainer.collect(plan, updates)  # all completions; tokens of those that this rank computes
+            divide = partial(
+                divide_rollout, num_updates=args.steps_per_generation, shuffle=shuffle, loss=loss, seed=plan.seed
+            )
+            batch = trainer.collect(plan, divide)  # all completions; tokens of those that this rank computes
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
@@ -196,7 +200,7 @@ def train(args, trainer: Trainer) -> None:
             batch, of_weights = correct(args, batch)
             metrics |= of_weights
         trainer.log_completions(batch)
-        updates *= args.num_iterations
+        updates = args.num_iterations * divide(batch.num_completions)
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)

@@ -148,7 +148,7 @@ def trainer(args) -> SimpleNamespace:
 def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:
     """Return the batch as a rank of a run has it: with the tokens that it computes in these updates."""
     parts = SimpleNamespace(args=args, reference=None, teacher=None)
-    return with_tokens_of(batch, Trainer.computes(parts, batch, updates))
+    return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
 
 
 def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, RolloutBatch]:
