@@ -161,6 +161,8 @@ class Producer:
 
     def _fill(self) -> None:
         """Submit as many requests as the engine runs at a time; those of a job come first."""
+        if not self._engine.has_weights:
+            return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
         if self._job is not None and self._args.weight_update != "keep":
