@@ -302,8 +302,6 @@ def test_a_signal_ends_the_wait_and_what_runs_can_be_saved(launch, tmp_path, whe
         run.trainer.take()
     for engine in run.engines:
         engine.held.set()
-    run.signal = False
-    run.store.delete_key("signal")
     run.trainer.save(tmp_path / "unfinished")
     assert run.trainer.position()["stream"]["version"] == 0
 
