@@ -61,6 +61,7 @@ class PlacedEngines:
         self._signs: list[str] = []
         self._last_look = 0.0
         self._described: list[weights.Described] = []
+        self._version = -1  # of the newest weights
         self._failures = 0  # missing rewards since the last batch
         self._idle_seconds = 0.0  # of all replicas
         self.waited = 0.0  # seconds for the newest batch
@@ -120,7 +121,9 @@ class PlacedEngines:
                 failures += sum(report["failures"] for report in self._reported("ready"))
                 self._tell({"do": "send job"})
         dist.broadcast(failures, src=0, group=host_group())
-        return self._receive(plan.sampling), int(failures)
+        batch = self._receive(plan.sampling)
+        assert (batch.weight_version == self._version).all(), "completions of other weights than the newest"
+        return batch, int(failures)
 
     # ---- weights
 
@@ -139,7 +142,7 @@ class PlacedEngines:
         else:
             for _ in stream:  # iterating is collective
                 pass
-        self.has_weights = True
+        self.has_weights, self._version = True, version
 
     # ---- messages
 
