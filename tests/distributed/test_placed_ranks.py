@@ -84,7 +84,8 @@ def wait_for_rows(run, save, count):
 @pytest.mark.parametrize(
     ("nproc", "more"),
     [
-        (3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2"),
+        (2, "--rollout-ranks 1"),
+        pytest.param(3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(4, "--rollout-ranks 2 --weight-update keep --vllm-enable-prefix-caching", marks=pytest.mark.slow),
         pytest.param(3, "--rollout-ranks 2 --weight-update drain --dynamic-sample", marks=pytest.mark.slow),
         pytest.param(
@@ -94,7 +95,7 @@ def wait_for_rows(run, save, count):
 )
 def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path, nproc, more):
     """SIGTERM reaches all ranks, as torchrun sends it; the trainer saves, the engines end with it."""
-    save, updates = tmp_path / "save", 10
+    save, updates = tmp_path / "save", 8
     words = [*flags, *STALE.split(), *more.split(), "--train-iters", updates, "--save", save, "--exit-signal-handler"]
     words += ["--no-save-hf", "--eval-interval", "4"]
     run = start(words, tmp_path, nproc)
