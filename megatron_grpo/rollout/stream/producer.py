@@ -67,7 +67,7 @@ class Producer:
     ):
         assert joint.role.replica is not None
         self._args, self._engine, self._scorer, self._tokenizer = args, engine, scorer, tokenizer
-        self._data = {"train": train, "valid": valid}
+        self._data, self._prompts = {"train": train, "valid": valid}, prompts_of(train)
         self._joint, self._replica = joint, joint.role.replica
         self._is_lead = joint.role.rank == 0
         self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
@@ -128,7 +128,7 @@ class Producer:
                 case "generate":
                     self._begin_job(message)
                 case "send job":
-                    self._send_job()
+                    self._send_job(message["version"])
                 case "prepare":
                     self._version, self._is_ready = message["version"], False
                 case "publish":
@@ -161,6 +161,8 @@ class Producer:
 
     def _fill(self) -> None:
         """Submit as many requests as the engine runs at a time; those of a job come first."""
+        if not self._engine.has_weights:
+            return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
         if self._job is not None and self._args.weight_update != "keep":
@@ -320,9 +322,12 @@ class Producer:
             sample = sample_to_score(prompt, self._tokenizer.decode(prompt.ids), completion, self._tokenizer)
             self._scorer.submit(completion.id, sample, member)
 
-    def _send_job(self) -> None:
+    def _send_job(self, version: int) -> None:
+        """Send the completions of a job, which are of this version of the weights. Collective over all ranks."""
         job = self._job
         assert job is not None
+        versions = {of_token for completion in job.completions for of_token in completion.weight_versions}
+        assert versions <= {version}, "completions of other weights than the newest"
         self._job = None
         places = {place: place for place in job.prompts}
         rewards = [] if job.rewards is None else [job.rewards]
@@ -378,8 +383,7 @@ class Producer:
         file = directory / f"{self._replica:05d}.npz"
         try:
             with np.load(file, allow_pickle=False) as content:
-                arrays = {name: content[name] for name in content.files}
-                groups = from_arrays(arrays, prompts_of(self._data["train"]))
+                groups = from_arrays({name: content[name] for name in content.files}, self._prompts)
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
         for number, group in groups.items():
