@@ -79,7 +79,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
     _resume_own_launch(args)
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
-    _merge_architecture(args, resume)
+    set_architecture(args, resume)
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
@@ -150,7 +150,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     memory = DeviceMemory(args)
     OutOfMemory.explain = memory.explanation
     with memory.phase("the construction of model and optimizer"):
-        model, optimizer, scheduler, reference = _build_model(args, model_provider, resume, ref_args)
+        model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
         teacher = None
         if teach_args is not None:
@@ -367,7 +367,7 @@ def _check_destinations(args) -> None:
             raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
 
 
-def _merge_architecture(args, resume: bool) -> None:
+def set_architecture(args, resume: bool) -> None:
     """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ.
 
     Also set the shape of an adapter, and the base of a resumed one.
@@ -388,7 +388,7 @@ def _merge_architecture(args, resume: bool) -> None:
         args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
-def _build_model(args, model_provider: Callable, resume: bool, ref_args):
+def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_args):
     """Return model, optimizer, scheduler and reference model with initial weights, which a resume overwrites."""
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
