@@ -75,6 +75,7 @@ METRICS = {
     "time/rollout": "seconds of generation",
     "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model)",
     "time/scoring": "seconds of the reward functions after generation has ended",
+    "time/ledger": "seconds until a rollout's last groups and its batch are on the disk (--ledger)",
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
     "time/update": "seconds of forward pass, backward pass and optimizer",
     "time/sync": "seconds of the weight sync",
@@ -196,6 +197,7 @@ REMEDIES = {
     "time/offload": "Large compared with time/update: offload less (--offload-gradients is nearly free).",
     "time/scoring": "Large: raise --reward-workers, or use a faster function. Scoring overlaps generation; this is the "
     "rest.",
+    "time/ledger": "Large: put --ledger on a local disk, if all ranks can read it.",
     "time/logprobs": "Avoidable: with one update per rollout and --beta 0 there is no forward-only pass.",
     "time/update": "Most of the step: raise --max-tokens-per-microbatch, recompute less, enable fused kernels; see "
     "docs/performance.md.",

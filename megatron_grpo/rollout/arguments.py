@@ -25,7 +25,7 @@ from megatron_grpo.utils.flags import (
     FlagRow,
     Number,
 )
-from megatron_grpo.utils.rules import flag, needs, required
+from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -187,6 +187,29 @@ PARTIAL_ROLLOUTS: tuple[FlagRow, ...] = (
         "syncs between the start of a completion and the batch that trains on it, at most; needs --partial-rollouts "
         "or --rollout-ranks",
     ),
+)
+
+LEDGER: tuple[FlagRow, ...] = (
+    (
+        "--ledger",
+        PATH,
+        None,
+        "directory for finished groups and batches, from which a killed run goes on "
+        "[{save}/ledger with --max-staleness, else none]",
+    ),
+    (
+        "--replay-rollouts",
+        PATH,
+        None,
+        "repeat the training of the run that wrote this ledger (or --save directory), without an engine",
+    ),
+    (
+        "--train-only",
+        PATH,
+        None,
+        "train on the groups of this ledger (or --save directory), with any algorithm, without an engine",
+    ),
+    ("--rollout-only", bool, False, "write --train-iters' rollouts into the ledger, without updates or checkpoints"),
 )
 
 STRUCTURED_OUTPUTS: FlagRow = (
@@ -568,6 +591,31 @@ def check_partial_rollouts(args: Namespace) -> None:
     ):
         if given:
             raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
+
+
+def recorded_in(args: Namespace) -> str | None:
+    """Return the directory of the ledger that replaces all rollouts of this run; None if an engine generates."""
+    return args.replay_rollouts or args.train_only
+
+
+def check_ledger(args: Namespace) -> None:
+    """Raise GrpoError for contradictory uses of ledgers; set the default of --ledger."""
+    excludes(args, "replay_rollouts", "train_only", "a replay repeats the recorded run, with its own flags")
+    for dest in ("replay_rollouts", "train_only"):
+        excludes(args, "ledger", dest, "it generates nothing to write")
+        excludes(args, "rollout_only", dest, "one needs an engine, the other has none")
+        excludes(args, dest, "rollout_ranks", "there are no engines: give the training ranks alone")
+    for dest in ("ledger", "rollout_only"):
+        excludes(args, dest, "rollout_ranks", "engines on ranks of their own write no ledger")
+    excludes(args, "rollout_only", "partial_rollouts", "the weights do not change, and nothing becomes stale")
+    for dest in ("save_interval", "eval_interval", "async_save", "save_adapter"):
+        excludes(args, "rollout_only", dest, "there are no updates to save or evaluate")
+    if recorded_in(args) or args.rollout_ranks:
+        return
+    if args.save and (args.max_staleness or args.rollout_only):
+        args.ledger = args.ledger or f"{args.save}/ledger"
+    if args.rollout_only:
+        required(args, "ledger", "--rollout-only writes nothing else; give it, or --save")
 
 
 def check_placed(args: Namespace) -> None:

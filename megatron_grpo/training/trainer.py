@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
-from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
@@ -38,10 +39,14 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.ledger.content import BatchRecord
+from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
+from megatron_grpo.rollout.ledger.recording import Recording
+from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.stream.placed import PlacedEngines
-from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts, Unfinished, prompts_of
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
 from megatron_grpo.training import train_step
@@ -85,6 +90,8 @@ class Trainer:
     background_saves: BackgroundSaves | None = None  # with --async-save
     teacher: ReferenceModel | TeacherServer | None = None
     partial: PartialRollouts | None = None  # with --partial-rollouts
+    ledger: Ledger | None = None  # with --ledger
+    replay: Replay | None = None  # batches that are recorded
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
     first_iteration: int = 0  # at the start of this process: above 0 after a resume
@@ -123,9 +130,13 @@ class Trainer:
         --partial-rollouts those that start beside the unfinished ones.
         """
         args = self.args
+        recorded = self.replay.get(self.rollouts) if self.replay is not None else None
+        recording = Recording(self.ledger, self.rollouts) if self.ledger is not None else None
         self.rollouts += 1
         sampling = training_sampling(args, self.rollouts)
         seed = rollout_seed(args.seed, self.rollouts)
+        if recorded is not None:
+            return RolloutPlan([], args.num_generations, sampling, seed, recorded=recorded)
         if isinstance(self.engine, PlacedEngines):  # they have prompts already
             return RolloutPlan((), args.num_generations, sampling, seed)
         num_groups = args.generation_batch_size // args.num_generations
@@ -145,13 +156,15 @@ class Trainer:
                 self.scorer,
                 args.reward_weights,
             )
-        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial)
+        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial, recording)
 
     def collect(self, plan: RolloutPlan) -> RolloutBatch:
         """Return the completions of a plan with their rewards, on every rank; without prompts the next batch.
 
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
+        if plan.recorded is not None:
+            return self._collect_recorded(plan.recorded)
         if isinstance(self.engine, PlacedEngines):
             with self.timers("rollout"):
                 return self._collect_placed(self.engine, plan)
@@ -183,6 +196,25 @@ class Trainer:
                     "see reward/failures",
                     flush=True,
                 )
+        if plan.recording is not None:
+            with self.timers("ledger"):
+                metrics = self.sampling_metrics | self.sync_metrics
+                num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
+                sampler = self.sampler.state_dict()
+                plan.recording.close(sampler, metrics, self.reward_failures, num_kept, self.partial)
+        return batch
+
+    def _collect_recorded(self, record: BatchRecord) -> RolloutBatch:
+        """Return a batch of the ledger; the sampler and the unfinished groups are then as the batch left them."""
+        with self.timers("rollout"):
+            batch = self.replay.collect(record)
+        if record.sampler is not None:
+            self.sampler.load_state_dict(record.sampler)
+        self.sampling_metrics, self.sync_metrics = record.metrics, {}
+        self.reward_failures = record.reward_failures
+        if self.partial is not None:
+            groups = self.replay.unfinished(record.number, self.partial.replica, prompts_of(self.dataset))
+            self.partial.state = Unfinished(groups, record.partial["started"], record.partial["version"])
         return batch
 
     def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan) -> RolloutBatch:
@@ -195,6 +227,14 @@ class Trainer:
         return batch
 
     # ---- the engine
+
+    def engine_for_rollout(self) -> AbstractContextManager[None]:
+        """Return the context of the next rollout: `engine_awake`, or nothing if the ledger has the batch."""
+        return contextlib.nullcontext() if self.replays(self.rollouts) else self.engine_awake()
+
+    def replays(self, batch: int) -> bool:
+        """Return whether this batch (from 0) is read from a ledger."""
+        return self.replay is not None and self.replay.get(batch) is not None
 
     @contextlib.contextmanager
     def engine_awake(self) -> Iterator[None]:
@@ -345,6 +385,8 @@ class Trainer:
         The version of every token must be that of the last sync, or at most --max-staleness syncs older. With equal
         weights, the log-probabilities of engine and trainer differ only by rounding.
         """
+        if self.replays(self.rollouts - 1):  # nothing was sampled now
+            return
         oldest = self.synced_iteration
         if self.args.max_staleness:
             oldest -= self.args.max_staleness * self.args.updates_per_rollout
@@ -446,6 +488,11 @@ class Trainer:
                 f"{message}: it is made again, and the run goes on without a checkpoint until the next save"
             )
 
+    def log_rollout(self, batch: RolloutBatch, rewards: np.ndarray) -> None:
+        """Log the metrics of a rollout that no update follows (--rollout-only)."""
+        updates = self.rollouts * self.args.updates_per_rollout
+        self.logger.log(updates, self.rollout_metrics(batch, rewards) | self.timers.collect())
+
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
         if self.logger.active:
@@ -466,6 +513,11 @@ class Trainer:
         self.left_early = self.early_exit.reason()
         if self.left_early:
             self.logger.print(f"leaving at iteration {self.iteration}: {self.left_early}")
+            return True
+        if self.args.rollout_only and self.rollouts * self.args.updates_per_rollout >= self.args.train_iters:
+            return True
+        if self.args.replay_rollouts and not self.replays(self.rollouts):
+            self.logger.print(f"leaving at iteration {self.iteration}: the recorded run ends here")
             return True
         # Not at the first iteration, so that the same command continues to the next multiple after such an exit.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
@@ -519,9 +571,20 @@ class Trainer:
                 )
                 if last:
                     checkpoint.wait_for_background()
+                self._roll_ledger()
         self.early_exit.save_seconds = time.monotonic() - began
         if self.background_saves is not None:  # the last save of a run is waited for
             self.early_exit.save_seconds = max(self.early_exit.save_seconds, self.background_saves.seconds)
+
+    def _roll_ledger(self) -> None:
+        """Delete the files of the ledger that no checkpoint needs, and begin new ones."""
+        if self.ledger is None:
+            return
+        self.ledger.roll()
+        kept = checkpoint_directory.iterations(self.args.save)
+        if self.args.max_checkpoints_to_keep is not None and kept and dist.get_rank() == 0:
+            oldest = int(kept[0].name[5:]) // self.args.updates_per_rollout
+            delete_before(self.ledger.directory, oldest - self.args.max_staleness)
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
@@ -546,8 +609,8 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If the save fails, GrpoError
         ends the run after the export.
         """
-        failed = None
-        if self.args.save:
+        failed, exports = None, not (self.left_early or self.args.rollout_only)
+        if self.args.save and not self.args.rollout_only:
             self._end_background_save()
             if checkpoint.latest_iteration(self.args.save) != self.iteration:
                 if all_ranks_agree(self.early_exit.save_fits()):
@@ -559,11 +622,11 @@ class Trainer:
                     self.logger.print(
                         f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}"
                     )
-        if self.args.save_adapter and not self.left_early:
+        if self.args.save_adapter and exports:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 save_adapter(self.args, self.model, self.args.save_adapter)
             self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
-        if self.args.save_hf and not self.left_early:
+        if self.args.save_hf and exports:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
                 hf.save_hf(
@@ -575,13 +638,16 @@ class Trainer:
         self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if failed is not None:
             raise failed
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
-        print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
+        done = f"{self.rollouts} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
+        print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
 
 
 def mean_of_scored(values: np.ndarray) -> float:
