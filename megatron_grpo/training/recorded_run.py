@@ -7,6 +7,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.arguments import recorded_in
@@ -109,7 +111,8 @@ def open_ledger(args: Namespace, found: Content, batch: int, engine: Engine) -> 
         return None, None
     next_batch = found.next_missing(batch)
     stop = args.on_save_error == "stop"
-    ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), engine.is_lead, stop)
+    producer = dist.get_rank() if engine.is_lead else None
+    ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), producer, dist.get_rank() == 0, stop)
     checkpoint.on_rank_0(ledger.begin, next_batch)
     if next_batch > batch:
         print_rank_0(f"{next_batch - batch} batches after this position are in the ledger {args.ledger}: used again")
