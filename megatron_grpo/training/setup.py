@@ -116,8 +116,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             )
         check_warmup(args)
     _check_destinations(args)
-    if torch.cuda.is_available():
-        check_host_memory(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
+        check_host_memory(args, trainers)
 
     lock = _lock_save_directory(args, resume)
 
@@ -244,6 +244,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         rollouts=position.get("rollouts", 0),
         tokens=position.get("tokens", 0),
     )
+
+
+def _trainers_here(trainers: int) -> int:
+    """Return how many of the ranks of this host train: trainers come first."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
 
 
 def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptDataset | None, models) -> None:

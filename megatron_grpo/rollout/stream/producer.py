@@ -67,7 +67,7 @@ class Producer:
     ):
         assert joint.role.replica is not None
         self._args, self._engine, self._scorer, self._tokenizer = args, engine, scorer, tokenizer
-        self._data = {"train": train, "valid": valid}
+        self._data, self._prompts = {"train": train, "valid": valid}, prompts_of(train)
         self._joint, self._replica = joint, joint.role.replica
         self._is_lead = joint.role.rank == 0
         self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
@@ -161,6 +161,8 @@ class Producer:
 
     def _fill(self) -> None:
         """Submit as many requests as the engine runs at a time; those of a job come first."""
+        if not self._engine.has_weights:
+            return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
         if self._job is not None and self._args.weight_update != "keep":
@@ -378,8 +380,7 @@ class Producer:
         file = directory / f"{self._replica:05d}.npz"
         try:
             with np.load(file, allow_pickle=False) as content:
-                arrays = {name: content[name] for name in content.files}
-                groups = from_arrays(arrays, prompts_of(self._data["train"]))
+                groups = from_arrays({name: content[name] for name in content.files}, self._prompts)
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
         for number, group in groups.items():
