@@ -55,7 +55,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
-from megatron_grpo.training.recorded_run import open_ledger, open_replay, read_ledger
+from megatron_grpo.training.recorded_run import open_ledger, open_placed_ledger, open_replay, producer_ledger
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
@@ -116,8 +116,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             )
         check_warmup(args)
     _check_destinations(args)
-    if torch.cuda.is_available():
-        check_host_memory(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
+        check_host_memory(args, trainers)
 
     lock = _lock_save_directory(args, resume)
 
@@ -175,7 +175,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     bad_updates.load_state_dict(position.get("bad_updates", {}))
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
-    recorded = read_ledger(args, iteration)
     progress.step("engine")
     early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
     before_exit(early_exit.close)
@@ -184,7 +183,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
     engine: Engine
+    ledger = None
     if roles is not None:
+        ledger = open_placed_ledger(args, position.get("rollouts", 0), roles.store)
         engine = memory.engine = PlacedEngines(args, roles, dataset, sampler, early_exit.check_wait)
         before_exit(engine.close)
         engine.wait_for_start()
@@ -197,10 +198,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             engine = memory.engine = build_engine(args, model, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
-    if recorded_in(args):
+    if roles is not None:
+        replay = None
+    elif recorded_in(args):
         ledger, replay = None, open_replay(args, position.get("rollouts", 0))
     else:
-        ledger, replay = open_ledger(args, recorded, position.get("rollouts", 0), engine)
+        ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
     scorer = None
     progress.step("rewards")
     if engine.is_lead:
@@ -246,12 +249,21 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     )
 
 
+def _trainers_here(trainers: int) -> int:
+    """Return how many of the ranks of this host train: trainers come first."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
+
+
 def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptDataset | None, models) -> None:
     """Run an engine replica on this rank until the trainer ends it."""
     engine = build_engine(args, [], tokenizer)
     scorer = build_scorer(args, models) if engine.is_lead else None
-    Producer(args, engine, scorer, tokenizer, train, valid, roles).run()
+    ledger = producer_ledger(args, roles.store, roles.role.replica) if engine.is_lead else None
+    Producer(args, engine, scorer, tokenizer, train, valid, roles, ledger).run()
     engine.close()
+    if ledger is not None:
+        ledger.close()
     if scorer is not None:
         scorer.close()
 
