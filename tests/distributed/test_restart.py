@@ -106,7 +106,9 @@ def replayed(flags, save: Path, expected: dict) -> None:
 
     batch = RolloutBatch.load(file)
     batch.advantages[5] = 3e38
-    batch.save(file)
+    for part in file.iterdir():
+        part.unlink()
+    batch.save(file / "00000.npz")
     output = run_torchrun(2, *words).stdout
     assert re.search(r"grad norm\n +5 .*(nan|inf)\n", output) and "; 1 of 8 completions not finite" in output
 
