@@ -224,6 +224,11 @@ class Trainer:
         batch, self.reward_failures, metrics = engine.take()
         staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         self.sampling_metrics = metrics | staleness
+        if self.ledger is not None and dist.get_rank() == 0:
+            sampling = training_sampling(self.args, self.rollouts)
+            num_kept = sampling.top_k if sampling.kept_token_ids else 0
+            rest = self.sampler.state_dict(), self.sampling_metrics, self.reward_failures, num_kept, None
+            self.ledger.record(BatchRecord(self.rollouts - 1, engine.taken, *rest))
         return batch
 
     # ---- the engine
