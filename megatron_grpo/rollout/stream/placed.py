@@ -17,6 +17,7 @@ from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rollout.collect import batch_of_all_ranks, to_batch
+from megatron_grpo.rollout.ledger.content import GroupKey
 from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.conductor import Conductor
@@ -66,6 +67,7 @@ class PlacedEngines:
         self._idle_seconds = 0.0  # of all replicas
         self.waited = 0.0  # seconds for the newest batch
         self._ended = False
+        self.taken: tuple[GroupKey, ...] = ()  # groups of the newest batch, on rank 0
 
     def wait_for_start(self) -> None:
         """Wait until all replicas have started. Collective."""
@@ -86,6 +88,7 @@ class PlacedEngines:
                     self._wait()
                     self._start_groups()
                 self._tell({"do": "fetch", "groups": [group.number for group in taken]})
+                self.taken = tuple(GroupKey(group.birth, group.number) for group in taken)
                 idle, self._idle_seconds = self._idle_seconds, self._idle()
                 metrics = [self._failures, {"stream/trainer_wait": time.monotonic() - began}]
                 metrics[1]["stream/engine_idle"] = (self._idle_seconds - idle) / self.num_replicas
