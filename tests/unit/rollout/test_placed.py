@@ -16,6 +16,7 @@ from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint, Role, check_hosts, role_of
 from megatron_grpo.rewards.pool import Failure
+from megatron_grpo.rollout.collect import everything
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.stream import placed
@@ -207,7 +208,7 @@ def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
     run = launch()
     for version in range(4):
         run.publish(version)
-        batch, failures, metrics = run.trainer.take()
+        batch, failures, metrics = run.trainer.take(everything)
         assert numbers_of(batch) == list(range(4 * version, 4 * version + 4))
         assert batch.rewards[:, 0].tolist() == [0, 1, 2, 3] * 4
         assert set(batch.weight_version) == {version}
@@ -221,7 +222,7 @@ def test_completions_live_through_new_weights_within_the_bound(launch, how):
     run, trained, mixed = launch(f"--max-staleness 2 --weight-update {how}"), [], 0
     for version in range(12):
         run.publish(version)
-        batch, _, _ = run.trainer.take()
+        batch, _, _ = run.trainer.take(everything)
         trained += numbers_of(batch)
         sampled = batch.response_mask == 1
         assert batch.weight_version[sampled].min() >= version - 2 and batch.weight_version.max() <= version
@@ -237,34 +238,34 @@ def test_completions_live_through_new_weights_within_the_bound(launch, how):
 def test_groups_without_signal_are_replaced(launch):
     run = launch("--dynamic-sample", without_signal=6)
     run.publish(0)
-    batch, _, metrics = run.trainer.take()
+    batch, _, metrics = run.trainer.take(everything)
     assert numbers_of(batch) == [6, 7, 8, 9] and metrics["stream/replaced_groups"] == 6
 
 
 def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch):
     run = launch("--max-staleness 1")
     run.publish(0)
-    first, _, _ = run.trainer.take()
+    first, _, _ = run.trainer.take(everything)
     run.publish(1)
     plan = RolloutPlan(Rows()[20:27], 2, Sampling(LONGEST), 5)
-    batch, failures = run.trainer.generate(plan)
+    batch, failures = run.trainer.generate(plan, everything)
     assert batch.row_ids[::2].tolist() == list(range(20, 27)) and batch.rewards[:, 0].tolist() == [0, 1] * 7
     assert set(batch.weight_version) == {1} and failures == 0
-    second, _, _ = run.trainer.take()
+    second, _, _ = run.trainer.take(everything)
     assert not set(numbers_of(first)) & set(numbers_of(second))
 
 
 def test_a_probe_is_not_scored(launch):
     run = launch("--max-staleness 1 --weight-update keep")
     run.publish(0)
-    batch, _ = run.trainer.generate(RolloutPlan(Rows()[:3], 1, Sampling(4), 0), data="train", scored=False)
+    batch, _ = run.trainer.generate(RolloutPlan(Rows()[:3], 1, Sampling(4), 0), everything, data="train", scored=False)
     assert batch.rewards.shape == (3, 0) and batch.row_ids.tolist() == [0, 1, 2]
 
 
 def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path):
     run = launch("--max-staleness 3")
     run.publish(0)
-    trained = numbers_of(run.trainer.take()[0])
+    trained = numbers_of(run.trainer.take(everything)[0])
     run.trainer.save(tmp_path / "unfinished")
     position = run.trainer.position()
     assert {path.name for path in (tmp_path / "unfinished").iterdir()} == {"00000.npz", "00001.npz"}
@@ -274,7 +275,7 @@ def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp
     again.trainer.load(tmp_path / "unfinished", position["stream"])
     for version in range(1, 6):
         again.publish(version)
-        batch, _, _ = again.trainer.take()
+        batch, _, _ = again.trainer.take(everything)
         trained += numbers_of(batch)
         assert batch.weight_version[batch.response_mask == 1].min() >= version - 3
     assert len(set(trained)) == len(trained) == 24
@@ -299,7 +300,7 @@ def test_a_signal_ends_the_wait_and_what_runs_can_be_saved(launch, tmp_path, whe
     else:
         run.store.set("signal", "SIGTERM")
     with pytest.raises(Preempted):
-        run.trainer.take()
+        run.trainer.take(everything)
     for engine in run.engines:
         engine.held.set()
     run.trainer.save(tmp_path / "unfinished")
