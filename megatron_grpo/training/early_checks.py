@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_grpo.checkpointing.arguments import check_checkpoints
+from megatron_grpo.environments.arguments import check_environments
 from megatron_grpo.models.arguments import check_model
 from megatron_grpo.rewards.arguments import check_rewards
 from megatron_grpo.rewards.registry import get_rewards, known_rewards
@@ -31,6 +32,7 @@ def check_early(args: Namespace, world_size: int) -> None:
     set_batch_sizes(args, world_size)
     check_evaluation(args)
     check_rewards(args)
+    check_environments(args)
     check_reward_models(args)
     check_ends(args)
     check_weight_decay(args)

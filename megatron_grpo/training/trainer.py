@@ -324,16 +324,17 @@ class Trainer:
         oldest = self.synced_iteration
         if self.args.max_staleness:
             oldest -= self.args.max_staleness * self.args.updates_per_rollout
-        stale = ((batch.weight_version < oldest) | (batch.weight_version > self.synced_iteration)).any()
+        versions = batch.weight_version[batch.response_mask == 1]
+        stale = ((versions < oldest) | (versions > self.synced_iteration)).any()
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/mean_abs", 0.0)
         if self.args.max_staleness:  # compare the tokens that the present weights sampled
             new = (batch.weight_version == self.synced_iteration) & (batch.response_mask == 1)
             gap = float(np.abs(batch.old_log_probs - batch.rollout_log_probs)[new].mean()) if new.any() else 0.0
         if stale or not gap <= limit:  # nan exceeds every limit
-            versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
-                f"the engine does not hold the trainer's weights: it sampled with version {versions}, the last sync "
+                "the engine does not hold the trainer's weights: it sampled with version "
+                f"{np.unique(versions).tolist()}, the last sync "
                 f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g} "
                 "(--mismatch-limit). The last checkpoint is good; report this with the model's config.json and the "
                 "versions in the banner"

@@ -11,6 +11,7 @@ import torch
 from megatron_grpo.algorithm.arguments import check_advantages, check_importance_sampling, check_loss
 from megatron_grpo.checkpointing.arguments import check_checkpoints
 from megatron_grpo.data.arguments import check_data, check_pass_rates
+from megatron_grpo.environments.arguments import check_environments
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_model
 from megatron_grpo.models.config import transformer_config_from_args
@@ -61,6 +62,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_evaluation(args)
     check_rollout(args, world_size)
     check_rewards(args)
+    check_environments(args)
     check_reward_models(args)
     check_loss(args)
     check_importance_sampling(args)
