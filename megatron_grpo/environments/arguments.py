@@ -49,6 +49,7 @@ def check_environments(args: Namespace) -> None:
         raise GrpoError("--environment needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
     for given, what in (
         (args.partial_rollouts, "--partial-rollouts"),
+        (args.rollout_ranks, "--rollout-ranks"),
         (args.rollout_engine == "sglang" or args.vllm_mode == "server", "inference servers"),
         (args.router_replay_mode == "R3", "--router-replay-mode R3"),
         (args.over_sampling_ratio > 1, "--over-sampling-ratio"),

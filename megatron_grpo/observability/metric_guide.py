@@ -28,6 +28,9 @@ METRICS = {
     "staleness/mean": "syncs between the sampling of a token and the batch that trains on it: mean over sampled tokens",
     "staleness/max": "largest such number of a token, at most --max-staleness",
     "staleness/interrupted": "fraction of completions with tokens of several versions of the weights",
+    "stream/trainer_wait": "seconds that the trainer waited for a batch of the engines of --rollout-ranks",
+    "stream/engine_idle": "seconds since the last batch in which an engine had nothing to generate, mean over replicas",
+    "stream/replaced_groups": "groups without learning signal that --dynamic-sample replaced since the first batch",
     "completion/length_mean": "mean length of a completion, tokens",
     "completion/length_min": "length of the shortest completion, tokens",
     "completion/length_max": "length of the longest completion, tokens",
@@ -101,6 +104,7 @@ HEADINGS = {
     "completion": "Completions",
     "sampling": "Completions",
     "staleness": "Completions",
+    "stream": "Time",
     "mismatch": "Trainer and engine",
     "perf": "Time",
     "lora": "Time",
@@ -130,6 +134,8 @@ REMEDIES = {
     "reward/failures": "Above 0: the log names the function and the completion. Fix the function, or raise "
     "--reward-timeout; such completions are excluded, not scored 0.",
     "sampling/": "Many replaced or aborted groups: prompts are too easy or too hard; change the data.",
+    "stream/": "The trainer waits long: give more --rollout-ranks. The engines are idle: give fewer, or raise "
+    "--max-staleness.",
     "staleness/": "Large, with mismatch/effective_sample_size below about 0.9: lower --max-staleness or --lr.",
     "completion/length_mean": "Growing without a higher reward: length bias of the loss (try --loss-type dr_grpo or "
     "dapo), or completions without an end token. Shrinking towards 0: the reward favours short completions.",

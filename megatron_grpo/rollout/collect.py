@@ -135,24 +135,24 @@ def to_batch(
     )
 
 
-def batch_of_all_ranks(batch: RolloutBatch) -> RolloutBatch:
-    """Return the whole batch, in its global order, from the parts of all ranks. Collective."""
-    parts = _exchange(batch)
+def batch_of_all_ranks(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> RolloutBatch:
+    """Return the whole batch, in its global order, from the parts of all ranks of ``group`` [all]. Collective."""
+    parts = _exchange(batch, group or host_group())
     return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
 
 
-def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
+def _exchange(batch: RolloutBatch, group: dist.ProcessGroup) -> list[RolloutBatch]:
     """All-gather the batches of all ranks, as bytes of flat arrays (no pickles)."""
     buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
     sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
-    all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_sizes, sizes, group=host_group())
+    all_sizes = [torch.empty_like(sizes) for _ in range(group.size())]
+    dist.all_gather(all_sizes, sizes, group=group)
     room = max(int(s.sum()) for s in all_sizes)
     payload = torch.zeros(room, dtype=torch.uint8)
     raw = np.concatenate([b.reshape(-1).view(np.uint8) for b in buffers])
     payload[: len(raw)] = torch.from_numpy(raw)
     payloads = [torch.empty_like(payload) for _ in all_sizes]
-    dist.all_gather(payloads, payload, group=host_group())
+    dist.all_gather(payloads, payload, group=group)
     batches = []
     for data, lengths in zip(payloads, all_sizes, strict=True):
         ends = np.cumsum(lengths.numpy())

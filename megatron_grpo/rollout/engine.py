@@ -40,7 +40,8 @@ class Request:
     """A request for one completion of one prompt; the completion carries the same ``id``.
 
     The id is unique within a rollout and has no other meaning. ``begun``, an interrupted completion of an earlier
-    rollout, is continued: the engine computes its keys and values again, and returns it with the new tokens.
+    rollout, is continued: the engine computes its keys and values again, and returns it with the new tokens. ``seed``
+    replaces the seed that follows from the rollout's (`request_seed`).
     """
 
     id: int
@@ -48,6 +49,7 @@ class Request:
     sampling: Sampling
     begun: "Completion | None" = None
     row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
+    seed: int | None = None
 
     @property
     def begun_ids(self) -> Sequence[int]:
@@ -210,7 +212,10 @@ class Engine(Protocol):
 
 
 class InterruptibleEngine(Engine, Protocol):
-    """Interface of an engine for --partial-rollouts: its requests can be continued in a later rollout."""
+    """Interface of an engine whose requests can be continued later, under other weights."""
+
+    def unfinished(self) -> list[Completion]:
+        """Return what `interrupt` would return; the requests go on."""
 
     def interrupt(self) -> list[Completion]:
         """Abort all requests and return what they have so far, with the finish reason "abort", in order of their ids.

@@ -40,6 +40,7 @@ from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
+from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
@@ -123,6 +124,10 @@ class Trainer:
         """
         args = self.args
         self.rollouts += 1
+        sampling = training_sampling(args, self.rollouts)
+        seed = rollout_seed(args.seed, self.rollouts)
+        if isinstance(self.engine, PlacedEngines):  # they have prompts already
+            return RolloutPlan((), args.num_generations, sampling, seed)
         num_groups = args.generation_batch_size // args.num_generations
         resample_times = args.max_resample_times if args.dynamic_sample else 0
         count = prompts_to_draw(num_groups, args.over_sampling_ratio, resample_times)
@@ -140,15 +145,16 @@ class Trainer:
                 self.scorer,
                 args.reward_weights,
             )
-        sampling = training_sampling(args, self.rollouts)
-        seed = rollout_seed(args.seed, self.rollouts)
         return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial)
 
     def collect(self, plan: RolloutPlan) -> RolloutBatch:
-        """Return the completions of a plan with their rewards, on every rank.
+        """Return the completions of a plan with their rewards, on every rank; without prompts the next batch.
 
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
+        if isinstance(self.engine, PlacedEngines):
+            with self.timers("rollout"):
+                return self._collect_placed(self.engine, plan)
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         show = self.logger.rollout_progress(self.engine.num_replicas)
 
@@ -179,6 +185,15 @@ class Trainer:
                 )
         return batch
 
+    def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan) -> RolloutBatch:
+        if plan.prompts:
+            batch, self.reward_failures = engine.generate(plan)
+            return batch
+        batch, self.reward_failures, metrics = engine.take()
+        staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
+        self.sampling_metrics = metrics | staleness
+        return batch
+
     # ---- the engine
 
     @contextlib.contextmanager
@@ -190,7 +205,8 @@ class Trainer:
         3. `sync`: the engine receives the trainer's weights, if it does not hold them
         4. `_offload`: the trainer's weights move to the host
         5. ``engine.wake_cache``: the engine allocates memory for its KV cache
-        6. `_probe_engine`: with --check-weight-sync every replica completes a few prompts
+        6. `_probe_engine`: with --check-weight-sync, and for engines on ranks of their own with --max-staleness, every
+           replica completes a few prompts
         7. the body: rollouts
         8. ``engine.sleep``: the engine frees its memory
         9. `_reload`: the trainer's tensors return to the device
@@ -199,7 +215,8 @@ class Trainer:
         Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
         only without --offload-model. If the engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
         """
-        memory, position = {"train": self._memory()}, self._position()
+        memory = {"train": self._memory()}
+        position = None if isinstance(self.engine, PlacedEngines) else self._position()  # its engines go on meanwhile
         probe = None
         self._offload(self.state_offloader)
         try:
@@ -219,7 +236,9 @@ class Trainer:
                 with self.timers("sync"):
                     probe_adapter(self.engine)
                 self.adapter_probed = True
-            if new_weights and self.args.check_weight_sync:
+            # Beside --max-staleness hardly a token of a batch is of the newest weights (`check_engine`).
+            stale = isinstance(self.engine, PlacedEngines) and self.args.max_staleness > 0
+            if new_weights and (self.args.check_weight_sync or stale):
                 probe = self._probe_engine()
             yield
             self.device_memory.mark(engine=True)
@@ -262,6 +281,9 @@ class Trainer:
         """Return completions of the first prompts of the data by every replica."""
         with self.timers("sync"):
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
+            if isinstance(self.engine, PlacedEngines):
+                plan = weight_check.probe_plan(self.args, prompts, self.engine.num_replicas)
+                return self.engine.generate(plan, data="train", scored=False)[0]
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _check_probe(self, probe: RolloutBatch) -> None:
@@ -276,16 +298,18 @@ class Trainer:
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return (total - free) / 2**30
 
-    def _raise_engine_lost(self, error: EngineLost, position: dict[str, Any]) -> NoReturn:
+    def _raise_engine_lost(self, error: EngineLost, position: dict[str, Any] | None) -> NoReturn:
         """Raise EngineLost with the cause and the checkpoint for a resume. Collective.
 
-        The run is saved in its state at ``position`` if all ranks answer and each can reload its tensors. A device does
-        not answer after a blocked NCCL call or an illegal memory access; the message then names the newest checkpoint.
+        The run is saved in its state at ``position`` (None: its present state) if all ranks answer and each can reload
+        its tensors. A device does not answer after a blocked NCCL call or an illegal memory access; the message then
+        names the newest checkpoint.
         """
         able = device_answers()
         if able:
             try:
-                self.engine.close()  # frees its memory
+                if not isinstance(self.engine, PlacedEngines):  # it has groups to save
+                    self.engine.close()  # frees its memory
                 self._reload()
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
@@ -297,7 +321,7 @@ class Trainer:
         lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
         raise lost from error
 
-    def _try_save(self, able: bool, position: dict[str, Any]) -> str:
+    def _try_save(self, able: bool, position: dict[str, Any] | None) -> str:
         """Save the run in its state at ``position`` if all ranks are ``able``; return a sentence on how to resume."""
         save = self.args.save
         if not save:
@@ -454,6 +478,9 @@ class Trainer:
             "tokens": self.tokens,
             "bad_updates": self.bad_updates.state_dict(),
         }
+        if isinstance(self.engine, PlacedEngines):
+            position |= self.engine.position()
+            position["rollouts"] = position["stream"]["version"]  # a rollout that a signal ends has no number
         return position if self.partial is None else position | {"partial": self.partial.state}
 
     def save(self, position: dict[str, Any] | None = None, last: bool = False) -> None:
@@ -470,6 +497,8 @@ class Trainer:
             position = position | {"partial": self.partial.position(unfinished)}
             if self.engine.is_lead:
                 save_unfinished = lambda directory: self.partial.save(directory / DIRECTORY, unfinished)  # noqa: E731
+        if isinstance(self.engine, PlacedEngines) and dist.get_rank() == 0:
+            save_unfinished = lambda directory: self.engine.save(directory / DIRECTORY)  # noqa: E731
         began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             self._end_background_save()
