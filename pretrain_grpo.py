@@ -150,6 +150,8 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     A completion is accurate if the first reward function returns 1. --eval-num-generations adds the metrics of sampled
     completions.
     """
+    if args.replay_rollouts:  # there is no engine
+        return {}
     metrics = {}
     with trainer.timers("eval"), trainer.engine_awake():
         for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
@@ -170,7 +172,7 @@ def train(args, trainer: Trainer) -> None:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        with trainer.engine_awake():  # with the newest weights
+        with trainer.engine_for_rollout():  # awake, with the newest weights
             plan = trainer.plan_rollout()
             batch = trainer.collect(plan)
         with trainer.timers("logprobs"):

@@ -77,7 +77,8 @@ class _Episodes:
         except BaseException as error:
             if command == "end":
                 return
-            tail = "".join(traceback.format_exception(error))[-1500:]
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+            tail = "".join(traceback.format_list(frames))[-1500:]
             reason = f"raised {type(error).__name__}: {error}"[:300]
             if isinstance(error, TimeoutError) and str(error) == "":
                 reason = f"took longer than {self._timeout:g} s (--environment-timeout)"

@@ -31,6 +31,9 @@ METRICS = {
     "stream/trainer_wait": "seconds that the trainer waited for a batch of the engines of --rollout-ranks",
     "stream/engine_idle": "seconds since the last batch in which an engine had nothing to generate, mean over replicas",
     "stream/replaced_groups": "groups without learning signal that --dynamic-sample replaced since the first batch",
+    "environment/turns": "turns of the policy in an episode (--environment), mean",
+    "environment/tokens": "tokens that the environment said in an episode, mean",
+    "environment/failed": "fraction of episodes whose environment failed: not scored, and not in the loss",
     "completion/length_mean": "mean length of a completion, tokens",
     "completion/length_min": "length of the shortest completion, tokens",
     "completion/length_max": "length of the longest completion, tokens",
@@ -75,6 +78,7 @@ METRICS = {
     "time/rollout": "seconds of generation",
     "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model)",
     "time/scoring": "seconds of the reward functions after generation has ended",
+    "time/ledger": "seconds until a rollout's last groups and its batch are on the disk (--ledger)",
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
     "time/update": "seconds of forward pass, backward pass and optimizer",
     "time/sync": "seconds of the weight sync",
@@ -104,6 +108,7 @@ HEADINGS = {
     "completion": "Completions",
     "sampling": "Completions",
     "staleness": "Completions",
+    "environment": "Completions",
     "stream": "Time",
     "mismatch": "Trainer and engine",
     "perf": "Time",
@@ -196,6 +201,7 @@ REMEDIES = {
     "time/offload": "Large compared with time/update: offload less (--offload-gradients is nearly free).",
     "time/scoring": "Large: raise --reward-workers, or use a faster function. Scoring overlaps generation; this is the "
     "rest.",
+    "time/ledger": "Large: put --ledger on a local disk, if all ranks can read it.",
     "time/logprobs": "Avoidable: with one update per rollout and --beta 0 there is no forward-only pass.",
     "time/update": "Most of the step: raise --max-tokens-per-microbatch, recompute less, enable fused kernels; see "
     "docs/performance.md.",

@@ -198,6 +198,13 @@ class RewardPool:
         if time.monotonic() - self._last_poll > 0.01:
             self.poll()
 
+    def give(self, key: Hashable, sample: Sample, rewards: Sequence[float]) -> None:
+        """Submit one sample whose rewards are known."""
+        assert key not in self._samples, f"two samples with the key {key!r}"
+        self._samples[key] = len(self._rows)
+        self._rows.append((key, sample, [float(reward) for reward in rewards]))
+        self._missing.append(0)
+
     def _enqueue(self, number: int, functions: list[int]) -> None:
         for kind in self._kinds:
             if numbers := tuple(function for function in functions if function in kind.functions):
@@ -266,6 +273,10 @@ class RewardPool:
         while any(self._missing[number] for number in numbers):
             self.poll(0.2)
         return self._rewards(numbers)
+
+    def scored(self, keys: Sequence[Hashable]) -> bool:
+        """Return whether the rewards of these samples are there; does not wait."""
+        return not any(self._missing[self._samples[key]] for key in keys)
 
     def poll(self, wait: float = 0.0) -> int:
         """Read reports (wait up to ``wait`` seconds for one), stop calls that exceed their time limit, send new calls.

@@ -26,7 +26,7 @@ from megatron_grpo.utils.flags import (
     FlagRow,
     Number,
 )
-from megatron_grpo.utils.rules import flag, needs, required
+from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -187,6 +187,22 @@ PARTIAL_ROLLOUTS: tuple[FlagRow, ...] = (
         0,
         "syncs between the start of a completion and the batch that trains on it, at most; needs --partial-rollouts "
         "or --rollout-ranks",
+    ),
+)
+
+LEDGER: tuple[FlagRow, ...] = (
+    (
+        "--ledger",
+        PATH,
+        None,
+        "directory for finished groups and batches, from which a killed run goes on "
+        "[{save}/ledger with --max-staleness, else none]",
+    ),
+    (
+        "--replay-rollouts",
+        PATH,
+        None,
+        "repeat the training of the run that wrote this ledger (or --save directory), without an engine",
     ),
 )
 
@@ -566,6 +582,17 @@ def check_partial_rollouts(args: Namespace) -> None:
     ):
         if given:
             raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
+
+
+def check_ledger(args: Namespace) -> None:
+    """Raise GrpoError for contradictory uses of ledgers; set the default of --ledger."""
+    excludes(args, "ledger", "replay_rollouts", "a replay generates nothing to write")
+    if args.rollout_ranks:
+        for dest in ("ledger", "replay_rollouts"):
+            if getattr(args, dest):
+                raise GrpoError(f"{flag(dest)} and --rollout-ranks cannot both be given yet: leave one out")
+    elif args.save and args.max_staleness and not args.replay_rollouts:
+        args.ledger = args.ledger or f"{args.save}/ledger"
 
 
 def check_placed(args: Namespace) -> None:

@@ -224,6 +224,19 @@ class InterruptibleEngine(Engine, Protocol):
         """
 
 
+class NoEngine:
+    """What a run has in place of an engine whose rollouts are read from a ledger (--replay-rollouts)."""
+
+    replica, num_replicas, is_lead, has_weights = None, 0, False, False
+
+    def device_bytes(self) -> tuple[int, int]:
+        """Return zeros: nothing is on the GPU."""
+        return 0, 0
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class OutOfMemory:
     """What an EngineLost says when the GPU's memory is exhausted."""
 

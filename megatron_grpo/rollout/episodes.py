@@ -11,7 +11,6 @@ A finished turn ends its episode when the environment says so, at --max-turns, a
 the loss.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,8 +66,7 @@ class Episodes:
         self._generating: set[int] = set()
         self._waiting: set[int] = set()  # for the environment
         self._immediate: set[int] = set()  # those of them whose environment answers at once
-        self.failures: dict[str, int] = {}  # reason -> episodes of this rollout, on the lead rank
-        self.seconds_waited = 0.0  # with nothing to generate
+        self._failures: dict[str, int] = {}  # reason -> episodes since the last report, on the lead rank
 
     def __getattr__(self, name: str) -> Any:
         """Weights, memory and the rest are the engine's own matter."""
@@ -159,12 +157,9 @@ class Episodes:
         """Return (episode, what follows, reward, tokens) of each answer, on the lead rank."""
         assert self._pool is not None
         answers = self._pool.poll()
-        began = time.monotonic()
         # With nothing to generate the rollout waits; and always for environments that answer at once.
         while self._immediate - {a.key for a in answers} or not (answers or self._generating):
             answers += self._pool.poll(0.2)
-        if not self._generating:
-            self.seconds_waited += time.monotonic() - began
         return [self._said(answer) for answer in sorted(answers, key=lambda answer: answer.key)]
 
     def _said(self, answer: Answer) -> tuple[int, int, float | None, list[int]]:
@@ -182,7 +177,7 @@ class Episodes:
                 return answer.key, _CONTINUES, answer.reward, tokens
         if error is not None:
             reason = error.partition("\n")[0]
-            self.failures[reason] = self.failures.get(reason, 0) + 1
+            self._failures[reason] = self._failures.get(reason, 0) + 1
             return answer.key, _FAILS, None, []
         return answer.key, _ENDS if answer.done else _CONTINUES, answer.reward, []
 
@@ -251,3 +246,11 @@ class Episodes:
             self._episodes.pop(number, None)
             if self._pool is not None:
                 self._pool.end(number)
+
+    def failures(self) -> list[str]:
+        """Return one line for each reason for which environments have failed since the last call, on the lead rank."""
+        failures, self._failures = self._failures, {}
+        return [
+            f"the environment failed in {count} episode{'s' * (count > 1)}: {reason}; not scored, and not in the loss"
+            for reason, count in failures.items()
+        ]

@@ -30,7 +30,14 @@ from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
 from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.registry import load_plugins
-from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, PARTIAL_ROLLOUTS, PLACED, ROLLOUT, STRUCTURED_OUTPUTS
+from megatron_grpo.rollout.arguments import (
+    DYNAMIC_SAMPLING,
+    LEDGER,
+    PARTIAL_ROLLOUTS,
+    PLACED,
+    ROLLOUT,
+    STRUCTURED_OUTPUTS,
+)
 from megatron_grpo.training.command_line import Accept, Parser, parse_words, plugin_files
 from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_flags, help_text
@@ -129,6 +136,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "data": DATA,
     "rollout": ROLLOUT,
     "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *PLACED, *CURRICULUM, STRUCTURED_OUTPUTS),
+    "ledger": LEDGER,
     "environments": ENVIRONMENTS,
     "rewards": REWARDS,
     "algorithm": LOSS,

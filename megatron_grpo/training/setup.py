@@ -47,7 +47,7 @@ from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, rewar
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.arguments import lora_note, not_measured
-from megatron_grpo.rollout.engine import Engine, OutOfMemory
+from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
@@ -61,6 +61,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.recorded_run import open_ledger, open_replay, read_ledger
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
@@ -183,11 +184,13 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     bad_updates.load_state_dict(position.get("bad_updates", {}))
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
+    recorded = read_ledger(args, iteration)
     progress.step("engine")
     early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
     before_exit(early_exit.close)
     name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
-    print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {name}")
+    kind = "none, the rollouts are recorded" if args.replay_rollouts else name
+    print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
     engine: Engine
     if roles is not None:
@@ -205,6 +208,10 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
                 engine = memory.engine = build_episodes(args, engine, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
+    if args.replay_rollouts:
+        ledger, replay = None, open_replay(args, position.get("rollouts", 0))
+    else:
+        ledger, replay = open_ledger(args, recorded, position.get("rollouts", 0), engine)
     scorer = None
     progress.step("rewards")
     if engine.is_lead:
@@ -230,6 +237,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         dataset=dataset,
         sampler=sampler,
         partial=partial_rollouts,
+        ledger=ledger,
+        replay=replay,
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
@@ -276,6 +285,8 @@ def _continue_groups(args, engine: PlacedEngines, position: dict[str, Any]) -> N
 def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
     """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
     saved = position.get("partial")
+    if args.replay_rollouts:
+        return None
     if "stream" in position and not args.rollout_ranks:
         raise GrpoError(
             f"{args.load} holds completions of engines on ranks of their own: add --rollout-ranks as before, or load "
@@ -359,6 +370,7 @@ def _check_destinations(args) -> None:
     places = {
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,
+        "--ledger": args.ledger,
         "--save-hf": export and export.parent,
         "--save-adapter": args.save_adapter,
         "--tensorboard-dir": args.tensorboard_dir,
@@ -527,6 +539,8 @@ def build_episodes(args, engine: Engine, tokenizer) -> Episodes:
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:
     """Return the engine of --rollout-engine and --vllm-mode."""
+    if args.replay_rollouts:
+        return NoEngine()
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":
             from megatron_grpo.rollout.vllm.colocate import VllmColocate  # the import takes seconds: after all checks

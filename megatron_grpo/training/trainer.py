@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
-from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
@@ -38,10 +39,15 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.ledger.content import BatchRecord
+from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
+from megatron_grpo.rollout.ledger.recording import Recording
+from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
 from megatron_grpo.rollout.stream.placed import PlacedEngines
-from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts, Unfinished, prompts_of
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
 from megatron_grpo.training import train_step
@@ -85,6 +91,8 @@ class Trainer:
     background_saves: BackgroundSaves | None = None  # with --async-save
     teacher: ReferenceModel | TeacherServer | None = None
     partial: PartialRollouts | None = None  # with --partial-rollouts
+    ledger: Ledger | None = None  # with --ledger
+    replay: Replay | None = None  # batches that are recorded
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
     first_iteration: int = 0  # at the start of this process: above 0 after a resume
@@ -123,9 +131,13 @@ class Trainer:
         --partial-rollouts those that start beside the unfinished ones.
         """
         args = self.args
+        recorded = self.replay.get(self.rollouts) if self.replay is not None else None
+        recording = Recording(self.ledger, self.rollouts) if self.ledger is not None else None
         self.rollouts += 1
         sampling = training_sampling(args, self.rollouts)
         seed = rollout_seed(args.seed, self.rollouts)
+        if recorded is not None:
+            return RolloutPlan([], args.num_generations, sampling, seed, recorded=recorded)
         if isinstance(self.engine, PlacedEngines):  # they have prompts already
             return RolloutPlan((), args.num_generations, sampling, seed)
         num_groups = args.generation_batch_size // args.num_generations
@@ -145,13 +157,15 @@ class Trainer:
                 self.scorer,
                 args.reward_weights,
             )
-        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial)
+        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial, recording)
 
     def collect(self, plan: RolloutPlan) -> RolloutBatch:
         """Return the completions of a plan with their rewards, on every rank; without prompts the next batch.
 
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
+        if plan.recorded is not None:
+            return self._collect_recorded(plan.recorded)
         if isinstance(self.engine, PlacedEngines):
             with self.timers("rollout"):
                 return self._collect_placed(self.engine, plan)
@@ -174,6 +188,8 @@ class Trainer:
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
+        for line in self.engine.failures() if isinstance(self.engine, Episodes) else []:
+            print(f"[rank {dist.get_rank()}] {line}", flush=True)
         for failure in self.scorer.failures if self.scorer is not None else []:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)
@@ -183,6 +199,25 @@ class Trainer:
                     "see reward/failures",
                     flush=True,
                 )
+        if plan.recording is not None:
+            with self.timers("ledger"):
+                metrics = self.sampling_metrics | self.sync_metrics
+                num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
+                sampler = self.sampler.state_dict()
+                plan.recording.close(sampler, metrics, self.reward_failures, num_kept, self.partial)
+        return batch
+
+    def _collect_recorded(self, record: BatchRecord) -> RolloutBatch:
+        """Return a batch of the ledger; the sampler and the unfinished groups are then as the batch left them."""
+        with self.timers("rollout"):
+            batch = self.replay.collect(record)
+        if record.sampler is not None:
+            self.sampler.load_state_dict(record.sampler)
+        self.sampling_metrics, self.sync_metrics = record.metrics, {}
+        self.reward_failures = record.reward_failures
+        if self.partial is not None:
+            groups = self.replay.unfinished(record.number, self.partial.replica, prompts_of(self.dataset))
+            self.partial.state = Unfinished(groups, record.partial["started"], record.partial["version"])
         return batch
 
     def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan) -> RolloutBatch:
@@ -195,6 +230,14 @@ class Trainer:
         return batch
 
     # ---- the engine
+
+    def engine_for_rollout(self) -> AbstractContextManager[None]:
+        """Return the context of the next rollout: `engine_awake`, or nothing if the ledger has the batch."""
+        return contextlib.nullcontext() if self.replays(self.rollouts) else self.engine_awake()
+
+    def replays(self, batch: int) -> bool:
+        """Return whether this batch (from 0) is read from a ledger."""
+        return self.replay is not None and self.replay.get(batch) is not None
 
     @contextlib.contextmanager
     def engine_awake(self) -> Iterator[None]:
@@ -345,6 +388,8 @@ class Trainer:
         The version of every token must be that of the last sync, or at most --max-staleness syncs older. With equal
         weights, the log-probabilities of engine and trainer differ only by rounding.
         """
+        if self.replays(self.rollouts - 1):  # nothing was sampled now
+            return
         oldest = self.synced_iteration
         if self.args.max_staleness:
             oldest -= self.args.max_staleness * self.args.updates_per_rollout
@@ -385,6 +430,10 @@ class Trainer:
             "completion/length_max": int(batch.completion_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
+        if self.args.environment:
+            row["environment/turns"] = float(batch.turns.mean())
+            row["environment/tokens"] = float((batch.completion_lengths - batch.response_lengths).mean())
+            row["environment/failed"] = float((batch.finish_reasons == FinishReason.FAILED).mean())
         for name, column in zip(self.args.reward_funcs, batch.rewards.T, strict=True):
             row[f"reward/{name}/mean"] = mean_of_scored(column)
             if len(scored := column[~np.isnan(column)].astype(np.float64)):
@@ -468,6 +517,9 @@ class Trainer:
         if self.left_early:
             self.logger.print(f"leaving at iteration {self.iteration}: {self.left_early}")
             return True
+        if self.args.replay_rollouts and not self.replays(self.rollouts):
+            self.logger.print(f"leaving at iteration {self.iteration}: the recorded run ends here")
+            return True
         # Not at the first iteration, so that the same command continues to the next multiple after such an exit.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
@@ -520,9 +572,20 @@ class Trainer:
                 )
                 if last:
                     checkpoint.wait_for_background()
+                self._roll_ledger()
         self.early_exit.save_seconds = time.monotonic() - began
         if self.background_saves is not None:  # the last save of a run is waited for
             self.early_exit.save_seconds = max(self.early_exit.save_seconds, self.background_saves.seconds)
+
+    def _roll_ledger(self) -> None:
+        """Delete the files of the ledger that no checkpoint needs, and begin new ones."""
+        if self.ledger is None:
+            return
+        self.ledger.roll()
+        kept = checkpoint_directory.iterations(self.args.save)
+        if self.args.max_checkpoints_to_keep is not None and kept and dist.get_rank() == 0:
+            oldest = int(kept[0].name[5:]) // self.args.updates_per_rollout
+            delete_before(self.ledger.directory, oldest - self.args.max_staleness)
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
@@ -576,6 +639,8 @@ class Trainer:
         self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if failed is not None:

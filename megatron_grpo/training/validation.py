@@ -19,6 +19,7 @@ from megatron_grpo.parallel.arguments import check_parallelism
 from megatron_grpo.reference.arguments import check_reference_models
 from megatron_grpo.rollout.arguments import (
     check_dynamic_sampling,
+    check_ledger,
     check_lengths,
     check_lora_weight_sync,
     check_partial_rollouts,
@@ -60,6 +61,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_pass_rates(args)
     check_structured_outputs(args)
     args.engine_decodes = bool(args.stop_words or args.structured_outputs_regex)
+    check_ledger(args)
     check_logging(args)
     _check_libraries(args)
 
