@@ -204,6 +204,13 @@ LEDGER: tuple[FlagRow, ...] = (
         None,
         "repeat the training of the run that wrote this ledger (or --save directory), without an engine",
     ),
+    (
+        "--train-only",
+        PATH,
+        None,
+        "train on the groups of this ledger (or --save directory), with any algorithm, without an engine",
+    ),
+    ("--rollout-only", bool, False, "write --train-iters' rollouts into the ledger, without updates or checkpoints"),
 )
 
 STRUCTURED_OUTPUTS: FlagRow = (
@@ -584,15 +591,29 @@ def check_partial_rollouts(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
 
 
+def recorded_in(args: Namespace) -> str | None:
+    """Return the directory of the ledger that replaces all rollouts of this run; None if an engine generates."""
+    return args.replay_rollouts or args.train_only
+
+
 def check_ledger(args: Namespace) -> None:
     """Raise GrpoError for contradictory uses of ledgers; set the default of --ledger."""
-    excludes(args, "ledger", "replay_rollouts", "a replay generates nothing to write")
-    if args.rollout_ranks:
-        for dest in ("ledger", "replay_rollouts"):
-            if getattr(args, dest):
-                raise GrpoError(f"{flag(dest)} and --rollout-ranks cannot both be given yet: leave one out")
-    elif args.save and args.max_staleness and not args.replay_rollouts:
+    excludes(args, "replay_rollouts", "train_only", "a replay repeats the recorded run, with its own flags")
+    for dest in ("replay_rollouts", "train_only"):
+        excludes(args, "ledger", dest, "it generates nothing to write")
+        excludes(args, "rollout_only", dest, "one needs an engine, the other has none")
+        excludes(args, dest, "rollout_ranks", "there are no engines: give the training ranks alone")
+    for dest in ("ledger", "rollout_only"):
+        excludes(args, dest, "rollout_ranks", "engines on ranks of their own write no ledger")
+    excludes(args, "rollout_only", "partial_rollouts", "the weights do not change, and nothing becomes stale")
+    for dest in ("save_interval", "eval_interval", "async_save", "save_adapter"):
+        excludes(args, "rollout_only", dest, "there are no updates to save or evaluate")
+    if recorded_in(args) or args.rollout_ranks:
+        return
+    if args.save and (args.max_staleness or args.rollout_only):
         args.ledger = args.ledger or f"{args.save}/ledger"
+    if args.rollout_only:
+        required(args, "ledger", "--rollout-only writes nothing else; give it, or --save")
 
 
 def check_placed(args: Namespace) -> None:

@@ -2,14 +2,17 @@
 
 from argparse import Namespace
 from collections.abc import Collection
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.parallel.initialize import print_rank_0
+from megatron_grpo.rollout.arguments import recorded_in
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.ledger import content
-from megatron_grpo.rollout.ledger.content import FOLDER, Content
+from megatron_grpo.rollout.ledger.content import FOLDER, BatchRecord, Content
 from megatron_grpo.rollout.ledger.ledger import Ledger, set_aside
 from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.training.arguments import DERIVED, FLAGS
@@ -49,6 +52,8 @@ LEARNING_SECTIONS = {
 }
 ORIGIN = ("load_hf", "pretrained_checkpoint", "load_adapter")  # of the weights of update 0
 DATA = ("train_data_path",)
+# What groups have in common, whatever is learnt from them: the temperature is part of their log-probabilities.
+OF_DATA = ("num_generations", "reward_funcs", "temperature", "vocab_size")
 
 
 def run_flags(args: Namespace) -> dict[str, Any]:
@@ -112,19 +117,38 @@ def open_ledger(args: Namespace, found: Content, batch: int, engine: Engine) -> 
 
 
 def open_replay(args: Namespace, batch: int) -> Replay:
-    """Return the batches of --replay-rollouts; GrpoError if they do not belong to this run. Collective."""
-    directory = Path(args.replay_rollouts)
+    """Return the batches of --replay-rollouts or --train-only; GrpoError if they do not fit this run. Collective."""
+    name = flag("replay_rollouts" if args.replay_rollouts else "train_only")
+    directory = Path(recorded_in(args) or "")
     directory = directory / FOLDER if (directory / FOLDER).is_dir() else directory
     found = checkpoint.on_rank_0(content.read, directory)
-    if found.run is None:
-        raise GrpoError(f"--replay-rollouts {args.replay_rollouts}: no ledger there; give the directory of --ledger")
-    if changed := changed_flags(found.run, run_flags(args), (*ORIGIN, *DATA)):
-        raise GrpoError(
-            f"--replay-rollouts {args.replay_rollouts} repeats the run with its own flags, but {'; '.join(changed)}: "
-            "give them as before"
-        )
+    if found.run is None or not found.batches:
+        raise GrpoError(f"{name} {directory}: no batches of a ledger there; give the directory of --ledger")
+    now = run_flags(args)
+    if args.train_only:
+        changed = changed_flags({dest: found.run.get(dest) for dest in OF_DATA}, {dest: now[dest] for dest in OF_DATA})
+    else:
+        changed = changed_flags(found.run, now, (*ORIGIN, *DATA))
+    if changed:
+        why = "the groups have these properties" if args.train_only else "a replay repeats the run with its own flags"
+        raise GrpoError(f"{name} {directory}: {why}, but {'; '.join(changed)}: give them as before")
+    if args.train_only:
+        found = regrouped(found, args.generation_batch_size // args.num_generations, args.train_iters)
     end = found.next_missing(batch)
     if end == batch:
-        raise GrpoError(f"--replay-rollouts {args.replay_rollouts} has no batch {batch}, with which the replay begins")
-    print_rank_0(f"replay of batches {batch} to {end - 1} of {directory}, without an engine")
+        raise GrpoError(f"{name} {directory} has no batch {batch}, with which this run begins")
+    print_rank_0(f"{name}: batches {batch} to {end - 1} of {directory}, without an engine")
     return Replay(found)
+
+
+def regrouped(found: Content, num_groups: int, count: int) -> Content:
+    """Return ``count`` batches of ``num_groups`` groups each, in the recorded order, again and again."""
+    recorded = [found.batches[number] for number in sorted(found.batches)]
+    keys = [key for record in recorded for key in record.groups]
+    if len(keys) < num_groups:
+        raise GrpoError(f"--train-only has {len(keys)} groups, fewer than the {num_groups} of a batch")
+    num_kept = max(record.num_kept for record in recorded)
+    order = islice(cycle(keys), count * num_groups)
+    print_rank_0(f"--train-only: {len(keys)} groups, {count * num_groups / len(keys):.3g} passes over them")
+    batches = [BatchRecord(n, tuple(islice(order, num_groups)), None, {}, 0, num_kept, None) for n in range(count)]
+    return replace(found, batches={record.number: record for record in batches})

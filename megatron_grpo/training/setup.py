@@ -46,7 +46,7 @@ from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
-from megatron_grpo.rollout.arguments import lora_note, not_measured
+from megatron_grpo.rollout.arguments import lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
@@ -189,7 +189,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
     before_exit(early_exit.close)
     name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
-    kind = "none, the rollouts are recorded" if args.replay_rollouts else name
+    kind = "none, the rollouts are recorded" if recorded_in(args) else name
     print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
     engine: Engine
@@ -208,7 +208,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
                 engine = memory.engine = build_episodes(args, engine, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
-    if args.replay_rollouts:
+    if recorded_in(args):
         ledger, replay = None, open_replay(args, position.get("rollouts", 0))
     else:
         ledger, replay = open_ledger(args, recorded, position.get("rollouts", 0), engine)
@@ -285,7 +285,7 @@ def _continue_groups(args, engine: PlacedEngines, position: dict[str, Any]) -> N
 def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
     """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
     saved = position.get("partial")
-    if args.replay_rollouts:
+    if recorded_in(args):
         return None
     if "stream" in position and not args.rollout_ranks:
         raise GrpoError(
@@ -539,7 +539,7 @@ def build_episodes(args, engine: Engine, tokenizer) -> Episodes:
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:
     """Return the engine of --rollout-engine and --vllm-mode."""
-    if args.replay_rollouts:
+    if recorded_in(args):
         return NoEngine()
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":

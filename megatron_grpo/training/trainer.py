@@ -496,6 +496,11 @@ class Trainer:
                 f"{message}: it is made again, and the run goes on without a checkpoint until the next save"
             )
 
+    def log_rollout(self, batch: RolloutBatch, rewards: np.ndarray) -> None:
+        """Log the metrics of a rollout that no update follows (--rollout-only)."""
+        updates = self.rollouts * self.args.updates_per_rollout
+        self.logger.log(updates, self.rollout_metrics(batch, rewards) | self.timers.collect())
+
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
         if self.logger.active:
@@ -516,6 +521,8 @@ class Trainer:
         self.left_early = self.early_exit.reason()
         if self.left_early:
             self.logger.print(f"leaving at iteration {self.iteration}: {self.left_early}")
+            return True
+        if self.args.rollout_only and self.rollouts * self.args.updates_per_rollout >= self.args.train_iters:
             return True
         if self.args.replay_rollouts and not self.replays(self.rollouts):
             self.logger.print(f"leaving at iteration {self.iteration}: the recorded run ends here")
@@ -610,8 +617,8 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If the save fails, GrpoError
         ends the run after the export.
         """
-        failed = None
-        if self.args.save:
+        failed, exports = None, not (self.left_early or self.args.rollout_only)
+        if self.args.save and not self.args.rollout_only:
             self._end_background_save()
             if checkpoint.latest_iteration(self.args.save) != self.iteration:
                 if all_ranks_agree(self.early_exit.save_fits()):
@@ -623,11 +630,11 @@ class Trainer:
                     self.logger.print(
                         f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}"
                     )
-        if self.args.save_adapter and not self.left_early:
+        if self.args.save_adapter and exports:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 save_adapter(self.args, self.model, self.args.save_adapter)
             self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
-        if self.args.save_hf and not self.left_early:
+        if self.args.save_hf and exports:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
                 hf.save_hf(
@@ -647,7 +654,8 @@ class Trainer:
             raise failed
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
-        print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
+        done = f"{self.rollouts} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
+        print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
 
 
 def mean_of_scored(values: np.ndarray) -> float:

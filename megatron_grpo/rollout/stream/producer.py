@@ -28,7 +28,7 @@ from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Reques
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
-from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays, with_completion
+from megatron_grpo.rollout.unfinished import Group, from_arrays, prompts_of, to_arrays, with_completion
 from megatron_grpo.utils.errors import GrpoError
 
 FIRST_OF_JOB = 2**48  # id of a request of an evaluation; those of training are far below
@@ -378,7 +378,8 @@ class Producer:
         file = directory / f"{self._replica:05d}.npz"
         try:
             with np.load(file, allow_pickle=False) as content:
-                groups = from_arrays({name: content[name] for name in content.files}, self._data["train"])
+                arrays = {name: content[name] for name in content.files}
+                groups = from_arrays(arrays, prompts_of(self._data["train"]))
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
         for number, group in groups.items():
