@@ -187,10 +187,11 @@ class Adapter(nn.Module):
         """
         down, up = down.float(), up.float()
         if self.grouped:
-            pairs = enumerate(zip(down, up, strict=True))
-            squares = torch.stack([self._squares(self.base_weight(place), *pair) for place, pair in pairs])
+            # One by one, because float32 copies of all experts are large.
+            weights = (self.base_weights(place, place + 1)[0] for place in range(len(down)))
+            squares = torch.stack([self._squares(*three) for three in zip(weights, down, up, strict=True)])
         else:
-            squares = self._squares(self.base_weight(), down, up)
+            squares = self._squares(self.base_weights()[0], down, up)
         if self.axis == 1 and self.group.size() > 1:
             torch.distributed.all_reduce(squares, group=self.group)
         return squares.sqrt()
@@ -201,12 +202,17 @@ class Adapter(nn.Module):
         own = (up @ (down @ down.T) * up).sum(-1)
         return weight.square().sum(-1) + 2 * self.scale * cross + self.scale**2 * own
 
-    def base_weight(self, place: int = 0) -> Tensor:
-        """Return this rank's shard of the frozen weight, of expert number ``place`` if the layer has several."""
+    def base_weights(self, first: int = 0, last: int = 1) -> Tensor:
+        """Return this rank's shards ``[last - first, out, in]`` of the frozen weights of the layer's experts.
+
+        A layer outside experts, or of one expert, has one.
+        """
         (base,) = self._base
         if not self.grouped:
-            return base.weight.detach()
-        return (base.weight[place] if hasattr(base, "weight") else getattr(base, f"weight{place}")).detach()
+            return base.weight.detach()[None]
+        if hasattr(base, "weight"):
+            return base.weight.detach()[first:last]
+        return torch.stack([getattr(base, f"weight{place}").detach() for place in range(first, last)])
 
     def set_norms(self) -> None:
         """Set DoRA's norms to those of the layer's rows, so that the adapter changes nothing while B is zero."""

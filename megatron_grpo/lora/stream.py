@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import local_shards, stream_weights
+
+MERGED_BYTES = 128 * 2**20  # of float32: experts that are merged together
 
 
 def stream_adapter(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator[tuple[str, Tensor]]:
@@ -39,7 +42,7 @@ def stream_merged(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterato
 def merged_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> Mapping[str, Tensor]:
     """Return this rank's tensors by the names of the family's table, with W + s B A in place of W.
 
-    Each is merged when it is read, in float32, and rounded once.
+    Each is merged when it is read, in float32, and rounded once. Experts of one layer are merged together.
     """
     places = {
         pairs[0].base.name: (adapter, place)
@@ -50,18 +53,30 @@ def merged_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> Mapping
 
 
 class _Merged(Mapping[str, Tensor]):
-    """This rank's shards, merged when they are read."""
+    """This rank's shards, merged when they are read.
+
+    A mixture of experts has tens of thousands of small matrices. The next experts of the layer, of ``MERGED_BYTES`` in
+    all, are merged with the one that is read, because `units` and the family's table have them in this order.
+    """
 
     def __init__(self, local: Mapping[str, Tensor], places: Mapping[str, tuple[Adapter, int]]):
         self.local, self.places = local, places
+        self._merged: dict[str, Tensor] = {}  # merged, but not read yet
+        self._newest: tuple[Adapter, Factors] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         # Collective with DoRA: row-parallel layers add up their norms. All ranks of a group read in the same order.
-        weight = self.local[name]
         if name not in self.places:
-            return weight
-        adapter, place = self.places[name]
-        return merged(weight, adapter, place)
+            return self.local[name]
+        if name not in self._merged:
+            adapter, place = self.places[name]
+            if self._newest is None or self._newest[0] is not adapter:
+                self._newest = adapter, factors(adapter)
+            count = max(1, MERGED_BYTES // (4 * self.local[name].numel()))
+            names = [pairs[0].base.name for pairs in adapter.experts[place : place + count]]
+            several = merged(adapter, self._newest[1], place, place + len(names))
+            self._merged = dict(zip(names, several, strict=True))
+        return self._merged.pop(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self.local  # Mapping's method would merge
@@ -73,12 +88,29 @@ class _Merged(Mapping[str, Tensor]):
         return len(self.local)
 
 
+class Factors(NamedTuple):
+    """A ``[experts, R, in]`` and B ``[experts, out, R]`` of a layer, and DoRA's factors of its rows or None."""
+
+    down: Tensor
+    up: Tensor
+    rows: Tensor | None
+
+
 @torch.no_grad()
-def merged(weight: Tensor, adapter: Adapter, place: int = 0) -> Tensor:
-    """Return the shard W + s B A of a layer, or of its expert number ``place``, in W's dtype; DoRA scales its rows."""
+def factors(adapter: Adapter) -> Factors:
+    """Return an adapter's matrices with an axis of experts, in float32. Collective with DoRA."""
     down, up = adapter.matrices()
-    factors = adapter.row_factors(down, up)
-    if adapter.grouped:
-        down, up, factors = down[place], up[place], None if factors is None else factors[place]
-    whole = torch.addmm(weight.float(), up.float(), down.float(), alpha=adapter.scale)
-    return (whole if factors is None else whole * factors[:, None]).to(weight.dtype)
+    rows = adapter.row_factors(down, up)
+    if not adapter.grouped:
+        down, up, rows = down[None], up[None], None if rows is None else rows[None]
+    return Factors(down.float(), up.float(), rows)
+
+
+@torch.no_grad()
+def merged(adapter: Adapter, matrices: Factors, first: int, last: int) -> Tensor:
+    """Return the shards W + s B A ``[last - first, out, in]`` of a layer's experts in W's dtype; DoRA scales rows."""
+    weights, some = adapter.base_weights(first, last), slice(first, last)
+    whole = torch.baddbmm(weights.float(), matrices.up[some], matrices.down[some], alpha=adapter.scale)
+    if matrices.rows is not None:
+        whole *= matrices.rows[some, :, None]
+    return whole.to(weights.dtype)

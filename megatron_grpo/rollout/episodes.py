@@ -42,6 +42,11 @@ class _Episode:
     turn: Message = field(default_factory=dict)  # the policy's newest turn
     rewards: list[float | None] = field(default_factory=list)  # of each turn
 
+    @property
+    def all_sampled(self) -> bool:
+        """Whether no further token can be sampled; the last turn may have ended by itself."""
+        return self.trajectory is not None and self.trajectory.num_sampled >= self.request.sampling.max_tokens
+
 
 class Episodes:
     """``engine`` with environments; ``pool`` and ``renderer`` are those of the lead rank, None on the others.
@@ -165,8 +170,7 @@ class Episodes:
     def _said(self, answer: Answer) -> tuple[int, int, float | None, list[int]]:
         episode = self._episodes[answer.key]
         error = answer.error
-        cut = episode.trajectory is not None and episode.trajectory.finish_reason == "length"
-        if error is None and not answer.done and not cut and answer.messages:
+        if error is None and not answer.done and not episode.all_sampled and answer.messages:
             try:
                 tokens = self._render(episode, answer.messages)
             except GrpoError as refused:
@@ -216,10 +220,8 @@ class Episodes:
 
     def _at_a_limit(self, episode: _Episode, num_tokens: int) -> bool:
         """Return whether an episode cannot go on after ``num_tokens`` tokens of the environment."""
-        assert episode.trajectory is not None
-        cut = episode.trajectory.finish_reason == "length"
         too_many = episode.environment_tokens + num_tokens > self._args.max_environment_tokens
-        return cut or too_many or episode.turns >= self._args.max_turns
+        return episode.all_sampled or too_many or episode.turns >= self._args.max_turns
 
     def _end(self, number: int, reason: str) -> Completion:
         episode = self._episodes.pop(number)

@@ -95,7 +95,7 @@ def run(root: Path, partial: bool) -> None:
             groups.load(saved[-1], position["partial"], Dataset())
     found = content.read(root / "ledger")
     following = found.next_missing(number)
-    ledger = Ledger(root / "ledger", found, following, {"seed": 1}, True, True)
+    ledger = Ledger(root / "ledger", found, following, {"seed": 1}, 0, True, True)
     ledger.begin(following)
     replay = Replay(ledger.content)
     while number < BATCHES:

@@ -17,6 +17,7 @@ from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rollout.collect import batch_of_all_ranks, to_batch
+from megatron_grpo.rollout.ledger.content import GroupKey
 from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.conductor import Conductor
@@ -61,10 +62,12 @@ class PlacedEngines:
         self._signs: list[str] = []
         self._last_look = 0.0
         self._described: list[weights.Described] = []
+        self._version = -1  # of the newest weights
         self._failures = 0  # missing rewards since the last batch
         self._idle_seconds = 0.0  # of all replicas
         self.waited = 0.0  # seconds for the newest batch
         self._ended = False
+        self.taken: tuple[GroupKey, ...] = ()  # groups of the newest batch, on rank 0
 
     def wait_for_start(self) -> None:
         """Wait until all replicas have started. Collective."""
@@ -85,6 +88,7 @@ class PlacedEngines:
                     self._wait()
                     self._start_groups()
                 self._tell({"do": "fetch", "groups": [group.number for group in taken]})
+                self.taken = tuple(GroupKey(group.birth, group.number) for group in taken)
                 idle, self._idle_seconds = self._idle_seconds, self._idle()
                 metrics = [self._failures, {"stream/trainer_wait": time.monotonic() - began}]
                 metrics[1]["stream/engine_idle"] = (self._idle_seconds - idle) / self.num_replicas
@@ -120,7 +124,9 @@ class PlacedEngines:
                 failures += sum(report["failures"] for report in self._reported("ready"))
                 self._tell({"do": "send job"})
         dist.broadcast(failures, src=0, group=host_group())
-        return self._receive(plan.sampling), int(failures)
+        batch = self._receive(plan.sampling)
+        assert (batch.weight_version == self._version).all(), "completions of other weights than the newest"
+        return batch, int(failures)
 
     # ---- weights
 
@@ -139,7 +145,7 @@ class PlacedEngines:
         else:
             for _ in stream:  # iterating is collective
                 pass
-        self.has_weights = True
+        self.has_weights, self._version = True, version
 
     # ---- messages
 
@@ -158,8 +164,8 @@ class PlacedEngines:
                 if self.conductor.finish(report["group"], report["has_signal"]):
                     self._senders[replica].send({"do": "drop", "groups": [report["group"]]})
 
-    def _reported(self, what: str) -> list[Message]:
-        """Wait until every replica has reported ``what``; return the reports."""
+    def _reported(self, what: str, until_signal: bool = True) -> list[Message]:
+        """Wait until every replica has reported ``what``, or until a signal; return the reports."""
         found: dict[int, Message] = {}
         while len(found) < self.num_replicas:
             for replica, reports in enumerate(self._reports):
@@ -168,12 +174,12 @@ class PlacedEngines:
                         found[replica] = report
                 reports.clear()
             if len(found) < self.num_replicas:
-                self._wait()
+                self._wait(until_signal)
                 self._read()
         return [found[replica] for replica in range(self.num_replicas)]
 
-    def _wait(self) -> None:
-        """Wait a moment; a step of any engine is progress. Raise Preempted for a signal."""
+    def _wait(self, until_signal: bool = True) -> None:
+        """Wait a moment; a step of any engine is progress. Raise Preempted for a signal, if it ends the wait."""
         time.sleep(BETWEEN_LOOKS)
         if time.monotonic() - self._last_look > BETWEEN_SIGNS:
             self._last_look = time.monotonic()
@@ -181,7 +187,8 @@ class PlacedEngines:
             if [sign.get("steps") for sign in signs] != self._signs:
                 self._signs = [sign.get("steps") for sign in signs]
                 progress.advance()
-            self._check_signals(self._joint.store.check(["signal"]))
+            if until_signal:
+                self._check_signals(self._joint.store.check(["signal"]))
 
     def _watch_signals(self) -> None:
         """Tell rank 0 a signal of this rank, while it waits for rank 0."""
@@ -205,7 +212,7 @@ class PlacedEngines:
     def save(self, directory: Path) -> None:
         """Have every replica write its groups into a checkpoint; call it on rank 0."""
         self._tell({"do": "save", "directory": str(directory.absolute())})
-        for report in self._reported("saved"):
+        for report in self._reported("saved", until_signal=False):
             if report["error"]:
                 raise OSError(report["error"])
 

@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_grpo.rewards.pool import Failure, GroupMember, RewardPool
 from megatron_grpo.rollout.collect import batch_of_all_ranks, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
+from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
@@ -64,10 +66,13 @@ class Producer:
         train: PromptDataset,
         valid: PromptDataset | None,
         joint: Joint,
+        ledger: Ledger | None = None,
     ):
         assert joint.role.replica is not None
+        self._ledger = ledger
+        self._written: deque[tuple[Future[None], int, int]] = deque()  # groups to report when they are on the disk
         self._args, self._engine, self._scorer, self._tokenizer = args, engine, scorer, tokenizer
-        self._data = {"train": train, "valid": valid}
+        self._data, self._prompts = {"train": train, "valid": valid}, prompts_of(train)
         self._joint, self._replica = joint, joint.role.replica
         self._is_lead = joint.role.rank == 0
         self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
@@ -161,6 +166,8 @@ class Producer:
 
     def _fill(self) -> None:
         """Submit as many requests as the engine runs at a time; those of a job come first."""
+        if not self._engine.has_weights:
+            return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
         if self._job is not None and self._args.weight_update != "keep":
@@ -232,7 +239,8 @@ class Producer:
                 rewards, failures = taken
                 self._groups[number] = replace(self._groups[number], rewards=rewards)
                 self._print_failures(failures)
-                self._report_group(number, len(failures))
+                self._finish_group(number, len(failures))
+        self._report_written()
         job = self._job
         if job is not None and job.scored and job.rewards is None and len(job.completions) == len(job.members):
             taken = self._scorer.take([completion.id for completion in job.completions])
@@ -240,6 +248,24 @@ class Producer:
                 job.rewards, failures = taken
                 job.failures = len(failures)
                 self._print_failures(failures)
+
+    def _finish_group(self, number: int, failures: int) -> None:
+        """Report a scored group; with a ledger, after the group is on the disk."""
+        if self._ledger is None:
+            self._report_group(number, failures)
+            return
+        group = self._groups[number]
+        newest = max(completion.weight_versions[-1] for completion in group.completions if completion is not None)
+        write = self._ledger.append(newest // self._args.updates_per_rollout, {number: group})
+        self._written.append((write, number, failures))
+
+    def _report_written(self) -> None:
+        while self._written and self._written[0][0].done():
+            assert self._ledger is not None
+            write, number, failures = self._written.popleft()
+            if write.exception() is not None:
+                self._ledger.flush()  # says so; the run goes on, and this batch cannot be replayed
+            self._report_group(number, failures)
 
     def _report_group(self, number: int, failures: int) -> None:
         rewards = self._groups[number].rewards
@@ -362,6 +388,8 @@ class Producer:
                 number, place = divmod(completion.id, self._size)
                 groups[number] = with_completion(groups[number], place, completion)
         error = ""
+        if self._ledger is not None:
+            self._ledger.roll()
         if self._is_lead:
             try:
                 directory.mkdir(exist_ok=True)
@@ -378,14 +406,13 @@ class Producer:
         file = directory / f"{self._replica:05d}.npz"
         try:
             with np.load(file, allow_pickle=False) as content:
-                arrays = {name: content[name] for name in content.files}
-                groups = from_arrays(arrays, prompts_of(self._data["train"]))
+                groups = from_arrays({name: content[name] for name in content.files}, self._prompts)
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
         for number, group in groups.items():
             self._add(number, group)
             if group.rewards is not None:
-                self._report_group(number, 0)
+                self._finish_group(number, 0)
             elif group.complete:
                 self._submit(number)
 

@@ -7,13 +7,15 @@ from toy_checkpoints import build, make, same_bits, tensors_of, toy_args
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.checkpointing import checkpoint
-from megatron_grpo.lora import files
+from megatron_grpo.lora import files, stream
 from megatron_grpo.lora.attach import adapters, attach, trained
 from megatron_grpo.lora.stream import stream_merged
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
+from megatron_grpo.weights.stream import stream_hf
 
 SETTINGS = {"lora_rank": 4, "lora_target_modules": ["all-linear"], "lora_modules_to_save": ["lm_head", "model.norm"]}
 
@@ -59,3 +61,38 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora):
         tool.convert(tool.build_parser().parse_args(list(map(str, wrong))))
     with pytest.raises(GrpoError, match="holds an adapter only, not the weights below it"):
         checkpoint.load_weights(tmp_path / "run", build(toy_args(tmp_path / "base")))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += str(function).split(".")[1] in ("addmm", "baddbmm", "mm", "bmm")
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("together", "products"), [(8, 1), (3, 3), (0, 8)])
+def test_experts_of_a_layer_are_merged_together(world, tmp_path, monkeypatch, together, products):
+    """Eight experts by one, three or eight products for each weight: bit for bit what one product an expert gives."""
+    make(tmp_path, "qwen3_moe", tied=False)
+    args = toy_args(tmp_path, lora_rank=4, lora_target_modules=[r".*\.experts\..*"], moe_grouped_gemm=True)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    attach(args, chunks)
+    for adapter in adapters(chunks):
+        adapter.initialize(lambda name, shape: 0.1 * torch.randn(shape))
+    of_adapter = {name: tensor.clone() for name, tensor in stream.stream_adapter(chunks, args)}
+    expected = {name: tensor.clone() for name, tensor in stream_hf(chunks, args)}
+    for name, weight in expected.items():
+        if ".experts." in name:
+            a, b = (of_adapter[name.replace("weight", f"lora_{x}.weight")] for x in "AB")
+            expected[name] = torch.addmm(weight, b, a, alpha=args.lora_alpha / args.lora_rank)
+    largest = max(adapter.base_weights().nbytes for adapter in adapters(chunks))
+    monkeypatch.setattr(stream, "MERGED_BYTES", together * largest)
+    with Products() as counted:
+        found = dict(stream.stream_merged(chunks, args))
+    assert all(same_bits(tensor, expected[name]) for name, tensor in found.items())
+    fc1, fc2 = products, {8: 1, 3: 2, 0: 8}[together]  # the second weight is half as large
+    assert counted.count == len(list(adapters(chunks))) // 2 * (fc1 + fc2)

@@ -114,7 +114,7 @@ def test_the_batch_of_episodes():
 
 
 def test_limits():
-    turns = {0: [[5, END]] * 9, 1: [[5] * 30], 2: [[5, END]] * 9, 3: [[5, 6, END], [7, 8, 5, END]]}
+    turns = {0: [[5, END]] * 9, 1: [[5] * 30], 2: [[5, 6, 7, 8, 5, END]], 3: [[5, 6, END], [7, 8, 5, END]]}
     answers = {key: [RESET, *[MORE] * 9] for key in turns}
     done, _, _ = run(turns, answers, max_tokens=6, max_turns=3, max_environment_tokens=4)
     assert {key: c.finish_reason for key, c in done.items()} == dict.fromkeys(turns, "length")
