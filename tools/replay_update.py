@@ -1,10 +1,10 @@
 """Repeat a bad update without its step, and print the loss and the gradient norm of each completion.
 
-    torchrun --nproc-per-node N tools/replay_update.py SAVE/bad_updates/iteration_0000042.npz FLAGS --load SAVE
+    torchrun --nproc-per-node N tools/replay_update.py SAVE/bad_updates/iteration_0000042 FLAGS --load SAVE
 
-The file is what --on-bad-update wrote. FLAGS are the flags of the run, whose data-parallel size may differ. The weights
-are those of the newest checkpoint of --load, so the numbers are the run's own if that checkpoint is of the update
-before. Nothing is written.
+The folder is what --on-bad-update wrote. FLAGS are the flags of the run, whose data-parallel size may differ. The
+weights are those of the newest checkpoint of --load, so the numbers are the run's own if that checkpoint is of the
+update before. Nothing is written.
 
 Each completion is one pass alone, with the token weights that it has in the update: the losses add up to the loss of
 the update, and the gradients to its gradient. Completions whose loss or gradient norm is not finite come first, then
@@ -51,11 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="iteration_N.npz of --on-bad-update")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder iteration_N of --on-bad-update")
     parser.add_argument("--rows", type=int, default=20, metavar="N", help="completions to print [20]")
     options, flags = parser.parse_known_args()
-    batch = RolloutBatch.load(options.file)
-    record = read_json_object(options.file.with_suffix(".json"))
+    batch = RolloutBatch.load(options.folder)
+    record = read_json_object(options.folder.with_suffix(".json"))
     args = parse_args(flags)
     set_architecture(args, resume=True)
     validate_args(args, int(os.environ.get("WORLD_SIZE", "1")))

@@ -73,7 +73,7 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     run = attempt("job 7", "nan", [*flags, "--on-bad-update", action], tmp_path, check=action != "stop")
     assert (run.returncode != 0) == (action == "stop")
     assert "update 3 is bad: the gradient norm is nan" in run.stdout
-    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003.npz").num_completions == 8
+    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003").num_completions == 8
     done = rows(tmp_path)
     assert done[:2] == undisturbed[:2]
     if action == "stop":
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
 def replayed(flags, save: Path, expected: dict) -> None:
     """Repeat update 3 with the weights of update 2; then with an advantage that makes the gradient's norm overflow."""
     (save / "latest_checkpointed_iteration.txt").write_text("2")
-    file = save / "bad_updates" / "iteration_0000003.npz"
+    file = save / "bad_updates" / "iteration_0000003"
     words = ["tools/replay_update.py", file, *flags, "--load", save, "--save", save]
     lines = run_torchrun(2, *words).stdout.splitlines()
     start = lines.index("update 3: the gradient norm is nan; weights of iteration 2")
@@ -106,7 +106,9 @@ def replayed(flags, save: Path, expected: dict) -> None:
 
     batch = RolloutBatch.load(file)
     batch.advantages[5] = 3e38
-    batch.save(file)
+    for part in file.iterdir():
+        part.unlink()
+    batch.save(file / "00000.npz")
     output = run_torchrun(2, *words).stdout
     assert re.search(r"grad norm\n +5 .*(nan|inf)\n", output) and "; 1 of 8 completions not finite" in output
 

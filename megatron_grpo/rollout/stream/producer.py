@@ -23,7 +23,7 @@ from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import Failure, GroupMember, RewardPool
-from megatron_grpo.rollout.collect import batch_of_all_ranks, sample_to_score, to_batch
+from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
 from megatron_grpo.rollout.ledger.ledger import Ledger
@@ -133,7 +133,7 @@ class Producer:
                 case "generate":
                     self._begin_job(message)
                 case "send job":
-                    self._send_job()
+                    self._send_job(message["version"])
                 case "prepare":
                     self._version, self._is_ready = message["version"], False
                 case "publish":
@@ -304,7 +304,7 @@ class Producer:
         batch = to_batch(prompts, completions if self._is_lead else [], members, places, num_kept)
         if self._is_lead and rewards:
             batch.rewards = np.concatenate(rewards)
-        batch_of_all_ranks(batch, self._joint.group)
+        exchange(batch, nothing, self._joint.group)
 
     # ---- evaluation and probes
 
@@ -346,9 +346,12 @@ class Producer:
             sample = sample_to_score(prompt, self._tokenizer.decode(prompt.ids), completion, self._tokenizer)
             self._scorer.submit(completion.id, sample, member)
 
-    def _send_job(self) -> None:
+    def _send_job(self, version: int) -> None:
+        """Send the completions of a job, which are of this version of the weights. Collective over all ranks."""
         job = self._job
         assert job is not None
+        versions = {of_token for completion in job.completions for of_token in completion.weight_versions}
+        assert versions <= {version}, "completions of other weights than the newest"
         self._job = None
         places = {place: place for place in job.prompts}
         rewards = [] if job.rewards is None else [job.rewards]
