@@ -114,7 +114,7 @@ class Plan:
     def whole_model(self) -> int:
         """Return the parameters of the model, each counted once, without multi-token prediction and padding."""
         weights = [weight for place, row in self.weights.items() if place != MTP for weight in row]
-        return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.part_shapes())
+        return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.part_shapes)
 
     def engine(self, width: int | None = None) -> int:
         """Return the parameters on one of ``width`` ranks of the engine [--vllm-tensor-parallel-size].

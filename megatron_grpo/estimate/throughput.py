@@ -84,7 +84,7 @@ def _matrices(args: Namespace, mtp: bool) -> list[Weight]:
         for weight in model_weights.table(args)
         if not weight.expert and weight.name.startswith(("decoder.layers.", "mtp.") if mtp else "decoder.layers.")
     }
-    return [weight for weight in found.values() if len(weight.part_shapes()[0]) == 2]
+    return [weight for weight in found.values() if len(weight.part_shapes[0]) == 2]
 
 
 def _multiplications(args: Namespace, weight: Weight) -> int:

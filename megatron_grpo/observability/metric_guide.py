@@ -76,6 +76,8 @@ METRICS = {
     "time/update": "seconds of forward pass, backward pass and optimizer",
     "time/sync": "seconds of the weight sync",
     "lora/sync_bytes": "bytes of the adapter that the newest sync sent (--lora-weight-sync adapter)",
+    "lora/base_seconds": "seconds of the newest sync for sending the base weights again (--sleep-level 2), else near 0",
+    "lora/adapter_seconds": "seconds of the newest sync for gathering the adapter and loading it into the engine",
     "lora/check_seconds": "seconds of the newest sync for reading the adapter back from the engine and comparing it",
     "time/save": "seconds of saving a checkpoint (counted in the row after the save)",
     "time/eval": "seconds of evaluation",
@@ -195,6 +197,9 @@ REMEDIES = {
     "docs/performance.md.",
     "time/sync": "Large with servers: use another --weight-sync-method.",
     "lora/sync_bytes": "A count: with merged weights, the whole model is sent instead.",
+    "lora/base_seconds": "Large: --sleep-level 1 keeps the base in host memory, 0 on the device.",
+    "lora/adapter_seconds": "It grows with the number of adapted layers, hardly with the rank: name fewer in "
+    "--lora-target-modules.",
     "lora/check_seconds": "Large compared with time/sync: --no-check-lora-sync leaves the proof out.",
     "time/save": "Large: raise --save-interval.",
     "time/eval": "Large: raise --eval-interval, or lower --eval-max-prompts.",

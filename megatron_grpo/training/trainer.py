@@ -237,13 +237,12 @@ class Trainer:
 
         An engine that holds the adapter beside the weights receives the weights only when it has none.
         """
-        adapter = self.args.lora_weight_sync == "adapter"
         stream = stream_merged if self.args.lora_weight_sync == "merged" else stream_hf
         with self.timers("sync"), forward.parameters_complete(self.args, self.model):
-            if not (adapter and self.engine.has_weights):
-                self.engine.update_weights(stream(self.model, self.args), self.iteration)
-            if adapter:
+            if self.args.lora_weight_sync == "adapter":
                 self.sync_metrics = sync_adapter(self.args, self.engine, self.model, self.iteration)
+            else:
+                self.engine.update_weights(stream(self.model, self.args), self.iteration)
             self.synced_iteration = self.iteration
             if self.args.check_weight_sync:
                 weight_check.compare_tensors(self.engine, stream(self.model, self.args), self.iteration)

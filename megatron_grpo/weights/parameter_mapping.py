@@ -13,6 +13,7 @@ import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -179,24 +180,32 @@ class Weight:
         """Return the index on the additional first axis of the Hugging Face tensors; () if there is none."""
         return (self.expert,) if self.all_experts and self.expert is not None else ()
 
+    @functools.cached_property  # a weight sync needs it several times, for tens of thousands of weights
     def part_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of each Hugging Face tensor's part of this parameter, with the parameter's order of axes."""
+        """The shape of each Hugging Face tensor's part of this parameter, with the parameter's order of axes."""
         shapes = [shape[len(self._expert_index) :] for shape in self.hf.values()]
         return [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes] if self.transposed else shapes
+
+    @functools.cached_property
+    def _shards(self) -> dict[tuple[int, int], Sequence[Slice]]:
+        """`slices` by (rank, size), as far as they were asked for."""
+        return {}
 
     def slices(self, tp_rank: int, tp_size: int) -> Sequence[Slice]:
         """Return the Hugging Face lines of the shard of rank `tp_rank` of `tp_size`, in order."""
         if self.axis is None:
             tp_rank, tp_size = 0, 1
-        lines = tuple(shape[self.lines_axis] for shape in self.part_shapes())
+        if (found := self._shards.get((tp_rank, tp_size))) is not None:
+            return found
+        lines = tuple(shape[self.lines_axis] for shape in self.part_shapes)
         try:
-            return _slices(self.layout, lines, tp_rank, tp_size, self.dims)
+            return self._shards.setdefault((tp_rank, tp_size), _slices(self.layout, lines, tp_rank, tp_size, self.dims))
         except GrpoError as error:
             raise GrpoError(f"{self.name} cannot be sharded with tensor-parallel size {tp_size}: {error}") from None
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Return the shape of the parameter on each of `tp_size` ranks; `shard_shape(1)` is the full Megatron shape."""
-        shape = list(self.part_shapes()[0])
+        shape = list(self.part_shapes[0])
         shape[self.lines_axis] = sum(span.lines for span in self.slices(0, tp_size))
         return tuple(shape)
 
@@ -232,6 +241,8 @@ class Weight:
         The results may be views of the shards. For tensors that hold all experts: this expert's part.
         """
         axis, shards = self.lines_axis, shards if self.axis is not None else shards[:1]
+        if len(shards) == len(self.hf) == len(order := self.slices(0, 1)) == 1 and order[0].source is not None:
+            return [shards[0].mT if self.transposed else shards[0]]
         found: list[list[tuple[Slice, Tensor]]] = [[] for _ in self.hf]
         for rank, shard in enumerate(shards):
             slices = self.slices(rank, len(shards))
@@ -239,9 +250,12 @@ class Weight:
                 if span.source is not None:
                     found[span.source].append((span, shard.narrow(axis, offset, span.lines)))
         whole = []
-        for parts, shape in zip(found, self.part_shapes(), strict=True):
+        for parts, shape in zip(found, self.part_shapes, strict=True):
             tensor = parts[0][1]
-            if len(parts) > 1:
+            spans = [span for span, _ in parts]
+            if len(parts) > 1 and all(one.step == 1 and one.stop == two.start for one, two in pairwise(spans)):
+                tensor = torch.cat([part for _, part in parts], axis)  # one kernel
+            elif len(parts) > 1:
                 tensor = tensor.new_empty(shape)
                 for (_, start, stop, step), part in parts:
                     tensor[_axis_slice(axis, slice(start, stop, step))] = part
@@ -281,7 +295,7 @@ class Weight:
 def _slices(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, dims: Dimensions) -> Sequence[Slice]:
     order = layout(lines, tp_size, dims)
     share = _divide(sum(span.lines for span in order), tp_size)
-    return tuple(_cut(order, tp_rank * share, (tp_rank + 1) * share))
+    return tuple(_joined(_cut(order, tp_rank * share, (tp_rank + 1) * share)))
 
 
 def _axis_slice(axis: int, lines: slice) -> tuple[slice, ...]:
@@ -313,6 +327,20 @@ def _cut(slices: list[Slice], first: int, last: int) -> list[Slice]:
             start = span.start + low * span.step
             out.append(Slice(span.source, start, start + (high - 1 - low) * span.step + 1, span.step))
     return out
+
+
+def _joined(slices: list[Slice]) -> Iterator[Slice]:
+    """Yield the slices, adjacent lines of one tensor as one slice: each slice costs a copy."""
+    newest: Slice | None = None
+    for span in slices:
+        if newest and (newest.source, newest.stop, newest.step, 1) == (span.source, span.start, 1, span.step):
+            newest = newest._replace(stop=span.stop)
+            continue
+        if newest:
+            yield newest
+        newest = span
+    if newest:
+        yield newest
 
 
 def _offsets(slices: Sequence[Slice]) -> list[int]:

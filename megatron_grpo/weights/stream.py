@@ -85,8 +85,7 @@ def stream_weights(
         sizes = [prod(shape) for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device())
         if dist.get_rank(pp_group) == stage:
-            for unit, part in zip(bucket, flat.split(sizes), strict=True):
-                part.copy_(local[unit[group.place].name].reshape(-1))
+            _copy(flat.split(sizes), (local[unit[group.place].name].reshape(-1) for unit in bucket))
         if dist.get_world_size(pp_group) > 1:
             dist.broadcast(flat, src=dist.get_global_rank(pp_group, stage), group=pp_group)
         if len(group.members) > 1:
@@ -101,6 +100,20 @@ def stream_weights(
                 ranks = [group.members.index((place, tp_rank)) for tp_rank in range(group.tp_size)]
                 shards = [by_member[rank][number].view(shape) for rank in ranks]
                 yield from stacked(weight, weight.split(shards))
+
+
+def _copy(parts: Sequence[Tensor], sources: Iterator[Tensor], limit: int = 32 * 2**20) -> None:
+    """Copy each source to its part, many together, because small kernels take less time than their launch.
+
+    At most ``limit`` bytes and a source are held, for sources that are computed when they are read.
+    """
+    done, held, size = 0, [], 0
+    for source in sources:
+        held.append(source)
+        size += source.nbytes
+        if size > limit or done + len(held) == len(parts):
+            torch._foreach_copy_(parts[done : done + len(held)], held)
+            done, held, size = done + len(held), [], 0
 
 
 class Described(NamedTuple):

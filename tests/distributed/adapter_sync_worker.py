@@ -8,6 +8,7 @@ Every rank writes its findings to OUT/RANK.json; rank 0 also OUT/adapter-NUMBER.
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import made_up
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.attach import local_adapter
@@ -42,6 +44,18 @@ FLAGS = f"""--max-prompt-length {max(LENGTHS)} --max-completion-length {TOKENS} 
 def prompts(vocabulary: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, vocabulary - 2, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the calls of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[str(function).split(".")[1]] += 1
+        return function(*args, **kwargs or {})
 
 
 class Worker:
@@ -72,6 +86,7 @@ class Worker:
             for _ in range(SYNCS):
                 self.change(1e-3)
                 self.sync()
+            self.found["operations"] = self.operations()
             self.found["engine's base kept"] = same(engine, self.engine_bits())
             self.found["engine's difference"] = self.engine.compare_weights(stream_hf(self.model, self.args))
             self.spoil()
@@ -81,6 +96,13 @@ class Worker:
     def sync(self) -> None:
         self.trainer.iteration += 1
         Trainer.sync(self.trainer)
+
+    def operations(self) -> dict[str, int]:
+        """What loads an adapter like those before it into the engine: operation of torch -> calls."""
+        adapter = self.adapter()
+        with Operations() as counted:
+            self.engine.update_adapter(adapter, self.trainer.iteration)
+        return counted.calls
 
     def change(self, size: float) -> None:
         """Add to every matrix what depends on its name only, so that all ranks have parts of one adapter."""

@@ -131,7 +131,18 @@ def test_the_metrics(layout, found):
         # 2 layers; in and out of q, k and v, o, gate and up, down: 64 channels, 4 heads of 32, 2 of keys, 96 inner
         channels = (64 + 128) + 2 * (64 + 64) + (128 + 64) + 2 * (64 + 96) + (96 + 64)
         assert found[0]["metrics"]["lora/sync_bytes"] == 2 * channels * RANK * 4
-    assert 0 < found[0]["metrics"]["lora/check_seconds"] < 1
+    metrics = found[0]["metrics"]
+    assert all(0 < metrics[f"lora/{part}_seconds"] < 1 for part in ("adapter", "check"))
+    assert 0 <= metrics["lora/base_seconds"] < 0.01  # the engine kept the base
+
+
+def test_an_adapter_like_the_last_one_is_copied_at_once(layout, found):
+    """vLLM's own loader sets each of the slots to zero and copies each of the matrices."""
+    if found[0]["sync"] == "merged":
+        pytest.skip("there is no adapter in the engine")
+    for rank in found:
+        assert rank["operations"]["_foreach_copy_"] == 1
+        assert not {"copy_", "fill_", "zero_"} & rank["operations"].keys()
 
 
 ATTENTION = "--lora-target-modules q_proj k_proj v_proj o_proj".split()

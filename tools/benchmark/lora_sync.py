@@ -1,16 +1,18 @@
-"""Measure the sync of a LoRA adapter against a full weight sync: seconds, bytes, and the cost of the proof.
+"""Measure the sync of a LoRA adapter against a full weight sync: seconds, operations, bytes, and the cost of the proof.
 
     torchrun --nproc-per-node N tools/benchmark/lora_sync.py --load-hf DIR --lora-rank 16 [flags of pretrain_grpo.py]
 
 The engine is vLLM in these processes. It receives, in turn, all weights merged with the adapter, and the adapter alone,
-whose sync is measured in its parts. Without --load-hf the weights are random. Prints a Markdown table with the medians
-of all repetitions but the first.
+whose sync is measured in its parts. With --merge-only there is no engine: the weights are merged, and not sent.
+Without --load-hf the weights are random. Prints a Markdown table with the medians of all repetitions but the first.
+Operations are calls of torch that are no views: on a GPU each launches one kernel, or a few for many tensors.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_up
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.lora.stream import stream_merged
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
@@ -29,6 +32,23 @@ from megatron_grpo.weights.stream import describe, stream_hf
 
 HEAD = """| sync | MB | ms | of it: gather | load | read back and compare |
 |---|--:|--:|--:|--:|--:|"""
+
+
+class Operations(TorchDispatchMode):
+    """Counts calls of torch that are no views and no transfers between processes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not (function.is_view or str(function).startswith("c10d"))
+        return function(*args, **kwargs or {})
+
+
+def operations(call: Callable[[], object]) -> int:
+    """Return the number of operations of a call."""
+    with Operations() as counted:
+        call()
+    return counted.count
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -45,17 +65,32 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def merge_only(args, model, repeat: int) -> None:
+    """Print what the merged weights cost beside the weights as they are."""
+    print_rank_0("| weights | tensors | ms | operations of torch |\n|---|--:|--:|--:|")
+    for name, stream in (("as they are", stream_hf), ("merged", stream_merged)):
+        times = [seconds(lambda: deque(stream(model, args), maxlen=0)) for _ in range(repeat + 1)]
+        tensors = sum(1 for _ in stream(model, args))
+        count = operations(lambda: deque(stream(model, args), maxlen=0))
+        print_rank_0(f"| {name} | {tensors:,} | {1e3 * median(times[1:]):,.1f} | {count:,} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--repeat", type=int, default=10, metavar="N", help="repetitions; the first is left out [10]")
+    parser.add_argument("--merge-only", action="store_true", help="merge the weights, without an engine")
     options, flags = parser.parse_known_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = ["--global-batch-size", str(8 * world)]
-    args = made_up.parse([*size, "--lora-weight-sync", "adapter", *flags], world)
+    sync = [] if options.merge_only else ["--lora-weight-sync", "adapter"]
+    args = made_up.parse([*size, *sync, *flags], world)
     initialize_distributed(args)
     model = made_up.trainer(args).model
+    if options.merge_only:
+        merge_only(args, model, options.repeat)
+        return
     engine = build_engine(args, model, SimpleNamespace(decode=None))
     engine.wake_weights()
     engine.update_weights(stream_hf(model, args), 0)
@@ -69,6 +104,14 @@ def main() -> None:
         check = seconds(lambda of=adapter, lines=differences: lines.extend(engine.compare_adapter(of)))
         assert not differences, differences
         parts.append((gather, load, check))
+    counts = [
+        operations(call)
+        for call in (
+            lambda: sent_adapter(args, model),
+            lambda: engine.update_adapter(adapter, 1),
+            lambda: engine.compare_adapter(adapter),
+        )
+    ]
     engine.wake_cache()
     probe = seconds(lambda: probe_adapter(engine))
     weights = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in describe(args)) / 1e6
@@ -80,6 +123,7 @@ def main() -> None:
     print_rank_0(
         f"| adapter, rank {args.lora_rank} | {factors:,.1f} | {alone:,.1f} | {gather:.1f} | {load:.1f} | {check:.1f} |"
     )
+    print_rank_0(f"| operations of torch | | {sum(counts)} | {' | '.join(map(str, counts))} |")
     print_rank_0(f"| ratio | {weights / factors:,.0f} | {merged / alone:,.1f} | | | |")
     print_rank_0(f"\nThe probe of all kinds of layers, once at the start: {probe:.2f} s.")
     engine.close()

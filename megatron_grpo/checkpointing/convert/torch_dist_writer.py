@@ -106,7 +106,7 @@ def _number_of_cuts(weight: Weight, args: Namespace) -> int:
     if weight.axis is None:
         return 1
     size = tensor_parallel_size(args, weight)
-    lines = [shape[weight.axis] for shape in weight.part_shapes()]
+    lines = [shape[weight.axis] for shape in weight.part_shapes]
     whole, ranks = (weight.layout(lines, n, weight.dims) for n in (1, size))
     # If the shards are not contiguous in the full tensor, each one has an equal share of every part of it (gate, up).
     return size if whole == ranks else size * len(whole)

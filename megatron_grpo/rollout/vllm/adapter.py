@@ -71,11 +71,29 @@ def base_model(worker) -> Iterator[torch.nn.Module]:
 
 
 def load_adapter(worker, adapter: Adapter) -> None:
-    """Put ``adapter`` into a worker's slot in place of the last one; GrpoError if a layer has no slot."""
+    """Put ``adapter`` into a worker's slot in place of the last one; GrpoError if a layer has no slot.
+
+    vLLM loads the first one without a B of zeros. If it is then where this module expects it, bit by bit, later ones
+    are copied there at once: vLLM takes four kernels for each matrix.
+    """
+    manager = _manager(worker)
+    slots, shapes = _slots_of(manager), [(name, tensor.shape) for name, tensor in adapter.items()]
+    if slots.proven == shapes and list(manager.lora_index_to_id) == [SLOT]:
+        _, held, sent, _ = slots.beside(adapter)
+        torch._foreach_copy_(held, sent)
+    else:
+        _load_with_vllm(manager, adapter)
+        # A B of zeros, as at the start, would equal the slot of any other layer.
+        moved = all(bool(tensor.any()) for name, tensor in adapter.items() if name.endswith(B))
+        slots.proven = shapes if moved and not compare_adapter(worker, adapter) else None
+    # vLLM skips the preparation of its kernels for a batch like the last one, but sleep level 2 has dropped it.
+    manager._last_mapping = None
+
+
+def _load_with_vllm(manager, adapter: Adapter) -> None:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights
 
-    manager = _manager(worker)
     pairs = _renamed(manager, pairs_of(adapter))
     _check_slots(manager, pairs)
     rank = max(len(a) for a, _ in pairs.values())
@@ -86,8 +104,6 @@ def load_adapter(worker, adapter: Adapter) -> None:
     manager.activate_adapter(SLOT)
     # The tensors may be views of the trainer's parameters. A later activation must fail, not copy what they hold then.
     held.loras = None
-    # vLLM skips the preparation of its kernels for a batch like the last one, but sleep level 2 has dropped it.
-    manager._last_mapping = None
 
 
 def compare_adapter(worker, adapter: Adapter) -> list[str]:
@@ -99,15 +115,8 @@ def compare_adapter(worker, adapter: Adapter) -> list[str]:
     manager = _manager(worker)
     if list(manager.lora_index_to_id) != [SLOT]:
         return [f"vLLM's slot holds the adapter {manager.lora_index_to_id[0]} instead of {SLOT}"]
-    names, held, sent = [], [], []
-    pairs = _renamed(manager, pairs_of(adapter))
-    for layer, parts in _slots_by_layer(manager):
-        shards = _shards(layer, [pairs.pop(part, None) for part, *_ in parts])
-        for (part, *slots), pair in zip(parts, shards, strict=True):
-            names += part + A, part + B
-            held += slots
-            sent += map(_padded, pair or (None, None), slots)
-    lines = [f"{module}: vLLM has no slot for it" for module in pairs]
+    names, held, sent, without = _slots_of(manager).beside(adapter)
+    lines = [f"{module}: vLLM has no slot for it" for module in without]
     # One comparison, so that a GPU is waited for once and not for every tensor.
     if not torch.equal(_bits(held), _bits(sent)):
         lines += [
@@ -120,14 +129,13 @@ def compare_adapter(worker, adapter: Adapter) -> list[str]:
 
 def read_slots(worker) -> list[Tensor]:
     """Return copies of a worker's slots."""
-    return [slot.clone() for slot in _slots(worker)]
+    return [slot.clone() for slot in _slots_of(_manager(worker)).all()]
 
 
 def restore_slots(worker, copies: list[Tensor]) -> bool:
     """Write `read_slots`' copies back; return whether the slots then hold the same bits."""
-    slots = _slots(worker)
-    for slot, copy in zip(slots, copies, strict=True):
-        slot.copy_(copy)
+    slots = _slots_of(_manager(worker)).all()
+    torch._foreach_copy_(slots, copies)
     return torch.equal(_bits(slots), _bits(copies))
 
 
@@ -213,19 +221,44 @@ def _shards(layer, pairs: list[Pair | None]) -> list[Pair | None]:
     return [pair and (pair[0], pair[1][span]) for pair, span in zip(pairs, spans, strict=False)]
 
 
-def _slots(worker) -> list[Tensor]:
-    return [slot for _, parts in _slots_by_layer(_manager(worker)) for _, *slots in parts for slot in slots]
+class _Slots:
+    """The slots of a worker, which never move. Finding them takes longer than comparing them."""
+
+    def __init__(self, manager):
+        self._manager = manager
+        self.proven: list | None = None  # names and shapes of an adapter that vLLM has put where `beside` expects it
+        # (layer without its wrapper, [(name of the part, slot of A, slot of B), ...]) for every wrapped layer
+        self._layers: list[tuple] = []
+        for name, wrapper in manager.modules.items():
+            parts = manager.packed_modules.get(name, [name])
+            slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
+            self._layers.append((wrapper.base_layer, [(part, a[0, 0], b[0, 0]) for part, a, b in slots]))
+        self._modules: dict[str, str] = {}  # vLLM's names -> those of an adapter's modules
+
+    def all(self) -> list[Tensor]:
+        """Return the slots."""
+        return [slot for _, parts in self._layers for _, *slots in parts for slot in slots]
+
+    def beside(self, adapter: Adapter) -> tuple[list[str], list[Tensor], list[Tensor], list[str]]:
+        """Return (names, slots, what each slot is to hold of the adapter, modules without a slot)."""
+        names: list[str] = []
+        held: list[Tensor] = []
+        sent: list[Tensor] = []
+        pairs = pairs_of(adapter)
+        if set(self._modules.values()) != pairs.keys():
+            self._modules = dict(zip(_renamed(self._manager, pairs), pairs, strict=True))
+        for layer, parts in self._layers:
+            shards = _shards(layer, [pairs.pop(self._modules.get(part, ""), None) for part, *_ in parts])
+            for (part, *slots), pair in zip(parts, shards, strict=True):
+                names += part + A, part + B
+                held += slots
+                sent += map(_padded, pair or (None, None), slots)
+        return names, held, sent, list(pairs)
 
 
-@functools.lru_cache(1)  # the slots of an engine never move, and finding them takes longer than comparing them
-def _slots_by_layer(manager) -> list[tuple]:
-    """Return (layer without its wrapper, [(name of the part, slot of A, slot of B), ...]) for every wrapped layer."""
-    found = []
-    for name, wrapper in manager.modules.items():
-        parts = manager.packed_modules.get(name, [name])
-        slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
-        found.append((wrapper.base_layer, [(part, a[0, 0], b[0, 0]) for part, a, b in slots]))
-    return found
+@functools.lru_cache(1)
+def _slots_of(manager) -> _Slots:
+    return _Slots(manager)
 
 
 def _padded(tensor: Tensor | None, slot: Tensor) -> Tensor:

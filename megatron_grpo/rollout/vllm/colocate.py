@@ -196,7 +196,8 @@ class VllmColocate:
 
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
         self._load_adapter(adapter, f"update {version}")
-        self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
+        if self._adapter_like.keys() != adapter.keys():
+            self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
         self._version = version
 
     def _load_adapter(self, adapter: slots.Adapter, name: str) -> None:

@@ -21,21 +21,31 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.weight_sync.weight_check import ENDING
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.stream import stream_hf
 
 
 def sync_adapter(args: Namespace, engine: Engine, model: Sequence[nn.Module], version: int) -> dict[str, float]:
     """Send the model's adapter to the engine and compare it with the engine's; return metrics. Collective.
 
-    GrpoError on every rank if a tensor differs.
+    An engine without weights, as after --sleep-level 2, first receives the base. GrpoError on every rank if a tensor
+    of the adapter differs.
     """
+    times = [_now()]
+    if not engine.has_weights:
+        engine.update_weights(stream_hf(model, args), version)
+    times.append(_now())
     adapter = sent_adapter(args, model)
     engine.update_adapter(adapter, version)
-    metrics: dict[str, float] = {"lora/sync_bytes": sum(tensor.nbytes for tensor in adapter.values())}
+    times.append(_now())
+    metrics: dict[str, float] = {
+        "lora/sync_bytes": sum(tensor.nbytes for tensor in adapter.values()),
+        "lora/base_seconds": times[1] - times[0],
+        "lora/adapter_seconds": times[2] - times[1],
+    }
     if not args.no_check_lora_sync:
-        start = _now()
         differences = engine.compare_adapter(adapter)
         _refuse(differences, f"the engine does not hold the adapter of update {version}")
-        metrics["lora/check_seconds"] = _now() - start
+        metrics["lora/check_seconds"] = _now() - times[2]
     return metrics
 
 
@@ -55,10 +65,15 @@ def sent_adapter(args: Namespace, model: Sequence[nn.Module]) -> dict[str, torch
     """
     adapter = dict(stream_adapter(model, args))
     dtype = getattr(torch, args.vllm_dtype) if args.vllm_dtype else params_dtype(args)
-    ups = [name for name in adapter if ".lora_B." in name]
-    scaled = torch._foreach_mul([adapter[name].float() for name in ups], scaling(args))
-    adapter.update(zip(ups, scaled, strict=True))
-    return {name: tensor.to(dtype) for name, tensor in adapter.items()}
+    # Together, because the launch of a kernel for each of the small matrices takes longer than the work.
+    for kind, factor in ((".lora_A.", 1.0), (".lora_B.", scaling(args))):
+        names = [name for name in adapter if kind in name]
+        tensors = [adapter[name] for name in names]
+        if factor != 1 or tensors[0].dtype != dtype:
+            flat = (torch.cat([tensor.reshape(-1) for tensor in tensors]).float() * factor).to(dtype)
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            adapter.update((name, part.view(t.shape)) for name, part, t in zip(names, parts, tensors, strict=True))
+    return adapter
 
 
 def _refuse(lines: list[str], what: str) -> None:

@@ -7,7 +7,6 @@ from toy_checkpoints import build, make, same_bits, tensors_of, toy_args
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.checkpointing import checkpoint
