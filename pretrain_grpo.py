@@ -51,6 +51,7 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
+from megatron_grpo.rollout.arguments import recorded_in
 from megatron_grpo.rollout.plan import evaluation_plans
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
@@ -150,6 +151,8 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     A completion is accurate if the first reward function returns 1. --eval-num-generations adds the metrics of sampled
     completions.
     """
+    if recorded_in(args):  # there is no engine
+        return {}
     metrics = {}
     with trainer.timers("eval"), trainer.engine_awake():
         for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
@@ -170,9 +173,12 @@ def train(args, trainer: Trainer) -> None:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
-        with trainer.engine_awake():  # with the newest weights
+        with trainer.engine_for_rollout():  # awake, with the newest weights
             plan = trainer.plan_rollout()
             batch = trainer.collect(plan)
+        if args.rollout_only:
+            trainer.log_rollout(batch, combine_rewards(batch.rewards, args.reward_weights))
+            continue
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose

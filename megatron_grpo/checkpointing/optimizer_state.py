@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -120,9 +122,14 @@ def _own_shards(optimizer) -> Iterator[None]:
     for part in parts:
         part.sharded_param_state_fully_reshardable = partial(_sharded_state, part)
         part.load_parameter_state_from_fully_reshardable = partial(_set_state, part)
+    # megatron-core collects garbage after its gathering. Here there is none, and a collection over all objects of the
+    # program takes longer than the copies of a background save.
+    collector = distrib_optimizer.gc
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
     try:
         yield
     finally:
+        distrib_optimizer.gc = collector
         for part in parts:
             del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
 

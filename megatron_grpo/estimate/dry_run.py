@@ -1,18 +1,21 @@
 """Report of ``--dry-run``: batch arithmetic, model parts on each rank, and an estimate of memory."""
 
 import math
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_grpo.estimate.memory import GIB, Chunk, Memory, Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.arguments import generating_width, recompute_note
+from megatron_grpo.parallel.roles import role_of
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.rules import flag
 
+GPUS_PER_HOST = 8  # if the launcher does not say: a dry run needs no torchrun
 MOST_RANKS = 64  # a larger world is listed with its first and last ranks only
 
 
@@ -70,6 +73,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
         "",
         "ranks",
         *_rank_lines(plan, ranks(args, world_size)),
+        *_placed_lines(args, world_size),
         "",
         "memory of a rank, GiB (estimated)",
         *_memory_lines(plan),
@@ -108,8 +112,28 @@ def _rank_lines(plan: Plan, everyone: list[Rank]) -> list[str]:
         engine = f"{rank.replica}" + (f", its rank {rank.replica_tp}" if shared else "")
         if has_servers(plan.args):
             engine = "servers" if rank.rank == 0 else "-"
+        if plan.args.rollout_ranks:
+            engine = "-"
         places = " ".join(f"{place:>4}" for place in (rank.tp, rank.cp, rank.ep, rank.dp, rank.pp))
         lines.append(f"{rank.rank:>6} {places}  {engine:18} {layers}")
+    return lines
+
+
+def _placed_lines(args: Namespace, world_size: int) -> list[str]:
+    """Return a line for each rank of --rollout-ranks: its engine replica, and its GPU on its host."""
+    if not args.rollout_ranks:
+        return []
+    launched = world_size + args.rollout_ranks
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(launched, GPUS_PER_HOST)))
+    lines = ["", f"ranks of engines, {local} ranks on a host", f"{'rank':>6} {'host':>4} {'GPU':>4}  engine replica"]
+    engines = range(world_size, launched)
+    cut = len(engines) > MOST_RANKS
+    for rank in [*engines[: MOST_RANKS // 2], *engines[-MOST_RANKS // 2 :]] if cut else engines:
+        if cut and rank == engines[-MOST_RANKS // 2]:
+            lines.append(f"{'...':>6} {len(engines) - MOST_RANKS} more ranks, in the same order")
+        role = role_of(rank, launched, args.rollout_ranks, args.vllm_tensor_parallel_size)
+        shared = f", its rank {role.rank}" if role.size > 1 else ""
+        lines.append(f"{rank:>6} {rank // local:>4} {rank % local:>4}  {role.replica}{shared}")
     return lines
 
 
@@ -134,6 +158,12 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
     )
     share = f"weights and cache use {utilization:g} of a GPU's memory, {keeps[args.sleep_level]}"
     width = args.vllm_tensor_parallel_size
+    if args.rollout_ranks:
+        return [
+            f"engine: {engine:.2f} of weights on each of {args.rollout_ranks} GPUs of its own (--rollout-ranks, "
+            f"--vllm-tensor-parallel-size {width}); weights and cache use {utilization:g} of the GPU's memory",
+            f"a GPU must have {most:.1f} for a trainer, {engine / utilization:.1f} and its cache for an engine",
+        ]
     lines = [f"engine: {engine:.2f} of weights on each rank (--vllm-tensor-parallel-size {width}); {share}"]
     if engine / utilization > most and (wider := _wider_engines(plan)):
         lines.append(f"engine: its weights need more than the trainer; {wider}")

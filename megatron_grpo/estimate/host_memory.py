@@ -12,7 +12,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 # Limits of a container, in bytes or "max": cgroup versions 2 and 1.
 LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-OFFLOADS = "offload_optimizer", "offload_model"
+FLAGS = "offload_optimizer", "offload_model", "async_save"  # each keeps tensors in host memory
 
 
 def check_host_memory(args: Namespace, ranks: int) -> None:
@@ -21,7 +21,7 @@ def check_host_memory(args: Namespace, ranks: int) -> None:
     if need <= have:
         return
     cures = []
-    for dest in OFFLOADS:
+    for dest in FLAGS:
         less = need - needed(Namespace(**{**vars(args), dest: False}), ranks)
         if less > 0:
             cures.append(f"leave out --{dest.replace('_', '-')} ({less / GIB:.0f} GiB less)")
@@ -40,7 +40,8 @@ def needed(args: Namespace, ranks: int) -> float:
     most = max(plan.memory(stage).host for stage in range(len(plan.stages)))
     if args.rollout_engine == "vllm" and args.sleep_level == 1 and not has_servers(args):
         most += plan.engine() * params_dtype(args).itemsize
-    return most * ranks
+    staged = max(plan.staged(stage, ranks) for stage in range(len(plan.stages))) if args.async_save else 0
+    return most * ranks + staged
 
 
 def host_bytes() -> int:

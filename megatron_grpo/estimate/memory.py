@@ -144,13 +144,7 @@ class Plan:
         half = size == 2
         weights = count.total * size
         gradients = trained * (2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4)
-        share: float = trained
-        if args.use_distributed_optimizer:
-            share = count.dense / (args.data_parallel_size * args.context_parallel_size)
-            if count.experts:  # sharded over the ranks of the stage that hold the same experts
-                stage_ranks = args.world_size // args.pipeline_model_parallel_size
-                experts_ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-                share += count.experts * experts_ranks / stage_ranks
+        share = self._optimizer_share(count)
         on_device, on_host = _optimizer_bytes(args, half)
         leaves = weights * args.offload_model + gradients * args.offload_gradients
         leaves += share * on_device * args.offload_optimizer
@@ -166,6 +160,35 @@ class Plan:
             - gradients * args.offload_gradients,
             weights + gradients + share * on_device - leaves,
         )
+
+    def staged(self, stage: int, ranks: int) -> float:
+        """Return the bytes of a checkpoint that ``ranks`` ranks of a stage write, at most.
+
+        One of the ranks with the same weights writes them. A distributed optimizer's state is 12 bytes a parameter:
+        float32 weights and moments, whatever the dtypes on the device.
+        """
+        args, count, size = self.args, self.parameters(stage), params_dtype(self.args).itemsize
+        stages = args.pipeline_model_parallel_size
+        dense_ranks = min(ranks, stages * args.tensor_model_parallel_size)
+        experts_ranks = min(ranks, stages * args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1))
+        trained = count.dense * dense_ranks + count.experts * experts_ranks
+        weights = size * (trained + (0 if args.lora_rank else count.frozen * max(dense_ranks, experts_ranks)))
+        if args.use_distributed_optimizer:
+            state = 12 * self._optimizer_share(count) * ranks
+        else:
+            state = trained * ((4 if size == 2 else 0) + (4 if args.optimizer == "sgd" else 8))
+        return weights * (1 + bool(args.sync_ref_model)) + state
+
+    def _optimizer_share(self, count: Count) -> float:
+        """Return the parameters of which a rank holds the optimizer's state."""
+        args = self.args
+        if not args.use_distributed_optimizer:
+            return count.dense + count.experts
+        share = count.dense / (args.data_parallel_size * args.context_parallel_size)
+        if count.experts:  # sharded over the ranks of the stage that hold the same experts
+            stage_ranks = args.world_size // args.pipeline_model_parallel_size
+            share += count.experts * args.expert_model_parallel_size * args.expert_tensor_parallel_size / stage_ranks
+        return share
 
     def in_flight(self, stage: int) -> float:
         """Return the largest number of micro-batches with stored activations on a stage.

@@ -371,10 +371,11 @@ CHECKPOINTS = (
     Row("--wandb-host", None, None, "WANDB_BASE_URL in the environment"),
     Row("--use-tensorboard", None, None, "--tensorboard-dir switches it on"),
     Row("--tb-project-name", "--tensorboard-dir"),
-    Row("--save-debug-rollout-data", None, None, "--save has completions.jsonl: --num-completions-to-log"),
+    Row("--save-debug-rollout-data", "--ledger"),
+    Row("--load-debug-rollout-data", "--train-only"),
     Row("--runtime-env-json", None, None, "there is no Ray"),
-    Row("--debug-train-only", None, ask("tools/benchmark has what measures updates alone")),
-    Row("--debug-rollout-only", None, ask("tools/check_engine.py starts the engine alone")),
+    Row("--debug-train-only", None, None, "--train-only DIR trains on the rollouts of a ledger"),
+    Row("--debug-rollout-only", "--rollout-only"),
     Row("--custom-megatron-init-path", None, ask("docs/customise.md says what can be replaced")),
 )
 

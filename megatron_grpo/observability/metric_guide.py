@@ -28,6 +28,9 @@ METRICS = {
     "staleness/mean": "syncs between the sampling of a token and the batch that trains on it: mean over sampled tokens",
     "staleness/max": "largest such number of a token, at most --max-staleness",
     "staleness/interrupted": "fraction of completions with tokens of several versions of the weights",
+    "stream/trainer_wait": "seconds that the trainer waited for a batch of the engines of --rollout-ranks",
+    "stream/engine_idle": "seconds since the last batch in which an engine had nothing to generate, mean over replicas",
+    "stream/replaced_groups": "groups without learning signal that --dynamic-sample replaced since the first batch",
     "completion/length_mean": "mean length of a completion, tokens",
     "completion/length_min": "length of the shortest completion, tokens",
     "completion/length_max": "length of the longest completion, tokens",
@@ -72,6 +75,7 @@ METRICS = {
     "time/rollout": "seconds of generation",
     "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model)",
     "time/scoring": "seconds of the reward functions after generation has ended",
+    "time/ledger": "seconds until a rollout's last groups and its batch are on the disk (--ledger)",
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
     "time/update": "seconds of forward pass, backward pass and optimizer",
     "time/sync": "seconds of the weight sync",
@@ -103,6 +107,7 @@ HEADINGS = {
     "completion": "Completions",
     "sampling": "Completions",
     "staleness": "Completions",
+    "stream": "Time",
     "mismatch": "Trainer and engine",
     "perf": "Time",
     "lora": "Time",
@@ -132,6 +137,8 @@ REMEDIES = {
     "reward/failures": "Above 0: the log names the function and the completion. Fix the function, or raise "
     "--reward-timeout; such completions are excluded, not scored 0.",
     "sampling/": "Many replaced or aborted groups: prompts are too easy or too hard; change the data.",
+    "stream/": "The trainer waits long: give more --rollout-ranks. The engines are idle: give fewer, or raise "
+    "--max-staleness.",
     "staleness/": "Large, with mismatch/effective_sample_size below about 0.9: lower --max-staleness or --lr.",
     "completion/length_mean": "Growing without a higher reward: length bias of the loss (try --loss-type dr_grpo or "
     "dapo), or completions without an end token. Shrinking towards 0: the reward favours short completions.",
@@ -192,6 +199,7 @@ REMEDIES = {
     "time/offload": "Large compared with time/update: offload less (--offload-gradients is nearly free).",
     "time/scoring": "Large: raise --reward-workers, or use a faster function. Scoring overlaps generation; this is the "
     "rest.",
+    "time/ledger": "Large: put --ledger on a local disk, if all ranks can read it.",
     "time/logprobs": "Avoidable: with one update per rollout and --beta 0 there is no forward-only pass.",
     "time/update": "Most of the step: raise --max-tokens-per-microbatch, recompute less, enable fused kernels; see "
     "docs/performance.md.",

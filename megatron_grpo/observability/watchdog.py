@@ -1,14 +1,16 @@
 """Watchdog: ends a run that hangs, names the rank that it hangs at, and writes the stacks of all ranks.
 
-A thread in every rank publishes the rank's position (``utils/progress.py``) in the store of the run, through a
-connection of its own. One rank, the monitor, reads all positions; another one takes over if it falls silent. A run
-hangs if no rank has made progress for the time limit of the phase: a rank that waits for another one's long rollout is
-no hang, because that rank's tokens are progress. Then every host writes the stacks of its ranks (``faulthandler``, on
-the signal SIGNAL) and the state of its stopped ones (``/proc``) to ``{save}/hang-<time>/``, and all ranks exit with
-code 1. Nothing is saved: a rank can be in the middle of an update. The message names the newest checkpoint.
+A thread in every rank publishes the rank's position (``utils/progress.py``) in the store of the run. The thread has a
+connection of its own. One rank, the monitor, reads all positions; if the monitor falls silent, another rank replaces
+it. The run hangs if no rank has made progress for the time limit of its phase. A rank that waits for the long rollout
+of another rank does not hang, because each token of that rollout is progress. At a hang every host writes the stacks of
+its ranks (``faulthandler``, on the signal SIGNAL) and the state of its stopped ranks (``/proc``) to
+``{save}/hang-<time>/``, and all ranks exit with code 1. Nothing is saved, because a rank can be in the middle of an
+update. The message names the newest checkpoint.
 
-A thread cannot read a rank whose main thread holds Python's lock; the signal's handler can, and the state of such a
-rank is that of a silent one.
+A rank is silent if its thread publishes nothing: the process is stopped, or the main thread holds Python's lock. The
+position that such a rank published last can be out of date. Each thread therefore also publishes the position of one
+other rank of its host, which it reads from that rank's board. The handler of SIGNAL runs while Python's lock is held.
 """
 
 import contextlib
@@ -79,6 +81,8 @@ class State:
     pid: int = 0
     stacks: int = -1  # descriptor of the file that SIGNAL writes the stacks to
     board: int = -1  # descriptor of the file with the present position
+    neighbour: int = -1  # another rank of the host, or -1
+    neighbour_position: str = ""  # on its board
     ended: bool = False
 
 
@@ -118,6 +122,27 @@ def find_hang(states: Sequence[State], unheard: Sequence[float], patience: float
         first = min(states[rank].entered for rank in working)
         causes = [rank for rank in working if states[rank].entered == first]
     return Hang(causes, silent, seconds, list(states))
+
+
+def limit_of(names: Sequence[str], limits: Mapping[str, float]) -> float:
+    """Return the time limit in a position, given by the names of its phases and its step: the longest of theirs."""
+    return max((limits[name] for name in names if name in limits), default=limits[""])
+
+
+def with_boards(
+    states: Sequence[State], unheard: Sequence[float], patience: float, limits: Mapping[str, float]
+) -> list[State]:
+    """Return the states, those of silent ranks with the position that their neighbours read, and with its limit.
+
+    A silent rank without an answering neighbour keeps the position that it published last.
+    """
+    updated = list(states)
+    for state, seconds in zip(states, unheard, strict=True):
+        if state.neighbour >= 0 and seconds <= patience < unheard[state.neighbour]:
+            position = state.neighbour_position
+            limit = limit_of(position.split(": "), limits)
+            updated[state.neighbour] = replace(states[state.neighbour], position=position, limit=limit)
+    return updated
 
 
 def in_words(hang: Hang, silent: Mapping[int, tuple[str, str]]) -> str:
@@ -193,13 +218,26 @@ class Watchdog:
         self.monitored: list[tuple[State, float]] = []  # by rank: the newest state, and when it came
         self.monitor_sign, self.monitor_seen = "", time.monotonic()
         self.awake = time.monotonic()  # since this process was last stopped and continued
+        self.neighbour_board: int | None = None
         self._publish()
         if self.rank == 0:
             self.store.set("monitor", "")
             self.store.set("hang", "")
         dist.barrier(group=host_group())
+        self._find_neighbour()
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
+
+    def _find_neighbour(self) -> None:
+        """Open the board of the next rank of this host."""
+        states = self._read()
+        mine = [rank for rank, state in enumerate(states) if state.machine == self.state.machine]
+        neighbour = mine[(mine.index(self.rank) + 1) % len(mine)]
+        if neighbour != self.rank:
+            with contextlib.suppress(OSError):  # /proc of another user's process
+                board = Path(f"/proc/{states[neighbour].pid}/fd/{states[neighbour].board}")
+                self.neighbour_board = os.open(board, os.O_RDONLY)
+                self.state = replace(self.state, neighbour=neighbour)
 
     def start(self) -> "Watchdog":
         """Start the thread."""
@@ -219,8 +257,9 @@ class Watchdog:
             self._publish()
         faulthandler.unregister(SIGNAL)
         progress.show_on(None)
-        for descriptor in (self.stacks, self.board):
-            os.close(descriptor)
+        for descriptor in (self.stacks, self.board, self.neighbour_board):
+            if descriptor is not None:
+                os.close(descriptor)
 
     # ---- the thread
 
@@ -252,7 +291,7 @@ class Watchdog:
 
     def _publish(self) -> None:
         position, now = progress.position, time.monotonic()
-        limits = [self.limits[name] for name in (*position.phases, position.step) if name in self.limits]
+        board = self.neighbour_board
         frame = sys._current_frames().get(self.main)
         self.state = replace(
             self.state,
@@ -260,21 +299,27 @@ class Watchdog:
             position=str(position),
             entered=position.entered,
             seconds=now - max(position.moved, self.awake),
-            limit=max(limits, default=self.limits[""]),
+            limit=limit_of((*position.phases, position.step), self.limits),
             waits=waits_for_others(frame),
             place=place_of(frame),
+            neighbour_position="" if board is None else os.pread(board, progress.BOARD_BYTES, 0).decode().strip(),
         )
         self.store.set(str(self.rank), json.dumps(asdict(self.state)))
+
+    def _read(self) -> list[State]:
+        """Return the published states of all ranks."""
+        return [State(**json.loads(text)) for text in self.store.multi_get([str(rank) for rank in range(self.world)])]
 
     def _monitor(self, now: float) -> None:
         """Read the states of all ranks; publish a hang."""
         self.store.set("monitor", f"{self.rank} {self.state.beat}")
-        read = [State(**json.loads(text)) for text in self.store.multi_get([str(rank) for rank in range(self.world)])]
+        read = self._read()
         before = self.monitored or [(State(beat=-1), now)] * self.world
         self.monitored = [
             known if known[0].beat == state.beat else (state, now) for state, known in zip(read, before, strict=True)
         ]
-        hang = find_hang(read, [now - heard for _, heard in self.monitored], SILENT * self.interval)
+        unheard, patience = [now - heard for _, heard in self.monitored], SILENT * self.interval
+        hang = find_hang(with_boards(read, unheard, patience, self.limits), unheard, patience)
         if hang is not None:
             self.store.compare_set("hang", "", json.dumps(asdict(hang)))  # the first monitor's is everyone's
 
@@ -313,17 +358,17 @@ class Watchdog:
             for text in self.store.multi_get(keys):
                 silent |= {int(rank): tuple(read) for rank, read in json.loads(text).items()}
         stacks = f"Stacks of all ranks: {directory}/. " if directory else ""
-        limit = max(state.limit for state in hang.states)
+        limit = max(state.limit for state in hang.states if not state.ended)
         message = (
             f"the run hangs: {in_words(hang, silent)}. No rank made progress for {limit:.0f} s "
             f"(--watchdog-timeout, --watchdog-phase-timeouts). {stacks}{newest_in_words(self.save)}"
         )
-        self._print(message)
+        self._print(message, began=time.time() - max(hang.seconds[rank] for rank in hang.causes))
         self.store.set("told", "")
 
-    def _print(self, message: str) -> None:
+    def _print(self, message: str, began: float | None = None) -> None:
         print(f"\n{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-        record_for_torchrun(message)
+        record_for_torchrun(message, seconds=began)  # an earlier time than that of the ranks that this ends
 
     def _end(self, message: str) -> NoReturn:
         self._print(f"{message}. {newest_in_words(self.save)}")

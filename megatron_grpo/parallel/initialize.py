@@ -7,7 +7,7 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_grpo.parallel.roles import Joint, check_hosts, connect, role_of
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
 _host_group: dist.ProcessGroup | None = None
+_joint: Joint | None = None  # with --rollout-ranks
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
 
 
 def initialize_distributed(args) -> None:
-    """Join torchrun's process group and create megatron-core's; a single process needs no torchrun."""
+    """Join torchrun's process group and create megatron-core's; a single process needs no torchrun.
+
+    With --rollout-ranks the process group is that of this rank's role, and ranks of engines have none of megatron-core.
+    """
     global _host_group
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -37,27 +42,35 @@ def initialize_distributed(args) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
             # used or not, and keep it while the engine generates.
-            dist.init_process_group("nccl", timeout=timeout, **_rendezvous(timeout))
+            dist.init_process_group("nccl", timeout=timeout, **_rendezvous(args, timeout))
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            dist.init_process_group("gloo", timeout=timeout, **_rendezvous(timeout))
+            dist.init_process_group("gloo", timeout=timeout, **_rendezvous(args, timeout))
             _host_group = dist.group.WORLD
-    initialize_model_parallel(args)
+    if _joint is None or _joint.role.replica is None:
+        initialize_model_parallel(args)
 
 
-def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
+def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` for torchrun's store; {} where torch makes a store of its own.
 
     torchrun keeps one store over all attempts of --max-restarts, so a rank would find the addresses of ranks that have
     ended. All ranks of this attempt therefore agree on a prefix. torchrun gives them no common number: after the loss
-    of a node, its agents count different restarts.
+    of a node, its agents count different restarts. With --rollout-ranks each role has a prefix of its own.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    global _joint
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not args.rollout_ranks:
         return {}
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     prefix = agreed_attempt(store, rank, world_size, timeout.total_seconds())
-    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
+    store = dist.PrefixStore(prefix, store)
+    if not args.rollout_ranks:
+        return {"store": store, "rank": rank, "world_size": world_size}
+    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    check_hosts(world_size - args.rollout_ranks, args.rollout_ranks, args.vllm_tensor_parallel_size, ranks_per_host)
+    role = role_of(rank, world_size, args.rollout_ranks, args.vllm_tensor_parallel_size)
+    _joint = connect(args, role, store, rank, world_size, timeout)
+    return {"store": dist.PrefixStore(role.name, store), "rank": role.rank, "world_size": role.size}
 
 
 def agreed_attempt(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
@@ -119,8 +132,13 @@ def host_group() -> dist.ProcessGroup:
     return _host_group
 
 
+def joint() -> Joint | None:
+    """Return what connects trainers and engine ranks; None without --rollout-ranks."""
+    return _joint
+
+
 @contextlib.contextmanager
-def led_by_rank_0() -> Iterator[None]:
+def led_by_rank_0(meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Wait on all other ranks, without a time-out, until rank 0 leaves this context; re-raise rank 0's error there.
 
     Every rank must enter. Collectives inside the context still time out, so only rank 0 may do long work. The other
@@ -144,6 +162,7 @@ def led_by_rank_0() -> Iterator[None]:
     began = time.monotonic()
     while not store.check([key]):  # store.wait has a time-out and prints warnings
         time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+        meanwhile()
     if outcome := store.get(key).decode():
         raise rebuilt(outcome)
 

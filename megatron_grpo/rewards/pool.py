@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
@@ -35,6 +35,7 @@ REWARD_MODEL_TIMEOUTS = (
 _MAX_REPORT = 2**26  # bytes of a report
 _SECONDS_TO_END = 10.0  # for a worker and its descendants
 _MAX_TIMEOUTS = 4  # a function with so many time-outs and no value ends the run
+_MAX_FAILED = 64  # a function that has failed on so many samples of a stream, and has no value, ends the run
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,12 @@ class RewardPool:
 
     def _clear(self) -> None:
         self._samples: dict[Hashable, int] = {}  # key -> number
-        self._rows: list[tuple[Hashable, Sample, list[float]]] = []
+        self._next_number = 0
+        self._rows: dict[int, tuple[Hashable, Sample, list[float]]] = {}  # by number
         self._groups: dict[Hashable, dict[int, int]] = {}  # of incomplete groups: place -> sample number
         self._members: dict[int, list[int]] = {}  # of complete groups: the last sample's number -> all, by place
         self._pending = 0  # number of missing rewards
-        self._missing: list[int] = []  # number of missing rewards of each sample
+        self._missing: dict[int, int] = {}  # sample number -> number of missing rewards
         self._tries: dict[tuple[int, int], int] = {}
         self._failures_by_function: list[list[Failure]] = [[] for _ in self.names]
         self._timeouts = [0] * len(self.names)
@@ -175,10 +177,11 @@ class RewardPool:
         Without ``member`` the sample is a group of its own.
         """
         assert key not in self._samples, f"two samples with the key {key!r}"
-        number = self._samples[key] = len(self._rows)
-        self._rows.append((key, sample, [math.nan] * len(self.names)))
+        number = self._samples[key] = self._next_number
+        self._next_number += 1
+        self._rows[number] = key, sample, [math.nan] * len(self.names)
         functions = self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
-        self._missing.append(len(functions))
+        self._missing[number] = len(functions)
         self._enqueue(number, [function for function in functions if function not in self._group_wise])
         group_wise = [function for function in functions if function in self._group_wise]
         if group_wise:
@@ -190,6 +193,13 @@ class RewardPool:
                 self._enqueue(number, group_wise)
         if time.monotonic() - self._last_poll > 0.01:
             self.poll()
+
+    def give(self, key: Hashable, sample: Sample, rewards: Sequence[float]) -> None:
+        """Submit one sample whose rewards are known."""
+        assert key not in self._samples, f"two samples with the key {key!r}"
+        self._samples[key] = len(self._rows)
+        self._rows.append((key, sample, [float(reward) for reward in rewards]))
+        self._missing.append(0)
 
     def _enqueue(self, number: int, functions: list[int]) -> None:
         for kind in self._kinds:
@@ -216,13 +226,39 @@ class RewardPool:
         for function, failed in enumerate(self._failures_by_function):
             if failed and len(failed) == self._requested[function]:
                 self._stop(function, f"failed on all {len(failed)} samples")
-        values = np.array([row for _, _, row in self._rows], np.float32).reshape(-1, len(self.names))
-        order = range(len(values)) if keys is None else [self._samples[key] for key in keys]
+        values = self._rewards(self._rows if keys is None else [self._samples[key] for key in keys])
         self.failures = sorted(
             (f for failed in self._failures_by_function for f in failed), key=lambda f: self._samples[f.key]
         )
         self._clear()
-        return values[np.asarray(order, dtype=np.int64)]
+        return values
+
+    def take(self, keys: Sequence[Hashable]) -> tuple[np.ndarray, list[Failure]] | None:
+        """Return the rewards of these samples, whole groups, and the failures among them; None while one is missing.
+
+        The samples are then forgotten: this is for a stream of groups, which `finish` would end. A function that has
+        failed on the first `_MAX_FAILED` samples of the stream ends the run.
+        """
+        numbers = [self._samples[key] for key in keys]
+        if any(self._missing[number] for number in numbers):
+            return None
+        values, failures = self._rewards(numbers), []
+        for function, failed in enumerate(self._failures_by_function):
+            if len(failed) >= _MAX_FAILED and not self._succeeded[function]:
+                self._stop(function, f"failed on all {len(failed)} samples")
+            failures += [failure for failure in failed if failure.key in set(keys)]
+            if self._succeeded[function]:
+                failed[:] = [failure for failure in failed if failure.key not in set(keys)]
+        for key, number in zip(keys, numbers, strict=True):
+            del self._samples[key], self._rows[number], self._missing[number]
+            self._members.pop(number, None)
+            for function in self._all_functions:
+                self._tries.pop((number, function), None)
+        return values, failures
+
+    def _rewards(self, numbers: Iterable[int]) -> np.ndarray:
+        """Return the rewards of samples, float32 ``[len(numbers), len(names)]``."""
+        return np.array([self._rows[number][2] for number in numbers], np.float32).reshape(-1, len(self.names))
 
     def wait(self, keys: Sequence[Hashable]) -> np.ndarray:
         """Wait for these samples, whose groups are complete; return rewards float32 ``[len(keys), len(names)]``.
@@ -232,7 +268,11 @@ class RewardPool:
         numbers = [self._samples[key] for key in keys]
         while any(self._missing[number] for number in numbers):
             self.poll(0.2)
-        return np.array([self._rows[number][2] for number in numbers], np.float32).reshape(-1, len(self.names))
+        return self._rewards(numbers)
+
+    def scored(self, keys: Sequence[Hashable]) -> bool:
+        """Return whether the rewards of these samples are there; does not wait."""
+        return not any(self._missing[self._samples[key]] for key in keys)
 
     def poll(self, wait: float = 0.0) -> int:
         """Read reports (wait up to ``wait`` seconds for one), stop calls that exceed their time limit, send new calls.
@@ -370,7 +410,7 @@ class RewardPool:
             self._missing[number] -= 1
 
     def _stop(self, function: int, what: str) -> NoReturn:
-        first = min(self._failures_by_function[function], key=lambda failure: self._samples[failure.key])
+        first = min(self._failures_by_function[function], key=lambda failure: self._samples.get(failure.key, -1))
         self.close()
         raise GrpoError(
             f'reward "{first.reward}" {what}; the first, {first.source or f"sample {first.key}"}: {first.reason}; '

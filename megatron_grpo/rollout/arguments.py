@@ -25,7 +25,7 @@ from megatron_grpo.utils.flags import (
     FlagRow,
     Number,
 )
-from megatron_grpo.utils.rules import flag, needs, required
+from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -155,6 +155,24 @@ DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
     ),
 )
 
+WEIGHT_UPDATE = ("interrupt", "drain", "keep")
+
+PLACED: tuple[FlagRow, ...] = (
+    (
+        "--rollout-ranks",
+        COUNT_OR_0,
+        0,
+        "the last so many processes are vLLM engines, which generate while the others train",
+    ),
+    (
+        "--weight-update",
+        WEIGHT_UPDATE,
+        WEIGHT_UPDATE[0],
+        "running completions at new weights: interrupt: continue with a new KV cache, drain: finish first, keep: "
+        "continue with the old KV cache; needs --rollout-ranks",
+    ),
+)
+
 PARTIAL_ROLLOUTS: tuple[FlagRow, ...] = (
     (
         "--partial-rollouts",
@@ -166,8 +184,32 @@ PARTIAL_ROLLOUTS: tuple[FlagRow, ...] = (
         "--max-staleness",
         COUNT_OR_0,
         0,
-        "syncs between the start of a completion and the batch that trains on it, at most; needs --partial-rollouts",
+        "syncs between the start of a completion and the batch that trains on it, at most; needs --partial-rollouts "
+        "or --rollout-ranks",
     ),
+)
+
+LEDGER: tuple[FlagRow, ...] = (
+    (
+        "--ledger",
+        PATH,
+        None,
+        "directory for finished groups and batches, from which a killed run goes on "
+        "[{save}/ledger with --max-staleness, else none]",
+    ),
+    (
+        "--replay-rollouts",
+        PATH,
+        None,
+        "repeat the training of the run that wrote this ledger (or --save directory), without an engine",
+    ),
+    (
+        "--train-only",
+        PATH,
+        None,
+        "train on the groups of this ledger (or --save directory), with any algorithm, without an engine",
+    ),
+    ("--rollout-only", bool, False, "write --train-iters' rollouts into the ledger, without updates or checkpoints"),
 )
 
 STRUCTURED_OUTPUTS: FlagRow = (
@@ -276,8 +318,9 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     if args.top_k != -1 and args.top_k < 1:
         raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
     width = args.vllm_tensor_parallel_size
-    if world_size % width:
-        raise GrpoError(f"world_size ({world_size}) must be divisible by --vllm-tensor-parallel-size ({width})")
+    ranks, what = (args.rollout_ranks, "--rollout-ranks") if args.rollout_ranks else (world_size, "world_size")
+    if ranks % width:
+        raise GrpoError(f"{what} ({ranks}) must be divisible by --vllm-tensor-parallel-size ({width})")
     check_heads(args, width, "--vllm-tensor-parallel-size")
     if args.vllm_enable_expert_parallel and not args.num_experts:
         raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
@@ -328,6 +371,8 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if has_servers(args):
         return "servers receive whole weights"
+    if args.rollout_ranks:
+        return "engines of --rollout-ranks receive whole weights"
     if args.lora_rank > LARGEST_SLOT:
         return f"the largest rank of vLLM's adapters is {LARGEST_SLOT}"
     if args.lora_use_dora:
@@ -512,10 +557,10 @@ def check_dynamic_sampling(args: Namespace) -> None:
 
 def check_partial_rollouts(args: Namespace) -> None:
     """Raise GrpoError for flags that cannot go with completions of several rollouts."""
-    if args.max_staleness and not args.partial_rollouts:
+    if args.max_staleness and not (args.partial_rollouts or args.rollout_ranks):
         raise GrpoError(
-            f"--max-staleness {args.max_staleness} needs --partial-rollouts: without it a rollout finishes every "
-            "completion that it starts"
+            f"--max-staleness {args.max_staleness} needs --partial-rollouts or --rollout-ranks: without them a rollout "
+            "finishes every completion that it starts"
         )
     if not args.partial_rollouts:
         return
@@ -546,6 +591,75 @@ def check_partial_rollouts(args: Namespace) -> None:
     ):
         if given:
             raise GrpoError(f"{flag(dest)} and --partial-rollouts cannot both be given: {reason}")
+
+
+def recorded_in(args: Namespace) -> str | None:
+    """Return the directory of the ledger that replaces all rollouts of this run; None if an engine generates."""
+    return args.replay_rollouts or args.train_only
+
+
+def check_ledger(args: Namespace) -> None:
+    """Raise GrpoError for contradictory uses of ledgers; set the default of --ledger."""
+    excludes(args, "replay_rollouts", "train_only", "a replay repeats the recorded run, with its own flags")
+    for dest in ("replay_rollouts", "train_only"):
+        excludes(args, "ledger", dest, "it generates nothing to write")
+        excludes(args, "rollout_only", dest, "one needs an engine, the other has none")
+        excludes(args, dest, "rollout_ranks", "there are no engines: give the training ranks alone")
+    for dest in ("ledger", "rollout_only"):
+        excludes(args, dest, "rollout_ranks", "engines on ranks of their own write no ledger")
+    excludes(args, "rollout_only", "partial_rollouts", "the weights do not change, and nothing becomes stale")
+    for dest in ("save_interval", "eval_interval", "async_save", "save_adapter"):
+        excludes(args, "rollout_only", dest, "there are no updates to save or evaluate")
+    if recorded_in(args) or args.rollout_ranks:
+        return
+    if args.save and (args.max_staleness or args.rollout_only):
+        args.ledger = args.ledger or f"{args.save}/ledger"
+    if args.rollout_only:
+        required(args, "ledger", "--rollout-only writes nothing else; give it, or --save")
+
+
+def check_placed(args: Namespace) -> None:
+    """Raise GrpoError for flags that cannot go with engines on ranks of their own; set the engine's share of memory."""
+    needs(args, "weight_update", "rollout_ranks", "other engines are empty when they receive weights")
+    if not args.rollout_ranks:
+        return
+    if (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
+        raise GrpoError("--rollout-ranks runs vLLM on these ranks: leave --rollout-engine and --vllm-mode out")
+    if "vllm_gpu_memory_utilization" not in args.explicit:
+        args.vllm_gpu_memory_utilization = 0.9  # the GPU is the engine's alone
+    alone = "the engine shares no GPU with the trainer"
+    for dest, reason in (
+        ("partial_rollouts", "give --max-staleness alone, which continues what new weights interrupt"),
+        ("sleep_level", alone),
+        ("offload_model", alone),
+        ("offload_gradients", alone),
+        ("offload_optimizer", alone),
+        ("check_weight_sync", "with --max-staleness the engines are probed at all new weights"),
+    ):
+        if getattr(args, dest):
+            raise GrpoError(f"{flag(dest)} and --rollout-ranks cannot both be given: {reason}")
+    if args.over_sampling_ratio > 1:
+        raise GrpoError(
+            "--over-sampling-ratio and --rollout-ranks cannot both be given: the engines finish every group"
+        )
+    if args.rollout_balancing == "dynamic":
+        raise GrpoError("--rollout-balancing dynamic and --rollout-ranks cannot both be given: they always balance")
+    if not args.max_staleness:
+        return
+    required(
+        args,
+        "rollout_importance_sampling_mode",
+        f"--max-staleness {args.max_staleness} trains on tokens of older weights, whose importance weights must be "
+        "bounded: give token_truncate",
+    )
+    counted = "a continued completion is a new request, which counts tokens from its own start only; give drain or keep"
+    for dest in ("presence_penalty", "frequency_penalty"):
+        if getattr(args, dest) and args.weight_update == "interrupt":
+            raise GrpoError(f"{flag(dest)} and --weight-update interrupt cannot both be given: {counted}")
+    if args.router_replay_mode == "R3" and args.weight_update != "drain":
+        raise GrpoError(
+            "--router-replay-mode R3 needs --weight-update drain: it needs the experts of one set of weights"
+        )
 
 
 def check_structured_outputs(args: Namespace) -> None:

@@ -14,6 +14,7 @@ from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
+from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
 
 
@@ -38,6 +39,8 @@ def collect_rollout(
     number of missing rewards is that of all replicas; ``scorer.failures`` lists the failures of this replica.
     """
     prompts, num_generations, selection = plan.prompts, plan.num_generations, plan.selection
+    recording = plan.recording
+    known = recording.known_of(prompts, num_generations) if recording is not None else {}
     dispatcher = selection or PromptDispatcher(engine, len(prompts), num_generations, capacity)
     completions: list[Completion] = []
     members: dict[int, GroupMember] = {}  # by the id of the request; the group is the number of the prompt
@@ -58,15 +61,23 @@ def collect_rollout(
 
     def further(under_way: int) -> list[Request] | None:
         progress(completions, under_way)
+        if recording is not None:
+            recording.append_scored(scorer)
         return requests(dispatcher.further(under_way))
 
     with timers("rollout"), engine.rollout(plan.seed):
-        for completion in generate(engine, requests(dispatcher.first), further):
+        source = KnownFirst(engine, known.values()) if known else engine
+        for completion in generate(source, requests(dispatcher.first), further):
             completions.append(completion)
             member = members[completion.id]
             if scorer is not None:
                 sample = sample_to_score(prompts[member.group], texts[member.group], completion, tokenizer)
-                scorer.submit(completion.id, sample, member)
+                if member.group in known:
+                    scorer.give(completion.id, sample, known[member.group].rewards[member.place])
+                else:
+                    scorer.submit(completion.id, sample, member)
+            if recording is not None and member.group not in known:
+                recording.take(completion, member, prompts[member.group])
             if selection is not None:
                 selection.take(completion.id, member.group)
     with timers("scoring"):
@@ -75,6 +86,9 @@ def collect_rollout(
         spoken = [completion for completion in spoken if members[completion.id].group in places]
         num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
         mine = to_batch(prompts, spoken, members, places, num_kept)
+        if recording is not None:
+            recording.append_scored(scorer, wait=True)
+            recording.placed({number: places[number] for number in {members[c.id].group for c in spoken}})
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
         failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
@@ -130,24 +144,24 @@ def to_batch(
     )
 
 
-def batch_of_all_ranks(batch: RolloutBatch) -> RolloutBatch:
-    """Return the whole batch, in its global order, from the parts of all ranks. Collective."""
-    parts = _exchange(batch)
+def batch_of_all_ranks(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> RolloutBatch:
+    """Return the whole batch, in its global order, from the parts of all ranks of ``group`` [all]. Collective."""
+    parts = _exchange(batch, group or host_group())
     return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
 
 
-def _exchange(batch: RolloutBatch) -> list[RolloutBatch]:
+def _exchange(batch: RolloutBatch, group: dist.ProcessGroup) -> list[RolloutBatch]:
     """All-gather the batches of all ranks, as bytes of flat arrays (no pickles)."""
     buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
     sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
-    all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_sizes, sizes, group=host_group())
+    all_sizes = [torch.empty_like(sizes) for _ in range(group.size())]
+    dist.all_gather(all_sizes, sizes, group=group)
     room = max(int(s.sum()) for s in all_sizes)
     payload = torch.zeros(room, dtype=torch.uint8)
     raw = np.concatenate([b.reshape(-1).view(np.uint8) for b in buffers])
     payload[: len(raw)] = torch.from_numpy(raw)
     payloads = [torch.empty_like(payload) for _ in all_sizes]
-    dist.all_gather(payloads, payload, group=host_group())
+    dist.all_gather(payloads, payload, group=group)
     batches = []
     for data, lengths in zip(payloads, all_sizes, strict=True):
         ends = np.cumsum(lengths.numpy())

@@ -39,13 +39,15 @@ class Request:
     """A request for one completion of one prompt; the completion carries the same ``id``.
 
     The id is unique within a rollout and has no other meaning. ``begun``, an interrupted completion of an earlier
-    rollout, is continued: the engine computes its keys and values again, and returns it with the new tokens.
+    rollout, is continued: the engine computes its keys and values again, and returns it with the new tokens. ``seed``
+    replaces the seed that follows from the rollout's (`request_seed`).
     """
 
     id: int
     prompt_ids: Sequence[int]
     sampling: Sampling
     begun: "Completion | None" = None
+    seed: int | None = None
 
     @property
     def begun_ids(self) -> Sequence[int]:
@@ -172,13 +174,29 @@ class Engine(Protocol):
 
 
 class InterruptibleEngine(Engine, Protocol):
-    """Interface of an engine for --partial-rollouts: its requests can be continued in a later rollout."""
+    """Interface of an engine whose requests can be continued later, under other weights."""
+
+    def unfinished(self) -> list[Completion]:
+        """Return what `interrupt` would return; the requests go on."""
 
     def interrupt(self) -> list[Completion]:
         """Abort all requests and return what they have so far, with the finish reason "abort", in order of their ids.
 
         The tokens are those of `Request.begun` and the new ones; a request that never ran has none.
         """
+
+
+class NoEngine:
+    """What a run has in place of an engine whose rollouts are read from a ledger (--replay-rollouts)."""
+
+    replica, num_replicas, is_lead, has_weights = None, 0, False, False
+
+    def device_bytes(self) -> tuple[int, int]:
+        """Return zeros: nothing is on the GPU."""
+        return 0, 0
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class OutOfMemory:

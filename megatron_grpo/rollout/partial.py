@@ -42,7 +42,9 @@ def collect_partial_rollout(
     """
     partial = plan.partial
     assert partial is not None
-    groups, num_generations = partial.with_new(plan.prompts), plan.num_generations
+    groups, num_generations, recording = partial.with_new(plan.prompts), plan.num_generations, plan.recording
+    if recording is not None:
+        groups |= recording.known({number: group for number, group in groups.items() if not group.complete})
     # The id of a request is unique over the run: unfinished completions keep it.
     members = {
         number * num_generations + place: GroupMember(number, place, num_generations)
@@ -66,6 +68,10 @@ def collect_partial_rollout(
                 groups[number] = with_completion(groups[number], place, completion)
                 if groups[number].complete and scorer is not None:
                     scored += _submit(scorer, groups[number], members, tokenizer)
+                    if recording is not None:
+                        recording.complete(number, groups[number])
+            if recording is not None:
+                recording.append_scored(scorer)
             if newly:
                 taken = partial.to_take(groups)
             progress(finished, under_way)
@@ -73,6 +79,8 @@ def collect_partial_rollout(
             number, place, _ = members[completion.id]
             groups[number] = with_completion(groups[number], place, completion)
     with timers("scoring"):
+        if recording is not None:
+            recording.append_scored(scorer, wait=True)
         if scorer is not None:
             rewards = scorer.finish(scored)
             for i in range(0, len(scored), num_generations):
@@ -81,6 +89,8 @@ def collect_partial_rollout(
         mine = [groups[number] for number in taken] if engine.is_lead else []
         completions = [c for group in mine for c in group.completions if c is not None]
         places = {number: partial.replica + i * partial.num_replicas for i, number in enumerate(taken)}
+        if recording is not None:
+            recording.placed(places, {number: groups[number].birth for number in taken})
         num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
         prompts = {number: groups[number].prompt for number in taken}
         batch = to_batch(prompts, completions, members, places, num_kept)

@@ -4,7 +4,8 @@ A checkpoint has one file for each engine replica: ``unfinished/00000.npz``, fla
 continues every completion after its recorded tokens.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,19 +114,24 @@ class PartialRollouts:
         file = directory / f"{self.replica:05d}.npz"
         try:
             with np.load(file, allow_pickle=False) as content:
-                groups = from_arrays({name: content[name] for name in content.files}, dataset)
+                groups = from_arrays({name: content[name] for name in content.files}, prompts_of(dataset))
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
         self.state = Unfinished(groups, position["started"], position["version"])
 
 
 def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
-    """Return groups as flat arrays: [groups], [completions of all groups], or one entry a token."""
+    """Return groups as flat arrays: [groups], [completions of all groups], or one entry a token.
+
+    An unknown log-probability is NaN; a token that was sampled from the whole vocabulary has a row of -1.
+    """
     completions = [completion for group in groups.values() for completion in group.completions]
     known = [completion for completion in completions if completion is not None]
     rewards = [group.rewards for group in groups.values() if group.rewards is not None]
-    kept = [completion.kept_token_ids for completion in known if completion.kept_token_ids is not None]
+    kept = next((completion.kept_token_ids for completion in known if completion.kept_token_ids is not None), None)
+    experts = [completion.routed_experts for completion in known if completion.routed_experts is not None]
     reasons = [FinishReason[c.finish_reason.upper()] if c is not None else FinishReason.ABORT for c in completions]
+    log_probs = [c.log_probs if c.log_probs is not None else [math.nan] * len(c.token_ids) for c in known]
     arrays = {
         "numbers": np.array(list(groups), np.int64),
         "births": np.array([group.birth for group in groups.values()], np.int64),
@@ -136,44 +142,66 @@ def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
         "lengths": np.array([len(c.token_ids) if c is not None else 0 for c in completions], np.int64),
         "finish_reasons": np.array(reasons, np.uint8),
         "token_ids": np.array([i for completion in known for i in completion.token_ids], np.int32),
-        "log_probs": np.array([x for completion in known for x in completion.log_probs or ()], np.float32),
+        "log_probs": np.array([x for values in log_probs for x in values], np.float32),
         "weight_versions": np.array([v for completion in known for v in completion.weight_versions], np.int32),
     }
     if rewards:
         arrays["rewards"] = np.stack(rewards)
-    if kept:
-        arrays["kept_token_ids"] = np.concatenate(kept)
+    if kept is not None:
+        none = [np.full((len(c.token_ids), kept.shape[1]), -1, np.int32) for c in known]
+        rows = [c.kept_token_ids if c.kept_token_ids is not None else n for c, n in zip(known, none, strict=True)]
+        arrays["kept_token_ids"] = np.concatenate(rows)
+    if experts:
+        lengths = [len(c.routed_experts) if c is not None and c.routed_experts is not None else 0 for c in completions]
+        arrays["expert_lengths"] = np.array(lengths, np.int64)
+        arrays["routed_experts"] = np.concatenate(experts)
     return arrays
 
 
-def from_arrays(arrays: Mapping[str, npt.NDArray[Any]], dataset: PromptDataset) -> dict[int, Group]:
-    """Undo `to_arrays`; ids of requests are not part of the arrays. The prompts are read from the data again."""
+PromptOf = Callable[[int, list[int]], Prompt]  # of a row and the token ids that a file has
+
+
+def prompts_of(dataset: PromptDataset) -> PromptOf:
+    """Return the function that reads prompts from the data again; GrpoError if the prompt of a row has changed."""
+
+    def prompt_of(row: int, ids: list[int]) -> Prompt:
+        prompt = dataset[row]
+        if prompt is None or prompt.ids != ids:
+            raise GrpoError(
+                f"the checkpoint holds unfinished completions of row {row} of --train-data-path, whose prompt has "
+                "changed since: restore the data, or load only the weights with --finetune"
+            )
+        return prompt
+
+    return prompt_of
+
+
+def from_arrays(arrays: Mapping[str, npt.NDArray[Any]], prompt_of: PromptOf) -> dict[int, Group]:
+    """Undo `to_arrays`; the id of a request is the completion's number: that of its group x group size + place."""
     num_groups = len(arrays["numbers"])
     per_group = len(arrays["lengths"]) // max(num_groups, 1)
     starts, prompt_starts = offsets(arrays["lengths"]), offsets(arrays["prompt_lengths"])
-    scored = offsets(arrays["scored"])
+    scored, expert_starts = offsets(arrays["scored"]), offsets(arrays.get("expert_lengths", arrays["lengths"] * 0))
     groups = {}
     for g in range(num_groups):
-        prompt = dataset[int(arrays["rows"][g])]
-        if prompt is None or prompt.ids != arrays["prompt_ids"][prompt_starts[g] : prompt_starts[g + 1]].tolist():
-            raise GrpoError(
-                f"the checkpoint holds unfinished completions of row {arrays['rows'][g]} of --train-data-path, whose "
-                "prompt has changed since: restore the data, or load only the weights with --finetune"
-            )
-        number = int(arrays["numbers"][g])
+        ids = arrays["prompt_ids"][prompt_starts[g] : prompt_starts[g + 1]].tolist()
+        prompt, number = prompt_of(int(arrays["rows"][g]), ids), int(arrays["numbers"][g])
         completions = []
         for place in range(per_group):
             i = g * per_group + place
-            tokens = slice(starts[i], starts[i + 1])
+            tokens, experts = slice(starts[i], starts[i + 1]), slice(expert_starts[i], expert_starts[i + 1])
+            log_probs = arrays["log_probs"][tokens]
             completion = Completion(
                 number * per_group + place,
                 arrays["token_ids"][tokens].tolist(),
-                arrays["log_probs"][tokens].tolist(),
+                None if np.isnan(log_probs).all() else log_probs.tolist(),
                 FinishReason(arrays["finish_reasons"][i]).name.lower(),
                 arrays["weight_versions"][tokens].tolist(),
+                routed_experts=arrays["routed_experts"][experts] if experts.start < experts.stop else None,
                 kept_token_ids=arrays["kept_token_ids"][tokens] if "kept_token_ids" in arrays else None,
             )
-            completions.append(completion if completion.token_ids else None)
+            begun = completion.token_ids or completion.finish_reason != "abort"
+            completions.append(completion if begun else None)
         rewards = arrays["rewards"][scored[g]] if arrays["scored"][g] else None
         groups[number] = Group(prompt, int(arrays["births"][g]), tuple(completions), rewards)
     return groups

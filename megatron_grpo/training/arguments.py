@@ -29,7 +29,14 @@ from megatron_grpo.parallel.arguments import PARALLELISM, TIMEOUT
 from megatron_grpo.reference.arguments import REFERENCE_AND_TEACHER
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.registry import load_plugins
-from megatron_grpo.rollout.arguments import DYNAMIC_SAMPLING, PARTIAL_ROLLOUTS, ROLLOUT, STRUCTURED_OUTPUTS
+from megatron_grpo.rollout.arguments import (
+    DYNAMIC_SAMPLING,
+    LEDGER,
+    PARTIAL_ROLLOUTS,
+    PLACED,
+    ROLLOUT,
+    STRUCTURED_OUTPUTS,
+)
 from megatron_grpo.training.command_line import Accept, Parser, parse_words, plugin_files
 from megatron_grpo.utils.arguments import args_to_json, hyphens
 from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_flags, help_text
@@ -127,7 +134,8 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "memory while the engine generates": OFFLOAD,
     "data": DATA,
     "rollout": ROLLOUT,
-    "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *CURRICULUM, STRUCTURED_OUTPUTS),
+    "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *PLACED, *CURRICULUM, STRUCTURED_OUTPUTS),
+    "ledger": LEDGER,
     "rewards": REWARDS,
     "algorithm": LOSS,
     "advantages and KL": ADVANTAGE,

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from megatron_grpo.migration.table import answer
 from megatron_grpo.training.early_checks import check_early
 from megatron_grpo.utils.arguments import hyphens
+from megatron_grpo.utils.batch_sizes import trainer_ranks
 from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
 from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
@@ -177,7 +178,7 @@ def _check(argv: Sequence[str]) -> None:
             value = getattr(args, row["dest"])
             if row["dest"] in args.explicit and value != row.get("default"):
                 check_value(row["options"][0], _kind_from_json(row.get("kind")), value)
-        check_early(args, int(os.environ.get("WORLD_SIZE", "1")))
+        check_early(args, trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1"))))
     except GrpoError as error:
         parser.end(str(error), code=1)
 

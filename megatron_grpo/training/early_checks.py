@@ -3,20 +3,10 @@
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_grpo.checkpointing.arguments import check_checkpoints
 from megatron_grpo.models.arguments import check_model
-from megatron_grpo.rewards.arguments import check_rewards
 from megatron_grpo.rewards.registry import get_rewards, known_rewards
-from megatron_grpo.rewards.reward_models.arguments import check_reward_models, reward_models
-from megatron_grpo.training.run_rules import (
-    check_duration,
-    check_ends,
-    check_evaluation,
-    check_optimizer,
-    check_required,
-    check_weight_decay,
-    set_batch_sizes,
-)
+from megatron_grpo.rewards.reward_models.arguments import reward_models
+from megatron_grpo.training.run_rules import check_run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
@@ -27,16 +17,7 @@ def check_early(args: Namespace, world_size: int) -> None:
 
     Sets attributes as ``validate_args`` does: the run parses its flags again.
     """
-    check_required(args)
-    set_batch_sizes(args, world_size)
-    check_evaluation(args)
-    check_rewards(args)
-    check_reward_models(args)
-    check_ends(args)
-    check_weight_decay(args)
-    check_duration(args)
-    check_optimizer(args)
-    check_checkpoints(args)
+    check_run(args, world_size)
     if not (args.load_hf or args.load or args.pretrained_checkpoint):  # the flags alone give the architecture
         check_model(args)
     for dest in ("load_hf", "ref_load_hf", "teacher_load_hf"):

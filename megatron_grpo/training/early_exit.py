@@ -110,6 +110,16 @@ class EarlyExit:
         if self._steps >= self._last_step:
             raise Preempted(in_words(self._signal or signal.SIGTERM))
 
+    def check_wait(self, told: bool) -> None:
+        """Raise Preempted on rank 0 for a signal of any rank, while it waits for engines on ranks of their own.
+
+        Other ranks tell it theirs. ``told``: whether an engine's rank has told one.
+        """
+        if not self._on_signal:
+            return
+        if (self._any_signal(dist.distributed_c10d._get_default_store()) or told) and dist.get_rank() == 0:
+            raise Preempted(in_words(self._signal or signal.SIGTERM))
+
     def _any_signal(self, store: dist.Store) -> bool:
         """Return whether this rank has a signal, or another one has told so; the store is read once a second."""
         if self._signal is None and time.monotonic() < self._next_look:

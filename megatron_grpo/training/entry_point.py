@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
-from megatron_grpo.parallel.initialize import host_group, print_rank_0
+from megatron_grpo.parallel.initialize import host_group, joint, print_rank_0
 from megatron_grpo.utils.errors import GrpoError, Preempted, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.process_tree import end_with_launcher
 
@@ -94,7 +94,9 @@ def _prints_error(after_rank_0: bool) -> bool:
         return prints_for_host()
     if after_rank_0 and dist.get_rank() > 0:
         time.sleep(2.0)
+    roles = joint()
     try:
-        return dist.distributed_c10d._get_default_store().add("megatron_grpo/error", 1) == 1
+        store = dist.distributed_c10d._get_default_store() if roles is None else roles.store
+        return store.add("megatron_grpo/error", 1) == 1
     except RuntimeError:  # the store ended with rank 0, which has printed its error
         return False

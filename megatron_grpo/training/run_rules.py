@@ -3,9 +3,26 @@
 import math
 from argparse import Namespace
 
+from megatron_grpo.checkpointing.arguments import check_checkpoints
+from megatron_grpo.rewards.arguments import check_rewards
+from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, required
+
+
+def check_run(args: Namespace, world_size: int) -> None:
+    """Check the flags of a run that do not depend on the model, and set the batch sizes."""
+    check_required(args)
+    set_batch_sizes(args, world_size)
+    check_evaluation(args)
+    check_rewards(args)
+    check_reward_models(args)
+    check_ends(args)
+    check_weight_decay(args)
+    check_duration(args)
+    check_optimizer(args)
+    check_checkpoints(args)
 
 
 def check_required(args: Namespace) -> None:

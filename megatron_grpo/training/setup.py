@@ -29,7 +29,8 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.observability.watchdog import Watchdog, phase_limits
 from megatron_grpo.parallel.arguments import recompute_note
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, joint, print_rank_0, set_random_seed
+from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
@@ -40,9 +41,11 @@ from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
-from megatron_grpo.rollout.arguments import lora_note, not_measured
-from megatron_grpo.rollout.engine import Engine, OutOfMemory
+from megatron_grpo.rollout.arguments import lora_note, not_measured, recorded_in
+from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.stream.placed import PlacedEngines
+from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers
 from megatron_grpo.training import train_step
@@ -52,25 +55,29 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.recorded_run import open_ledger, open_replay, read_ledger
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
-from megatron_grpo.utils.batch_sizes import batch_arithmetic
+from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import merge_architecture
 
 
 def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
-    """Run all start-up checks, then return the trainer; print a report and return None with --dry-run."""
+    """Run all start-up checks, then return the trainer; print a report and return None with --dry-run.
+
+    On a rank of an engine (--rollout-ranks) generate until the trainer has ended, then return None.
+    """
     with progress.phase("start"):
         return _setup(args, model_provider, forward_step)
 
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
     _resume_own_launch(args)
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
     _merge_architecture(args, resume)
@@ -109,13 +116,17 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             )
         check_warmup(args)
     _check_destinations(args)
-    if torch.cuda.is_available():
-        check_host_memory(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
+        check_host_memory(args, trainers)
 
     lock = _lock_save_directory(args, resume)
 
     progress.step("process groups")
     initialize_distributed(args)
+    roles = joint()
+    if roles is not None and roles.role.replica is not None:
+        _produce(args, roles, tokenizer, dataset, valid, models)
+        return None
     watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
     if watchdog is not None:
         before_exit(watchdog.close)
@@ -164,14 +175,32 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     bad_updates.load_state_dict(position.get("bad_updates", {}))
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
+    recorded = read_ledger(args, iteration)
     progress.step("engine")
+    early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
+    before_exit(early_exit.close)
     name = f"{args.rollout_engine} {args.vllm_mode}" if args.rollout_engine == "vllm" else args.rollout_engine
-    print_rank_0(f"starting the engine: {name}")
+    kind = "none, the rollouts are recorded" if recorded_in(args) else name
+    print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
-    with memory.phase("the start of the engine"), _free_for_colocated_engine(args, state_offloader, weight_offloader):
-        engine = memory.engine = build_engine(args, model, tokenizer)
+    engine: Engine
+    if roles is not None:
+        engine = memory.engine = PlacedEngines(args, roles, dataset, sampler, early_exit.check_wait)
+        before_exit(engine.close)
+        engine.wait_for_start()
+        _continue_groups(args, engine, position)
+    else:
+        with (
+            memory.phase("the start of the engine"),
+            _free_for_colocated_engine(args, state_offloader, weight_offloader),
+        ):
+            engine = memory.engine = build_engine(args, model, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
+    if recorded_in(args):
+        ledger, replay = None, open_replay(args, position.get("rollouts", 0))
+    else:
+        ledger, replay = open_ledger(args, recorded, position.get("rollouts", 0), engine)
     scorer = None
     progress.step("rewards")
     if engine.is_lead:
@@ -182,8 +211,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.save and dist.get_rank() == 0:
         write_run_record(args, iteration)
         unmark(args.save)
-    early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
-    before_exit(early_exit.close)
     return Trainer(
         args=args,
         model=model,
@@ -199,6 +226,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         dataset=dataset,
         sampler=sampler,
         partial=partial_rollouts,
+        ledger=ledger,
+        replay=replay,
         valid_prompts=valid_prompts,
         scorer=scorer,
         logger=logger,
@@ -217,9 +246,47 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     )
 
 
+def _trainers_here(trainers: int) -> int:
+    """Return how many of the ranks of this host train: trainers come first."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
+
+
+def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptDataset | None, models) -> None:
+    """Run an engine replica on this rank until the trainer ends it."""
+    engine = build_engine(args, [], tokenizer)
+    scorer = build_scorer(args, models) if engine.is_lead else None
+    Producer(args, engine, scorer, tokenizer, train, valid, roles).run()
+    engine.close()
+    if scorer is not None:
+        scorer.close()
+
+
+def _continue_groups(args, engine: PlacedEngines, position: dict[str, Any]) -> None:
+    """Continue with the groups of the checkpoint at ``position`` on engine ranks."""
+    if position and "stream" not in position:
+        raise GrpoError(
+            f"{args.load} was saved without --rollout-ranks: leave it out, or load only the weights with --finetune"
+        )
+    if position:
+        directory = checkpoint.subfolder(args.load, DIRECTORY)
+        if directory is None:
+            raise GrpoError(
+                f"{args.load} lacks the unfinished completions ({DIRECTORY}/): load only the weights with --finetune"
+            )
+        engine.load(directory, position["stream"])
+
+
 def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
     """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
     saved = position.get("partial")
+    if recorded_in(args):
+        return None
+    if "stream" in position and not args.rollout_ranks:
+        raise GrpoError(
+            f"{args.load} holds completions of engines on ranks of their own: add --rollout-ranks as before, or load "
+            "only the weights with --finetune"
+        )
     if not args.partial_rollouts:
         if saved:
             raise GrpoError(
@@ -298,6 +365,7 @@ def _check_destinations(args) -> None:
     places = {
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,
+        "--ledger": args.ledger,
         "--save-hf": export and export.parent,
         "--save-adapter": args.save_adapter,
         "--tensorboard-dir": args.tensorboard_dir,
@@ -449,6 +517,8 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:
     """Return the engine of --rollout-engine and --vllm-mode."""
+    if recorded_in(args):
+        return NoEngine()
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":
             from megatron_grpo.rollout.vllm.colocate import VllmColocate  # the import takes seconds: after all checks

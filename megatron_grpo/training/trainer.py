@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
-from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
@@ -38,9 +39,14 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.ledger.content import BatchRecord
+from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
+from megatron_grpo.rollout.ledger.recording import Recording
+from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
-from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
+from megatron_grpo.rollout.stream.placed import PlacedEngines
+from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts, Unfinished, prompts_of
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
 from megatron_grpo.training import train_step
@@ -84,6 +90,8 @@ class Trainer:
     background_saves: BackgroundSaves | None = None  # with --async-save
     teacher: ReferenceModel | TeacherServer | None = None
     partial: PartialRollouts | None = None  # with --partial-rollouts
+    ledger: Ledger | None = None  # with --ledger
+    replay: Replay | None = None  # batches that are recorded
     iteration: int = 0
     synced_iteration: int = 0  # version of the engine's weights
     first_iteration: int = 0  # at the start of this process: above 0 after a resume
@@ -122,7 +130,15 @@ class Trainer:
         --partial-rollouts those that start beside the unfinished ones.
         """
         args = self.args
+        recorded = self.replay.get(self.rollouts) if self.replay is not None else None
+        recording = Recording(self.ledger, self.rollouts) if self.ledger is not None else None
         self.rollouts += 1
+        sampling = training_sampling(args, self.rollouts)
+        seed = rollout_seed(args.seed, self.rollouts)
+        if recorded is not None:
+            return RolloutPlan([], args.num_generations, sampling, seed, recorded=recorded)
+        if isinstance(self.engine, PlacedEngines):  # they have prompts already
+            return RolloutPlan((), args.num_generations, sampling, seed)
         num_groups = args.generation_batch_size // args.num_generations
         resample_times = args.max_resample_times if args.dynamic_sample else 0
         count = prompts_to_draw(num_groups, args.over_sampling_ratio, resample_times)
@@ -140,15 +156,18 @@ class Trainer:
                 self.scorer,
                 args.reward_weights,
             )
-        sampling = training_sampling(args, self.rollouts)
-        seed = rollout_seed(args.seed, self.rollouts)
-        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial)
+        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial, recording)
 
     def collect(self, plan: RolloutPlan) -> RolloutBatch:
-        """Return the completions of a plan with their rewards, on every rank.
+        """Return the completions of a plan with their rewards, on every rank; without prompts the next batch.
 
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
+        if plan.recorded is not None:
+            return self._collect_recorded(plan.recorded)
+        if isinstance(self.engine, PlacedEngines):
+            with self.timers("rollout"):
+                return self._collect_placed(self.engine, plan)
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         show = self.logger.rollout_progress(self.engine.num_replicas)
 
@@ -177,9 +196,45 @@ class Trainer:
                     "see reward/failures",
                     flush=True,
                 )
+        if plan.recording is not None:
+            with self.timers("ledger"):
+                metrics = self.sampling_metrics | self.sync_metrics
+                num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
+                sampler = self.sampler.state_dict()
+                plan.recording.close(sampler, metrics, self.reward_failures, num_kept, self.partial)
+        return batch
+
+    def _collect_recorded(self, record: BatchRecord) -> RolloutBatch:
+        """Return a batch of the ledger; the sampler and the unfinished groups are then as the batch left them."""
+        with self.timers("rollout"):
+            batch = self.replay.collect(record)
+        if record.sampler is not None:
+            self.sampler.load_state_dict(record.sampler)
+        self.sampling_metrics, self.sync_metrics = record.metrics, {}
+        self.reward_failures = record.reward_failures
+        if self.partial is not None:
+            groups = self.replay.unfinished(record.number, self.partial.replica, prompts_of(self.dataset))
+            self.partial.state = Unfinished(groups, record.partial["started"], record.partial["version"])
+        return batch
+
+    def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan) -> RolloutBatch:
+        if plan.prompts:
+            batch, self.reward_failures = engine.generate(plan)
+            return batch
+        batch, self.reward_failures, metrics = engine.take()
+        staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
+        self.sampling_metrics = metrics | staleness
         return batch
 
     # ---- the engine
+
+    def engine_for_rollout(self) -> AbstractContextManager[None]:
+        """Return the context of the next rollout: `engine_awake`, or nothing if the ledger has the batch."""
+        return contextlib.nullcontext() if self.replays(self.rollouts) else self.engine_awake()
+
+    def replays(self, batch: int) -> bool:
+        """Return whether this batch (from 0) is read from a ledger."""
+        return self.replay is not None and self.replay.get(batch) is not None
 
     @contextlib.contextmanager
     def engine_awake(self) -> Iterator[None]:
@@ -190,7 +245,8 @@ class Trainer:
         3. `sync`: the engine receives the trainer's weights, if it does not hold them
         4. `_offload`: the trainer's weights move to the host
         5. ``engine.wake_cache``: the engine allocates memory for its KV cache
-        6. `_probe_engine`: with --check-weight-sync every replica completes a few prompts
+        6. `_probe_engine`: with --check-weight-sync, and for engines on ranks of their own with --max-staleness, every
+           replica completes a few prompts
         7. the body: rollouts
         8. ``engine.sleep``: the engine frees its memory
         9. `_reload`: the trainer's tensors return to the device
@@ -199,7 +255,8 @@ class Trainer:
         Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
         only without --offload-model. If the engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
         """
-        memory, position = {"train": self._memory()}, self._position()
+        memory = {"train": self._memory()}
+        position = None if isinstance(self.engine, PlacedEngines) else self._position()  # its engines go on meanwhile
         probe = None
         self._offload(self.state_offloader)
         try:
@@ -219,7 +276,9 @@ class Trainer:
                 with self.timers("sync"):
                     probe_adapter(self.engine)
                 self.adapter_probed = True
-            if new_weights and self.args.check_weight_sync:
+            # Beside --max-staleness hardly a token of a batch is of the newest weights (`check_engine`).
+            stale = isinstance(self.engine, PlacedEngines) and self.args.max_staleness > 0
+            if new_weights and (self.args.check_weight_sync or stale):
                 probe = self._probe_engine()
             yield
             self.device_memory.mark(engine=True)
@@ -261,6 +320,9 @@ class Trainer:
         """Return completions of the first prompts of the data by every replica."""
         with self.timers("sync"):
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
+            if isinstance(self.engine, PlacedEngines):
+                plan = weight_check.probe_plan(self.args, prompts, self.engine.num_replicas)
+                return self.engine.generate(plan, data="train", scored=False)[0]
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _check_probe(self, probe: RolloutBatch) -> None:
@@ -275,16 +337,18 @@ class Trainer:
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return (total - free) / 2**30
 
-    def _raise_engine_lost(self, error: EngineLost, position: dict[str, Any]) -> NoReturn:
+    def _raise_engine_lost(self, error: EngineLost, position: dict[str, Any] | None) -> NoReturn:
         """Raise EngineLost with the cause and the checkpoint for a resume. Collective.
 
-        The run is saved in its state at ``position`` if all ranks answer and each can reload its tensors. A device does
-        not answer after a blocked NCCL call or an illegal memory access; the message then names the newest checkpoint.
+        The run is saved in its state at ``position`` (None: its present state) if all ranks answer and each can reload
+        its tensors. A device does not answer after a blocked NCCL call or an illegal memory access; the message then
+        names the newest checkpoint.
         """
         able = device_answers()
         if able:
             try:
-                self.engine.close()  # frees its memory
+                if not isinstance(self.engine, PlacedEngines):  # it has groups to save
+                    self.engine.close()  # frees its memory
                 self._reload()
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
@@ -296,7 +360,7 @@ class Trainer:
         lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
         raise lost from error
 
-    def _try_save(self, able: bool, position: dict[str, Any]) -> str:
+    def _try_save(self, able: bool, position: dict[str, Any] | None) -> str:
         """Save the run in its state at ``position`` if all ranks are ``able``; return a sentence on how to resume."""
         save = self.args.save
         if not save:
@@ -320,6 +384,8 @@ class Trainer:
         The version of every token must be that of the last sync, or at most --max-staleness syncs older. With equal
         weights, the log-probabilities of engine and trainer differ only by rounding.
         """
+        if self.replays(self.rollouts - 1):  # nothing was sampled now
+            return
         oldest = self.synced_iteration
         if self.args.max_staleness:
             oldest -= self.args.max_staleness * self.args.updates_per_rollout
@@ -421,6 +487,11 @@ class Trainer:
                 f"{message}: it is made again, and the run goes on without a checkpoint until the next save"
             )
 
+    def log_rollout(self, batch: RolloutBatch, rewards: np.ndarray) -> None:
+        """Log the metrics of a rollout that no update follows (--rollout-only)."""
+        updates = self.rollouts * self.args.updates_per_rollout
+        self.logger.log(updates, self.rollout_metrics(batch, rewards) | self.timers.collect())
+
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
         if self.logger.active:
@@ -442,6 +513,11 @@ class Trainer:
         if self.left_early:
             self.logger.print(f"leaving at iteration {self.iteration}: {self.left_early}")
             return True
+        if self.args.rollout_only and self.rollouts * self.args.updates_per_rollout >= self.args.train_iters:
+            return True
+        if self.args.replay_rollouts and not self.replays(self.rollouts):
+            self.logger.print(f"leaving at iteration {self.iteration}: the recorded run ends here")
+            return True
         # Not at the first iteration, so that the same command continues to the next multiple after such an exit.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
@@ -452,6 +528,9 @@ class Trainer:
             "tokens": self.tokens,
             "bad_updates": self.bad_updates.state_dict(),
         }
+        if isinstance(self.engine, PlacedEngines):
+            position |= self.engine.position()
+            position["rollouts"] = position["stream"]["version"]  # a rollout that a signal ends has no number
         return position if self.partial is None else position | {"partial": self.partial.state}
 
     def save(self, position: dict[str, Any] | None = None, last: bool = False) -> None:
@@ -468,6 +547,8 @@ class Trainer:
             position = position | {"partial": self.partial.position(unfinished)}
             if self.engine.is_lead:
                 save_unfinished = lambda directory: self.partial.save(directory / DIRECTORY, unfinished)  # noqa: E731
+        if isinstance(self.engine, PlacedEngines) and dist.get_rank() == 0:
+            save_unfinished = lambda directory: self.engine.save(directory / DIRECTORY)  # noqa: E731
         began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             self._end_background_save()
@@ -489,9 +570,20 @@ class Trainer:
                 )
                 if last:
                     checkpoint.wait_for_background()
+                self._roll_ledger()
         self.early_exit.save_seconds = time.monotonic() - began
         if self.background_saves is not None:  # the last save of a run is waited for
             self.early_exit.save_seconds = max(self.early_exit.save_seconds, self.background_saves.seconds)
+
+    def _roll_ledger(self) -> None:
+        """Delete the files of the ledger that no checkpoint needs, and begin new ones."""
+        if self.ledger is None:
+            return
+        self.ledger.roll()
+        kept = checkpoint_directory.iterations(self.args.save)
+        if self.args.max_checkpoints_to_keep is not None and kept and dist.get_rank() == 0:
+            oldest = int(kept[0].name[5:]) // self.args.updates_per_rollout
+            delete_before(self.ledger.directory, oldest - self.args.max_staleness)
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
@@ -516,8 +608,8 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If the save fails, GrpoError
         ends the run after the export.
         """
-        failed = None
-        if self.args.save:
+        failed, exports = None, not (self.left_early or self.args.rollout_only)
+        if self.args.save and not self.args.rollout_only:
             self._end_background_save()
             if checkpoint.latest_iteration(self.args.save) != self.iteration:
                 if all_ranks_agree(self.early_exit.save_fits()):
@@ -529,11 +621,11 @@ class Trainer:
                     self.logger.print(
                         f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}"
                     )
-        if self.args.save_adapter and not self.left_early:
+        if self.args.save_adapter and exports:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 save_adapter(self.args, self.model, self.args.save_adapter)
             self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
-        if self.args.save_hf and not self.left_early:
+        if self.args.save_hf and exports:
             with progress.phase("export"), forward.parameters_complete(self.args, self.model):
                 shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
                 hf.save_hf(
@@ -545,13 +637,16 @@ class Trainer:
         self.engine.close()
         if self.scorer is not None:
             self.scorer.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if failed is not None:
             raise failed
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
-        print_rank_0(f"done: {self.iteration} updates, {time.monotonic() - self.started:.0f} s")
+        done = f"{self.rollouts} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
+        print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
 
 
 def mean_of_scored(values: np.ndarray) -> float:

@@ -9,7 +9,6 @@ from argparse import Namespace
 import torch
 
 from megatron_grpo.algorithm.arguments import check_advantages, check_importance_sampling, check_loss
-from megatron_grpo.checkpointing.arguments import check_checkpoints
 from megatron_grpo.data.arguments import check_data, check_pass_rates
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_model
@@ -18,26 +17,18 @@ from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.arguments import check_logging
 from megatron_grpo.parallel.arguments import check_parallelism
 from megatron_grpo.reference.arguments import check_reference_models
-from megatron_grpo.rewards.arguments import check_rewards
-from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.rollout.arguments import (
     check_dynamic_sampling,
+    check_ledger,
     check_lengths,
     check_lora_weight_sync,
     check_partial_rollouts,
+    check_placed,
     check_rollout,
     check_structured_outputs,
 )
 from megatron_grpo.training.arguments import check_values, ddp_config_from_args, optimizer_config_from_args
-from megatron_grpo.training.run_rules import (
-    check_duration,
-    check_ends,
-    check_evaluation,
-    check_optimizer,
-    check_required,
-    check_weight_decay,
-    set_batch_sizes,
-)
+from megatron_grpo.training.run_rules import check_run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.arguments import check_family
@@ -48,9 +39,8 @@ def validate_args(args: Namespace, world_size: int) -> None:
 
     ``--dry-run`` needs no data, rewards, learning rate or optional libraries.
     """
-    check_required(args)
+    check_run(args, world_size)
     check_values(args)  # again: config.json or a checkpoint may have set the architecture
-    set_batch_sizes(args, world_size)
     check_model(args)
     check_family(args)
     check_parallelism(args)
@@ -58,10 +48,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_lengths(args)
     check_rope(args)
     check_data(args)
-    check_evaluation(args)
     check_rollout(args, world_size)
-    check_rewards(args)
-    check_reward_models(args)
     check_loss(args)
     check_importance_sampling(args)
     check_advantages(args)
@@ -70,14 +57,11 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_lora_weight_sync(args)
     check_dynamic_sampling(args)
     check_partial_rollouts(args)
+    check_placed(args)
     check_pass_rates(args)
     check_structured_outputs(args)
     args.engine_decodes = bool(args.stop_words or args.structured_outputs_regex)
-    check_ends(args)
-    check_weight_decay(args)
-    check_duration(args)
-    check_optimizer(args)
-    check_checkpoints(args)
+    check_ledger(args)
     check_logging(args)
     _check_libraries(args)
 

@@ -135,6 +135,16 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
     )
 
 
+def trainer_ranks(args: Namespace, launched: int) -> int:
+    """Return how many of the ``launched`` ranks train; the last --rollout-ranks are engines."""
+    if args.rollout_ranks >= launched:
+        raise GrpoError(
+            f"--rollout-ranks ({args.rollout_ranks}) must be less than the number of processes ({launched}), because "
+            "the others train: start more processes (torchrun --nproc-per-node)"
+        )
+    return launched - args.rollout_ranks
+
+
 def _batch_sizes(args: Namespace, smallest: int) -> tuple[int, int, int]:
     """Return (global batch size, steps per generation, generation batch size)."""
     global_batch, steps, generation = args.global_batch_size, args.steps_per_generation, args.generation_batch_size

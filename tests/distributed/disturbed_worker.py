@@ -5,7 +5,7 @@ torchrun --nproc-per-node W tests/distributed/disturbed_worker.py RANK KIND FLAG
 KIND: in the backward pass of the third update `stopped`, `locked` with Python's lock, or `killed`; in the eighth step
 of the engine, `engine` blocks, and `signal` is SIGTERM to the rank itself; `deaf` is both. `slow`: each step of the
 engine takes 0.2 s. `nan`: the third update has a gradient that is not finite. The file `disturbed` in --save keeps a
-second start from the same.
+second start from the same. As soon as it exists, the watchdog's limits are two seconds on every rank that still runs.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pretrain_grpo
+from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
@@ -28,6 +29,14 @@ FOREVER = 10**6
 def main() -> None:
     rank, kind = sys.argv.pop(1), sys.argv.pop(1)
     save = Path(sys.argv[sys.argv.index("--save") + 1])
+    publish = Watchdog._publish
+
+    def publish_with_short_limits(watchdog):
+        if (save / "disturbed").exists():
+            watchdog.limits = dict.fromkeys(watchdog.limits, 2.0)
+        publish(watchdog)
+
+    Watchdog._publish = publish_with_short_limits
     if rank == os.environ["RANK"] and not (save / "disturbed").exists():
         backward, steps = itertools.count(1), itertools.count(1)
         step, poll = progress.step, MegatronEngine._poll

@@ -169,6 +169,8 @@ class Cases:
         self.in_pieces("")
         self.selected()
         self.abort()
+        if isinstance(self.trainer.engine, VllmColocate):
+            self.weights_under_requests()
         self.by_the_trainer()
         self.new_weights()
         (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
@@ -255,12 +257,38 @@ class Cases:
             if engine.replica is not None:
                 engine.submit([Request(i, self.prompts[i].ids, sampling) for i in (0, 1)])
             assert not engine.poll()
-            if isinstance(engine, VllmColocate):
-                self.facts["sync under requests"] = says(lambda: Trainer.sync(self.trainer))
             engine.abort([0])
             self.facts["not aborted"] = [completion.id for completion in generate(engine, [])] + [
                 completion.id for _ in range(20 * MAX_TOKENS) for completion in engine.poll()
             ]
+
+    def weights_under_requests(self) -> None:
+        """Other weights come while a request runs, and when a prompt is in the prefix cache."""
+        engine = self.trainer.engine
+        greedy = replace(self.greedy, stop=(), stop_token_ids=())
+        short, longer = replace(greedy, max_tokens=4), replace(greedy, max_tokens=3 * MAX_TOKENS)
+        long = self.prompts[LENGTHS.index(max(LENGTHS))].ids  # longer than a block of the cache
+        found = {}
+
+        def generate_until(number: int) -> None:
+            while number not in found:
+                found.update((completion.id, completion) for completion in engine.poll())
+
+        with engine.rollout(1):
+            engine.submit([Request(0, self.prompts[0].ids, longer), Request(1, long, short)])
+            generate_until(1)
+            engine.update_weights(
+                ((name, 1.5 * tensor) for name, tensor in stream_hf(self.trainer.model, self.args)), 77
+            )
+            engine.submit([Request(2, long, short)])
+            generate_until(2)
+            generate_until(0)
+        with engine.rollout(1):  # without what was cached
+            engine.submit([Request(3, long, short)])
+            generate_until(3)
+        self.facts["cached prompt"] = [found[number].log_probs for number in (1, 2, 3)]
+        self.facts["versions"] = list(found[0].weight_versions)
+        Trainer.sync(self.trainer)
 
     def by_the_trainer(self) -> None:
         """What --rollout-engine megatron makes of the same prompts."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from disturbed import WORKER, disturbed_flags
 from ranks import REPO, run_torchrun
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
@@ -16,27 +17,10 @@ from megatron_grpo.parallel.initialize import free_port
 
 pytestmark = pytest.mark.distributed
 
-PLUGIN = """
-from megatron_grpo.rewards.registry import Sample, register_reward
-
-@register_reward("digits")
-def digits(sample: Sample) -> float:
-    return float(sum(c.isdigit() for c in sample.completion))
-"""
-# Six steps of the engine a rollout, one micro-batch an update, a checkpoint of each second update.
-FLAGS = """--transformer-impl local --rollout-engine megatron --num-generations 4 --lr 2e-3 --max-prompt-length 16
-    --max-completion-length 6 --ignore-eos --train-iters 4 --save-interval 2 --micro-batch-size 4 --beta 0.1
-    --reward-funcs digits --no-save-hf""".split()
-WORKER = "tests/distributed/disturbed_worker.py"
-
 
 @pytest.fixture(scope="module")
 def flags(tiny_models, tmp_path_factory) -> list[str]:
-    directory = tmp_path_factory.mktemp("restart")
-    (directory / "digits.py").write_text(PLUGIN)
-    (directory / "train.jsonl").write_text("".join(f'{{"prompt": "{a} and {b}?"}}\n' for a in "abc" for b in "xyz"))
-    words = f"--load-hf {tiny_models['qwen3']} --train-data-path {directory}/train.jsonl"
-    return [*FLAGS, *words.split(), "--external-plugins", f"{directory}/digits.py"]
+    return disturbed_flags(tiny_models["qwen3"], tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

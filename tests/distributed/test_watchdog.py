@@ -5,33 +5,17 @@ import re
 import time
 
 import pytest
+from disturbed import WORKER, disturbed_flags
 from ranks import REPO, real_torchrun, run_torchrun
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 
 pytestmark = pytest.mark.distributed
 
-PLUGIN = """
-from megatron_grpo.rewards.registry import Sample, register_reward
-
-@register_reward("digits")
-def digits(sample: Sample) -> float:
-    return float(sum(c.isdigit() for c in sample.completion))
-"""
-# Six steps of the engine a rollout, one micro-batch an update. A checkpoint of update 2.
-FLAGS = """--transformer-impl local --rollout-engine megatron --num-generations 4 --lr 2e-4 --max-prompt-length 16
-    --max-completion-length 6 --ignore-eos --train-iters 4 --save-interval 2 --micro-batch-size 4 --beta 0
-    --reward-funcs digits --no-save-hf --log-interval 1""".split()
-WORKER = "tests/distributed/disturbed_worker.py"
-
 
 @pytest.fixture(scope="module")
 def flags(tiny_models, tmp_path_factory) -> list[str]:
-    directory = tmp_path_factory.mktemp("watchdog")
-    (directory / "digits.py").write_text(PLUGIN)
-    (directory / "train.jsonl").write_text("".join(f'{{"prompt": "{a} and {b}?"}}\n' for a in "abc" for b in "xyz"))
-    words = f"--load-hf {tiny_models['qwen3']} --train-data-path {directory}/train.jsonl"
-    return [*FLAGS, *words.split(), "--external-plugins", f"{directory}/digits.py"]
+    return disturbed_flags(tiny_models["qwen3"], tmp_path_factory.mktemp("inputs"))
 
 
 def stacks(save) -> dict[str, str]:
@@ -39,8 +23,14 @@ def stacks(save) -> dict[str, str]:
     return {file.name: file.read_text() for file in directory.iterdir()}
 
 
+# Limits that no phase of a busy machine exceeds, and a short interval: no phase 'export' takes place. With them all
+# limits are two seconds as soon as the rank is disturbed.
+LIMITS = ["--watchdog-timeout", 600, "--watchdog-phase-timeouts", '{"export": 4}']
+
+
 def test_a_stopped_rank_is_named_with_its_phase(flags, tmp_path):
-    words = [*flags, "--save", tmp_path, "--watchdog-timeout", 4, "--watchdog-phase-timeouts", '{"start": 300}']
+    """The limit that the stopped rank published last is 600 s: the other rank knows better, from the board."""
+    words = [*flags, "--save", tmp_path, *LIMITS]
     run = run_torchrun(2, WORKER, 1, "stopped", *words, check=False)
     assert run.returncode in (1, -9)  # of the first rank that ended: the stopped one was killed
     message = re.search(
@@ -50,7 +40,7 @@ def test_a_stopped_rank_is_named_with_its_phase(flags, tmp_path):
         run.stdout,
     )
     assert message, run.stdout
-    assert 4 <= int(message[1]) < 60
+    assert 2 <= int(message[1]) < 600
     assert message[2] in ("reduction of the gradients", "backward", "optimizer")
     assert message[3].startswith(f"{tmp_path}/hang-") and message[4] == str(tmp_path)
     assert latest_iteration(tmp_path) == 2
@@ -63,7 +53,7 @@ def test_a_stopped_rank_is_named_with_its_phase(flags, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_rank_of_four_and_the_report_of_torchrun(flags, tmp_path):
-    words = [*flags, "--save", tmp_path, "--watchdog-timeout", 6, "--watchdog-phase-timeouts", '{"start": 300}']
+    words = [*flags, "--save", tmp_path, *LIMITS]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     began = time.monotonic()
     command = [str(REPO / WORKER), 2, "stopped", *words]
@@ -78,7 +68,7 @@ def test_a_stopped_rank_of_four_and_the_report_of_torchrun(flags, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_keeps_pythons_lock_writes_its_stack(flags, tmp_path):
-    words = [*flags, "--save", tmp_path, "--watchdog-timeout", 4, "--watchdog-phase-timeouts", '{"start": 300}']
+    words = [*flags, "--save", tmp_path, *LIMITS]
     run = run_torchrun(2, WORKER, 0, "locked", *words, check=False)
     assert run.returncode in (1, -9)
     assert re.search(r"rank 0 \(host \S+, process \d+: S \(sleeping\)\) has been in 'update: backward'", run.stdout)
@@ -87,8 +77,7 @@ def test_a_rank_that_keeps_pythons_lock_writes_its_stack(flags, tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_that_hangs(flags, tmp_path):
-    limits = '{"start": 300, "rollout": 4}'
-    words = [*flags, "--save", tmp_path, "--watchdog-timeout", 4, "--watchdog-phase-timeouts", limits]
+    words = [*flags, "--save", tmp_path, *LIMITS]
     run = run_torchrun(2, WORKER, 1, "engine", *words, check=False)
     assert run.returncode == 1
     assert re.search(

@@ -4,6 +4,8 @@ One row per rule: add new rules here, or to REFUSED of test_validation.py, which
 are added to those of a valid run (good_args.MODEL and RUN, 8 ranks).
 """
 
+PLACED = "--rollout-ranks 2"
+STALE = f"{PLACED} --max-staleness 2 --rollout-importance-sampling-mode token_truncate"
 PARTIAL = "--partial-rollouts --max-staleness 2 --rollout-importance-sampling-mode token_truncate"
 
 CONFLICTS = {
@@ -23,6 +25,23 @@ CONFLICTS = {
     f"{PARTIAL} --presence-penalty 1": "--presence-penalty and --partial-rollouts",
     f"{PARTIAL} --frequency-penalty 1": "--frequency-penalty and --partial-rollouts",
     f"{PARTIAL} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
+    "--weight-update keep": "--weight-update needs --rollout-ranks",
+    "--rollout-ranks 3 --vllm-tensor-parallel-size 2": "--rollout-ranks (3) must be divisible by --vllm-tensor",
+    f"{PLACED} --max-staleness 2": "--max-staleness 2 trains on tokens of older weights",
+    f"{PLACED} --rollout-engine megatron": "--rollout-ranks runs vLLM on these ranks",
+    f"{PLACED} --vllm-mode server --vllm-server-base-url http://localhost:1": "--rollout-ranks runs vLLM on these",
+    f"{STALE} --partial-rollouts": "--partial-rollouts and --rollout-ranks cannot both",
+    f"{PLACED} --offload-model": "--offload-model and --rollout-ranks cannot both",
+    f"{PLACED} --offload-gradients": "--offload-gradients and --rollout-ranks cannot both",
+    f"{PLACED} --offload-optimizer": "--offload-optimizer and --rollout-ranks cannot both",
+    f"{PLACED} --check-weight-sync": "the engines are probed at all new weights",
+    f"{PLACED} --over-sampling-ratio 2": "the engines finish every group",
+    f"{PLACED} --rollout-balancing dynamic": "they always balance",
+    f"{PLACED} --lora-rank 4 --lora-weight-sync adapter": "engines of --rollout-ranks receive whole weights",
+    f"{STALE} --presence-penalty 1": "--presence-penalty and --weight-update interrupt cannot both",
+    f"{STALE} --frequency-penalty 1": "--frequency-penalty and --weight-update interrupt cannot both",
+    f"{STALE} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
+    f"{STALE} --model-family qwen3_moe --num-experts 8 --router-replay-mode R3": "R3 needs --weight-update drain",
     "--over-sampling-ratio 0.5": "--over-sampling-ratio (0.5) must lie between 1",
     "--over-sampling-ratio nan": "finite",
     "--min-pass-rate -0.1": "--min-pass-rate (-0.1) must lie between 0 and 1",

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node GPUS tools/benchmark/save.py DIRECTORY [--saves 3] [FLAGS OF pretrain_grpo.py]
 
 Saves random weights with Adam's moments, first in the foreground, then in the background (--async-save), and loads the
-last one. Prints a Markdown table of rank 0: medians of all saves but the first, which allocates memory. Host memory is
+last one. Prints a Markdown table of rank 0: medians of all saves but the first, which allocates memory. On a busy
+machine compare the CPU seconds of the stall, which the memory's sampling adds to a little. Host memory is
 the growth of the rank's resident memory (anonymous and shared) during the save, at its peak; of the background process
 its whole resident memory, in which the shared one counts again. The directory needs room for two checkpoints.
 """
@@ -78,9 +79,11 @@ def measure(args, trainer, saves: int, asynchronous: bool) -> dict[str, float]:
     for number in range(saves):
         with Memory() as memory:
             parts = trainer.model, trainer.optimizer, trainer.scheduler
+            cpu = time.process_time()
             stall = timed(checkpoint.save_checkpoint, args, number + 1, *parts, {})
+            cpu = time.process_time() - cpu
             whole = stall + timed(checkpoint.wait_for_background)
-        rows.append({"stall": stall, "whole": whole, "growth": memory.growth, "child": memory.child})
+        rows.append({"stall": stall, "cpu": cpu, "whole": whole, "growth": memory.growth, "child": memory.child})
         print_rank_0(f"{'background' if asynchronous else 'foreground'} {number + 1}: {stall:.2f} s, {whole:.2f} s")
     return {name: median(row[name] for row in rows[1:]) for name in rows[0]} | {"first": rows[0]["stall"]}
 
@@ -106,12 +109,13 @@ def main() -> None:
     load = timed(checkpoint.load_checkpoint, args, trainer.model, trainer.optimizer, trainer.scheduler)
     print_rank_0(f"\n{size / GB:.2f} GB on {dist.get_world_size()} ranks; load with checksums {load:.2f} s\n")
     print_rank_0(
-        "| save | stall s | first | published after s | GB/s | growth of the rank GB | background process GB |"
+        "| save | stall s | its CPU s | first | published after s | GB/s | rank grows by GB | background process GB |"
     )
-    print_rank_0("|---|--:|--:|--:|--:|--:|--:|")
+    print_rank_0("|---|--:|--:|--:|--:|--:|--:|--:|")
     for name, row in rows.items():
         cells = [
             row["stall"],
+            row["cpu"],
             row["first"],
             row["whole"],
             size / GB / row["whole"],
@@ -119,7 +123,8 @@ def main() -> None:
             row["child"] / GB,
         ]
         print_rank_0(f"| {name} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
-    print_rank_0(f"\nstall of the background save: {rows['background']['stall'] / rows['foreground']['stall']:.1%}")
+    ratio, cpu = (rows["background"][name] / rows["foreground"][name] for name in ("stall", "cpu"))
+    print_rank_0(f"\nstall of the background save: {ratio:.1%}, of its CPU time {cpu:.1%}")
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(options.directory)

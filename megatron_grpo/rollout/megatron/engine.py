@@ -66,11 +66,14 @@ class MegatronEngine:
     def abort(self, ids: Iterable[int]) -> None:
         self._scheduler.abort(ids)
 
+    def unfinished(self) -> list[Completion]:
+        return sorted(map(self._completion, self._scheduler.unfinished()), key=lambda completion: completion.id)
+
     def interrupt(self) -> list[Completion]:
         """Abort all requests; return their tokens so far."""
-        unfinished = self._scheduler.unfinished()
-        self.abort(running.request.id for running in unfinished)
-        return sorted(map(self._completion, unfinished), key=lambda completion: completion.id)
+        unfinished = self.unfinished()
+        self.abort(completion.id for completion in unfinished)
+        return unfinished
 
     def poll(self) -> list[Completion]:
         with lost_on_failure("the Megatron engine's step"):

@@ -16,6 +16,7 @@ import logging
 import random
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -60,29 +61,38 @@ class VllmColocate:
         hf_config = {**hf_config, "pad_token_id": 0}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
-        with _preserve_random_state(), _config_directory(hf_config) as directory, _private_shared_memory():
+        with (
+            _preserve_random_state(),
+            _rank_of_role(),
+            _config_directory(hf_config) as directory,
+            _private_shared_memory(),
+        ):
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
-        self._rollouts = self._rollout_seed = 0
-        self._begun: dict[int, Completion] = {}  # by request: what an earlier rollout sampled
+        self._rollout_seed = 0
+        self._submitted = 0  # requests so far
+        self._under_way: dict[int, _UnderWay] = {}  # by id of the request
         self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             whole = request.with_begun_in_prompt()
-            prompt = {"prompt_token_ids": list(whole.prompt_ids)}
+            # The salt is part of the key of a prefix: a request never hits keys and values of earlier weights.
+            prompt = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"version {self._version}"}
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
-                sampling.seed = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
+                own = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
+                sampling.seed = own if request.seed is None else request.seed
+            engine_id = f"{self._submitted}-{request.id}"
+            self._under_way[request.id] = _UnderWay(engine_id, request)
+            self._submitted += 1
             with lost_on_failure("vLLM's add_request"):
                 try:
-                    self._engine.add_request(
-                        self._engine_id(request.id), prompt, sampling, lora_request=self._adapter_request
-                    )
+                    self._engine.add_request(engine_id, prompt, sampling, lora_request=self._adapter_request)
                 except ValueError as error:  # a constraint that start-up checks cannot detect
                     constraint = request.sampling.structured_outputs
                     if not constraint:
@@ -91,10 +101,8 @@ class VllmColocate:
                         f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or "
                         "the row's structured_outputs"
                     ) from error
-            if request.begun is not None:
-                self._begun[request.id] = request.begun
-                if request.sampling.stop:
-                    self._search_stop_words_from(request)
+            if request.begun is not None and request.sampling.stop:
+                self._search_stop_words_from(request)
 
     def _search_stop_words_from(self, request: Request) -> None:
         """Give vLLM the end of a continued completion's text, so that it finds a stop word that began in it."""
@@ -118,18 +126,11 @@ class VllmColocate:
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
                 request_id = int(output.request_id.rpartition("-")[2])
-                versions = [self._version] * len(ids)
+                under_way = self._under_way.pop(request_id)
+                versions = under_way.versions(len(ids), self._version)
                 completion = Completion(request_id, ids, log_probs, reason, versions, experts, kept)
-                finished.append(completion.after(self._begun.pop(request_id, None)))
+                finished.append(completion.after(under_way.request.begun))
         return finished
-
-    def _engine_id(self, request_id: int) -> str:
-        """Return vLLM's id of a request, unique over the run.
-
-        With asynchronous scheduling, vLLM processes the step that it queued before the last request ended in the next
-        rollout. If ids repeated, the token of that step would be appended to a request of the next rollout.
-        """
-        return f"{self._rollouts}-{request_id}"
 
     def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
         """Return ``Completion.routed_experts`` from vLLM's ``[tokens, layers, topk]``, which includes dense layers."""
@@ -143,20 +144,26 @@ class VllmColocate:
         return experts
 
     def abort(self, ids: Iterable[int]) -> None:
-        self._engine.abort_request([self._engine_id(i) for i in ids])
+        self._engine.abort_request([self._under_way.pop(i).engine_id for i in ids])
 
-    def interrupt(self) -> list[Completion]:
-        """Abort all requests; return their tokens so far, which vLLM's own abort does not return."""
+    def unfinished(self) -> list[Completion]:
         unfinished = []
         for state in self._states():
             ids = list(state.detokenizer.output_token_ids)
             log_probs, kept = _log_probs(state.logprobs_processor.logprobs)
-            number, versions = self._number(state), [self._version] * len(ids)
+            number = self._number(state)
+            under_way = self._under_way[number]
+            versions = under_way.versions(len(ids), self._version)
             log_probs = None if log_probs is None else list(log_probs)
             completion = Completion(number, ids, log_probs, "abort", versions, kept_token_ids=kept)
-            unfinished.append(completion.after(self._begun.pop(number, None)))
-        self.abort(completion.id for completion in unfinished)
+            unfinished.append(completion.after(under_way.request.begun))
         return sorted(unfinished, key=lambda completion: completion.id)
+
+    def interrupt(self) -> list[Completion]:
+        """Abort all requests; return their tokens so far, which vLLM's own abort does not return."""
+        unfinished = self.unfinished()
+        self.abort(completion.id for completion in unfinished)
+        return unfinished
 
     def _states(self) -> list:
         """Return vLLM's states of all requests."""
@@ -170,7 +177,7 @@ class VllmColocate:
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
-        self._rollouts, self._rollout_seed = self._rollouts + 1, seed
+        self._rollout_seed = seed
         with raised_on_every_rank(), _preserve_random_state():
             # vLLM draws from these generators for requests without a seed; all ranks of a replica must draw alike.
             torch.manual_seed(seed + self.replica)
@@ -181,6 +188,7 @@ class VllmColocate:
             yield
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load new weights; requests under way go on with their keys and values, and have tokens of both versions."""
         with raised_on_every_rank():
             try:
                 with lost_on_failure("vLLM's update of the weights"):
@@ -190,9 +198,18 @@ class VllmColocate:
                     for _ in weights:
                         pass
                 raise
-        self._drop_prefix_cache()
+        if not self._under_way:
+            self._drop_prefix_cache()
+        not_begun = []
+        for state in self._states():
+            under_way, tokens = self._under_way[self._number(state)], len(state.detokenizer.output_token_ids)
+            under_way.seams.append((tokens, self._version))
+            if not tokens:
+                not_begun.append(under_way.request)
         self._version = version
         self.has_weights = True
+        self.abort(request.id for request in not_begun)
+        self.submit(not_begun)  # with the salt of the new version
 
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
         self._load_adapter(adapter, f"update {version}")
@@ -302,6 +319,27 @@ class VllmColocate:
         destroy_model_parallel()
 
 
+@dataclass
+class _UnderWay:
+    """A request that vLLM has.
+
+    Its id in vLLM is unique over the run: with asynchronous scheduling, vLLM processes the step that it queued before
+    an abort, or before the end of a rollout, after this. If an id were given again, the token of that step would be
+    appended to the new request.
+    """
+
+    engine_id: str
+    request: Request
+    seams: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, version until then) at new weights
+
+    def versions(self, tokens: int, version: int) -> list[int]:
+        """Return the version of each of the first ``tokens`` tokens; ``version``: of the newest."""
+        found: list[int] = []
+        for end, before in self.seams:
+            found += [before] * (end - len(found))
+        return found + [version] * (tokens - len(found))
+
+
 def _build(args, directory: str):
     from vllm import LLM
 
@@ -331,6 +369,8 @@ def _build(args, directory: str):
             logprobs_mode=_logprobs_mode(args),
             seed=args.seed,
             disable_log_stats=True,
+            # Else a step is in flight at new weights, of which the engine cannot tell the version.
+            **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
             **on_a_cpu,
         )
@@ -464,6 +504,16 @@ def _preserve_random_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def _rank_of_role() -> Iterator[None]:
+    """Context in which RANK of the environment, which vLLM reads, is the rank in the default process group."""
+    launched = os.environ.get("RANK")
+    os.environ["RANK"] = str(dist.get_rank())
+    yield
+    if launched is not None:
+        os.environ["RANK"] = launched
 
 
 @contextlib.contextmanager

@@ -67,9 +67,15 @@ def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]],
 
 
 def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, timers) -> RolloutBatch:
-    """Return short completions of ``prompts``, repeated so that every replica and data-parallel rank gets some."""
+    """Return short completions of ``prompts`` by every replica."""
+    batch, _ = collect_rollout(engine, probe_plan(args, prompts, engine.num_replicas), None, tokenizer, timers)
+    return batch
+
+
+def probe_plan(args: Namespace, prompts: list[Prompt], num_replicas: int) -> RolloutPlan:
+    """Return a plan of ``prompts``, repeated so that every replica and data-parallel rank gets some."""
     unit = parallel_state.get_data_parallel_world_size() * args.pipeline_model_parallel_size
-    count = -(-PROMPTS_PER_REPLICA * engine.num_replicas // unit) * unit
+    count = -(-PROMPTS_PER_REPLICA * num_replicas // unit) * unit
     sampling = Sampling(
         max_tokens=min(PROBE_TOKENS, args.max_completion_length),
         temperature=args.temperature,
@@ -77,9 +83,7 @@ def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, tim
     )
     # Drop the rows' own sampling: log-probabilities of constrained completions are renormalised.
     prompts = [replace(prompts[i % len(prompts)], sampling_fields={}) for i in range(count)]
-    plan = RolloutPlan(prompts, 1, sampling, PROBE_SEED)
-    batch, _ = collect_rollout(engine, plan, None, tokenizer, timers)
-    return batch
+    return RolloutPlan(prompts, 1, sampling, PROBE_SEED)
 
 
 def compare_log_probs(

@@ -58,6 +58,7 @@ OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience".split()  # of tools/soak.py
 OTHERS += "--one-run --saves".split()  # of tools/resume_check.py and tools/benchmark/save.py
+OTHERS += "--batch --group --check".split()  # of tools/ledger.py
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()

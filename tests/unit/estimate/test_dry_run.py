@@ -122,6 +122,20 @@ def test_engine_replicas_are_blocks_of_ranks():
     assert [(rank.replica, rank.replica_tp) for rank in ranks(args, 8)[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_ranks_of_engines_are_listed_behind_the_trainers():
+    args = arguments(QWEN3_0_6B + "--rollout-ranks 4 --vllm-tensor-parallel-size 2 --global-batch-size 96", 12)
+    assert args.data_parallel_size == 12  # without those of the engines
+    report = dry_run_report(args, 12)
+    assert re.search(r"^ +11 .*- +0-27$", report, re.M)
+    assert re.findall(r"^ +(1[2-5]) +(\d) +(\d)  (.*)$", report, re.M) == [
+        ("12", "1", "4", "0, its rank 0"),
+        ("13", "1", "5", "0, its rank 1"),
+        ("14", "1", "6", "1, its rank 0"),
+        ("15", "1", "7", "1, its rank 1"),
+    ]
+    assert "on each of 4 GPUs of its own" in report and "use 0.9 of the GPU" in report
+
+
 def test_replicas_of_the_training_model_are_its_layout():
     """Those that share experts, here two tensor-parallel groups, are one; pipeline stages have the same replicas."""
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-engine megatron"

@@ -20,6 +20,20 @@ def test_what_the_offloads_keep():
     assert needed(arguments(f"{FLAGS} {ALL} --sleep-level 2", 2), 2) == pytest.approx(2 * state, rel=0.01)
 
 
+def test_what_background_saves_keep():
+    """Of two ranks with the same weights one writes them; each writes its shard of a distributed optimizer's state."""
+    flags = f"{FLAGS} --sleep-level 2 --save runs/a --async-save"
+    assert needed(arguments(flags, 1), 1) == pytest.approx(PARAMETERS * (2 + 12), rel=0.01)
+    assert needed(arguments(f"{flags} --use-distributed-optimizer", 2), 2) == pytest.approx(
+        PARAMETERS * (2 + 12), rel=0.01
+    )
+    assert needed(arguments(f"{flags} --use-distributed-optimizer", 16), 8) == pytest.approx(
+        PARAMETERS * (2 + 12 / 2), rel=0.01
+    )
+    split = f"{flags} --tensor-model-parallel-size 2 --sequence-parallel"
+    assert needed(arguments(split, 2), 2) == pytest.approx(PARAMETERS * (2 + 12), rel=0.01)
+
+
 def test_too_small_a_host_is_refused_with_what_each_flag_saves(monkeypatch):
     args = arguments(f"{FLAGS} {ALL} --sleep-level 2", 2)
     monkeypatch.setattr(host_memory, "host_bytes", lambda: 256 * GIB)
@@ -27,6 +41,8 @@ def test_too_small_a_host_is_refused_with_what_each_flag_saves(monkeypatch):
     monkeypatch.setattr(host_memory, "host_bytes", lambda: 128 * GIB)
     with pytest.raises(GrpoError, match=r"2 processes of this host keep 209 GiB .* it has 128 GiB: leave out") as error:
         check_host_memory(args, 2)
+    with pytest.raises(GrpoError, match=r"leave out --async-save \(105 GiB less\)"):
+        check_host_memory(arguments(f"{FLAGS} {ALL} --sleep-level 2 --save runs/a --async-save", 2), 2)
     assert "--offload-optimizer (179 GiB less), leave out --offload-model (30 GiB less), use more hosts" in str(error)
 
 

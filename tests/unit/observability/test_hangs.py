@@ -17,6 +17,7 @@ from megatron_grpo.observability.watchdog import (
     process_state,
     stacks_of,
     waits_for_others,
+    with_boards,
 )
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
@@ -62,6 +63,22 @@ def test_a_rank_that_does_not_answer_is_the_cause_with_what_its_host_has_read():
         "the others wait in 'update: optimizer' (rank 0)"
     )
     assert "process 4711: does not answer) has been in 'rollout'" in in_words(hang, {})  # its host has ended, too
+
+
+def test_the_limit_of_a_silent_rank_is_that_of_the_phase_on_its_board():
+    """Its thread was stopped before it published the phase after 'start'; rank 0 and rank 2 are on its host."""
+    limits, unheard = {"": 10.0, "start": 60.0}, [0.0, 11.5, 0.0, 0.0]
+    old = replace(STUCK, position="start", limit=60.0, seconds=0.1)
+    reader = replace(WAITING, neighbour=1, neighbour_position="update: backward")
+    states = [reader, old, WAITING, WAITING]
+    assert find_hang(states, unheard, 5.0) is None
+    hang = find_hang(with_boards(states, unheard, 5.0, limits), unheard, 5.0)
+    assert (hang.causes, hang.states[1].position, hang.states[1].limit) == ([1], "update: backward", 10.0)
+    assert with_boards(states, [0.0] * 4, 5.0, limits) == states  # a rank that answers knows better
+    unheard[0] = 11.5  # a silent neighbour's own reading is out of date, too
+    assert with_boards(states, unheard, 5.0, limits) == states
+    starting = [replace(reader, neighbour_position="start: engine"), *states[1:]]
+    assert with_boards(starting, [0.0, 11.5, 0.0, 0.0], 5.0, limits)[1].limit == 60.0
 
 
 def test_ranks_that_have_ended_take_no_part():

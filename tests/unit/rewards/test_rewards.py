@@ -436,6 +436,36 @@ def test_scoring_while_others_are_generated(make_pool):
     assert pool.score(samples("value 1"))[0].tolist() == [[1.0]] and pool.failures == []
 
 
+def test_a_stream_of_groups_is_taken_group_by_group(make_pool, tmp_path):
+    """The rewards of a group do not wait for those of another, and the pool forgets what was taken."""
+    pool = make_pool("act", workers=2, timeout=600.0, retries=0)
+    for key, text in enumerate(["value 7", "raise", f"gate {tmp_path / 'open'}", "value 1"]):
+        pool.submit(key, samples(text)[0], GroupMember(key // 2, key % 2, 2))
+    while (taken := pool.take([0, 1])) is None:
+        pool.poll(0.2)
+    np.testing.assert_array_equal(taken[0], [[7], [math.nan]])
+    assert [failure.key for failure in taken[1]] == [1]
+    assert pool.take([2, 3]) is None
+    pool.submit(0, samples("value 5")[0])  # the key is free again
+    (tmp_path / "open").touch()
+    while (taken := pool.take([2, 3])) is None:
+        pool.poll(0.2)
+    assert taken[0].tolist() == [[1], [1]] and taken[1] == []
+    while (taken := pool.take([0])) is None:
+        pool.poll(0.2)
+    assert taken[0].tolist() == [[5]]
+
+
+def test_a_function_that_fails_on_all_of_a_stream_ends_the_run(make_pool):
+    pool = make_pool("act", retries=0)
+    with pytest.raises(GrpoError, match='reward "act" failed on all 64 samples'):
+        for key in range(200):
+            pool.submit(key, samples("raise")[0])
+            while pool.take([key]) is None:
+                pool.poll(0.2)
+    assert key == 63
+
+
 def test_some_samples_can_be_waited_for_while_others_are_scored(make_pool, tmp_path):
     pool = make_pool("act", "later", workers=2, timeout=600.0, retries=0)
     gate = f"gate {tmp_path / 'open'}"

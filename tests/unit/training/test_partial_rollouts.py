@@ -1,5 +1,5 @@
 """Whole runs with --partial-rollouts: every group is trained on once and in time, and a run that was stopped, lost its
-engine or crashed goes on to the very same end.
+engine or crashed goes on to the very same end; a replay of its ledger, without an engine, ends there too.
 
 pretrain_grpo.py runs in this process, with an engine that gives one token a step.
 """
@@ -101,6 +101,10 @@ def runs(tiny_models, tmp_path_factory):
                 assert latest_iteration(bench.save) == {"stopped": 5, "lost": 5, "crashed": 4}[name]
                 assert launch(TRAIN, [*bench.words, "--load", str(bench.save)]) == 0
             saves[name] = bench.save
+        bench = bench_of(tmp_path_factory.mktemp("replayed"), tiny_models["qwen3"])
+        patch.setattr(bad_input_runs, "StubEngine", None)
+        assert launch(TRAIN, [*bench.words, "--replay-rollouts", str(saves["alone"])]) == 0
+        saves["replayed"] = bench.save
     signal.signal(signal.SIGTERM, kept)
     return saves
 
@@ -109,7 +113,7 @@ def rows(save, name="metrics.jsonl"):
     return [json.loads(line) for line in (save / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["stopped", "lost", "crashed"])
+@pytest.mark.parametrize("name", ["stopped", "lost", "crashed", "replayed"])
 def test_it_goes_on_to_the_very_same_end(runs, name):
     first, second = (
         [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows(runs[which])]
@@ -118,6 +122,8 @@ def test_it_goes_on_to_the_very_same_end(runs, name):
     assert [row["iteration"] for row in first] == list(range(1, UPDATES + 1))
     assert first == second
     assert rows(runs["alone"], "completions.jsonl") == rows(runs[name], "completions.jsonl")
+    weights = [(runs[which] / f"iter_{UPDATES:07d}" / "checksums.json").read_text() for which in ("alone", name)]
+    assert weights[0] == weights[1]
 
 
 def test_tokens_are_of_several_versions_within_the_bound(runs):

@@ -16,6 +16,7 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 def check(versions, gap, synced=4, bf16=False, flags=()):
     trainer = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced_iteration=synced)
+    trainer.rollouts, trainer.replays = 1, lambda batch: False
     row = {} if gap is None else {"mismatch/mean_abs": gap}
     Trainer.check_engine(trainer, SimpleNamespace(weight_version=np.array(versions)), row)
 

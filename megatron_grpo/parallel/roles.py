@@ -1,0 +1,81 @@
+"""Roles of the ranks of one launch: trainers first, then the ranks of the engine replicas (``--rollout-ranks``).
+
+Each role has a default process group of its own: that of megatron-core has the trainers only, and that of vLLM the
+ranks of one replica. The environment of torchrun stays as it is: RANK names a rank of the launch in messages, and
+LOCAL_RANK is the index of the rank's device.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.utils.errors import GrpoError
+
+
+@dataclass(frozen=True)
+class Role:
+    """Role of a rank of the launch, its rank among those of its role, and their number."""
+
+    replica: int | None  # of the engine; None: a trainer
+    rank: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Name of the role, equal on its ranks only."""
+        return "trainers" if self.replica is None else f"replica {self.replica}"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What connects the roles of a launch, on one of its ranks."""
+
+    role: Role
+    rank: int  # in the launch: trainers first
+    num_trainers: int
+    num_replicas: int
+    store: dist.Store
+    group: dist.ProcessGroup  # gloo, of all ranks
+    weights: dist.ProcessGroup | None  # of trainer rank 0, which is its rank 0, and all engine ranks; NCCL on GPUs
+
+
+def role_of(rank: int, world_size: int, rollout_ranks: int, width: int) -> Role:
+    """Return the role of a rank: the last ``rollout_ranks`` are replicas of ``width`` consecutive ranks."""
+    trainers = world_size - rollout_ranks
+    if rank < trainers:
+        return Role(None, rank, trainers)
+    return Role((rank - trainers) // width, (rank - trainers) % width, width)
+
+
+def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: int) -> None:
+    """Raise GrpoError if an engine replica would have ranks on two hosts."""
+    for first in range(trainers, trainers + rollout_ranks, width):
+        if first // ranks_per_host != (first + width - 1) // ranks_per_host:
+            raise GrpoError(
+                f"--rollout-ranks {rollout_ranks}: the engine replica of ranks {first} to {first + width - 1} would be "
+                f"on two hosts of {ranks_per_host} ranks: give a multiple of --vllm-tensor-parallel-size {width} that "
+                "begins or ends with a host"
+            )
+
+
+def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Joint:
+    """Return the connection of all roles. Collective over all ranks of the launch."""
+    trainers = world_size - args.rollout_ranks
+    replicas = args.rollout_ranks // args.vllm_tensor_parallel_size
+    group = dist.ProcessGroupGloo(dist.PrefixStore("joint", store), rank, world_size, timeout)
+    weights = None
+    if rank == 0 or role.replica is not None:
+        place, size = max(0, rank - trainers + 1), args.rollout_ranks + 1
+        weights = _device_group(dist.PrefixStore("weights", store), place, size, timeout)
+    return Joint(role, rank, trainers, replicas, dist.PrefixStore("control", store), group, weights)
+
+
+def _device_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    if not torch.cuda.is_available():
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,203 @@
+"""The ledger that a run writes: finished groups before they count, batches before their first update.
+
+A rank that leads an engine replica appends the groups that its replica has finished and scored; a thread writes and
+flushes them, while the engine generates. Rank 0 appends the batches. All ranks read the directory.
+"""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_grpo.rollout.ledger import records
+from megatron_grpo.rollout.ledger.content import VERSION, BatchRecord, Content, GroupKey, Place
+from megatron_grpo.rollout.unfinished import Group, PromptOf, from_arrays, to_arrays
+from megatron_grpo.utils.errors import GrpoError
+
+
+class Segments:
+    """Files of one writer, ``{name}-0000.bin``, ``{name}-0001.bin``, ...; each begins with ``head``."""
+
+    def __init__(self, directory: Path, name: str, head: Mapping[str, Any]):
+        self._directory, self._name, self._head = directory, name, dict(head)
+        self._file: records.RecordFile | None = None
+
+    def append(self, head: Mapping[str, Any], arrays: records.Arrays | None = None) -> None:
+        """Write a record and flush it to the disk; raises OSError."""
+        self.open(head.get("batch", head.get("number", 0)))
+        assert self._file is not None
+        try:
+            self._file.append(head, arrays)
+        except OSError:
+            self.close()  # the next record begins a new file: this one may end with a torn record
+            raise
+
+    def open(self, batch: int) -> None:
+        """Begin a file whose records are about ``batch`` and later ones, if none is open; raises OSError."""
+        if self._file is not None:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.stem.rpartition("-")[2]) for path in self._directory.glob(f"{self._name}-*.bin")]
+        path = self._directory / f"{self._name}-{max(numbers, default=-1) + 1:04d}.bin"
+        file = records.RecordFile(path)
+        try:
+            file.append({"kind": "segment", "version": VERSION, "begin": batch} | self._head)
+        except OSError:
+            file.close()
+            path.unlink()
+            raise
+        self._file = file
+
+    def close(self) -> None:
+        """End the file; the next record begins a new one."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Ledger:
+    """The ledger of this run, on one rank; an object for each attempt (content.py).
+
+    ``content`` is what earlier attempts have written, ``next`` the first batch that this one generates. ``run`` is what
+    the run is. ``is_lead``: this rank appends the groups of its replica.
+    """
+
+    def __init__(self, directory: Path, content: Content, next: int, run: dict[str, Any], is_lead: bool, stop: bool):
+        self.directory, self.content, self.stop = directory, content.without_later(next), stop
+        rank, attempt = dist.get_rank(), len(content.nexts)
+        head = {"attempt": attempt, "rank": rank}
+        self._groups = Segments(directory, f"groups-{rank:05d}", head) if is_lead else None
+        self._batches = None
+        if rank == 0:
+            self._batches = Segments(directory, "batches", head | {"run": run, "nexts": [*content.nexts, next]})
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._writes: list[tuple[Future[None], list[GroupKey]]] = []
+        self._lost: set[GroupKey] = set()  # groups that could not be written
+        self._reported = False
+
+    def begin(self, batch: int) -> None:
+        """Begin this attempt on the disk, before it generates anything; raises OSError on rank 0."""
+        if self._batches is not None:
+            self._batches.open(batch)
+
+    # ---- groups
+
+    @property
+    def appends(self) -> bool:
+        """Whether this rank appends groups."""
+        return self._groups is not None
+
+    def append(self, batch: int, groups: Mapping[int, Group]) -> None:
+        """Append finished groups with their rewards in the rollout for ``batch``; returns at once: `flush`."""
+        keys = [GroupKey(group.birth, number) for number, group in groups.items()]
+        self._submit({"kind": "groups", "batch": batch, "groups": keys}, groups, keys)
+
+    def append_unfinished(self, batch: int, replica: int, groups: Mapping[int, Group]) -> None:
+        """Append what a replica has after ``batch`` was taken: the finished groups are in the ledger already."""
+        left = {number: group for number, group in groups.items() if not group.complete}
+        complete = [GroupKey(group.birth, number) for number, group in groups.items() if group.complete]
+        self._submit({"kind": "unfinished", "batch": batch, "replica": replica, "complete": complete}, left, complete)
+
+    def _submit(self, head: dict[str, Any], groups: Mapping[int, Group], keys: list[GroupKey]) -> None:
+        assert self._groups is not None
+        segments, groups = self._groups, dict(groups)
+        self._writes.append((self._thread.submit(lambda: segments.append(head, to_arrays(groups))), keys))
+
+    def flush(self) -> None:
+        """Wait until everything that was appended is on the disk."""
+        writes, self._writes = self._writes, []
+        for write, keys in writes:
+            try:
+                write.result()
+            except OSError as error:
+                self._lost.update(keys)
+                self._report(error)
+
+    def has_lost(self, keys: Collection[GroupKey]) -> bool:
+        """Return whether one of these groups could not be written."""
+        return not self._lost.isdisjoint(keys)
+
+    def load(self, keys: Collection[GroupKey], prompt_of: PromptOf) -> dict[GroupKey, Group]:
+        """Return recorded groups of this ledger."""
+        return load(self.content, keys, prompt_of)
+
+    # ---- batches
+
+    def record(self, batch: BatchRecord) -> None:
+        """Write a batch on rank 0, and flush it."""
+        if self._batches is None:
+            return
+        try:
+            self._batches.append(batch.head())
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        message = f"the ledger {self.directory} cannot be written: {error.strerror}"
+        if self.stop:
+            raise GrpoError(f"{message} (--on-save-error stop)") from error
+        if not self._reported:
+            self._reported = True
+            print(f"[rank {dist.get_rank()}] {message}; a resume generates these rollouts again", flush=True)
+
+    # ---- segments
+
+    def roll(self) -> None:
+        """End the files of this rank, after a checkpoint: the next record begins new ones, and old ones can go."""
+        self.flush()
+        for segments in (self._groups, self._batches):
+            if segments is not None:
+                segments.close()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.roll()
+        self._thread.shutdown()
+
+
+def load(content: Content, keys: Collection[GroupKey], prompt_of: PromptOf) -> dict[GroupKey, Group]:
+    """Return groups of a ledger; GrpoError if a record is missing or damaged."""
+    by_place: dict[Place, list[GroupKey]] = {}
+    for key in keys:
+        if key not in content.groups:
+            raise GrpoError(f"the ledger has no record of group {key.number} of rollout {key.birth}: a file is missing")
+        by_place.setdefault(content.groups[key], []).append(key)
+    found = {}
+    for place, wanted in by_place.items():
+        groups = from_arrays(records.read_arrays(place.file, place.offset), prompt_of)
+        found |= {key: groups[key.number] for key in wanted}
+    return found
+
+
+def set_aside(directory: Path) -> Path:
+    """Move the files of a ledger into a new folder of its directory, and return that."""
+    number = 1
+    while (folder := directory / f"aside-{number}").exists():
+        number += 1
+    folder.mkdir()
+    for path in directory.glob("*.bin"):
+        os.replace(path, folder / path.name)
+    return folder
+
+
+def delete_before(directory: Path, batch: int) -> Sequence[Path]:
+    """Delete the segments that hold nothing about ``batch`` and later ones; return their paths.
+
+    The newest segment of each writer stays.
+    """
+    gone = []
+    by_writer: dict[str, list[tuple[Path, int]]] = {}
+    for path in sorted(directory.glob("*.bin")):
+        head = next(records.scan(path), None)
+        if head is not None:
+            by_writer.setdefault(path.stem.rpartition("-")[0], []).append((path, head.head["begin"]))
+    for files in by_writer.values():
+        for (path, _), (_, end) in pairwise(files):
+            if end <= batch:
+                path.unlink()
+                gone.append(path)
+    return gone

@@ -1,0 +1,64 @@
+"""Messages between trainer rank 0 and the lead rank of each engine replica, through the store of the launch."""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.parallel.initialize import host_group
+
+Message = dict[str, Any]
+
+
+class Sender:
+    """Writer of the messages with a common name; they arrive in order."""
+
+    def __init__(self, store: dist.Store, name: str):
+        self._store, self._name, self._sent = store, name, 0
+
+    def send(self, message: Message) -> None:
+        """Send a JSON object; its key "do" says what it is."""
+        self._store.set(f"{self._name}/{self._sent}", json.dumps(message))
+        self._sent += 1
+
+
+class Receiver:
+    """Reader of the messages with a common name; it never waits."""
+
+    def __init__(self, store: dist.Store, name: str):
+        self._store, self._name, self._received = store, name, 0
+
+    def receive(self) -> Message | None:
+        """Return the next message, or None if there is none yet."""
+        key = f"{self._name}/{self._received}"
+        if not self._store.check([key]):
+            return None
+        message = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        self._received += 1
+        return message
+
+
+def commands(replica: int) -> str:
+    """Return the name of the messages to a replica."""
+    return f"commands/{replica}"
+
+
+def reports(replica: int) -> str:
+    """Return the name of the messages from a replica."""
+    return f"reports/{replica}"
+
+
+def agreed(message: Message | None) -> Message | None:
+    """Return the message of this process group's rank 0 on all its ranks. Collective."""
+    if dist.get_world_size() == 1:
+        return message
+    data = b"" if message is None else json.dumps(message).encode()
+    size = torch.tensor(len(data))
+    dist.broadcast(size, src=0, group=host_group())
+    if not size:
+        return None
+    text = torch.tensor(list(data) or [0] * int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=0, group=host_group())
+    return json.loads(bytes(text.tolist()))

@@ -1,0 +1,247 @@
+"""The trainer's side of engines on ranks of their own (``--rollout-ranks``)."""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.prompts import PromptDataset, draw
+from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
+from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
+from megatron_grpo.parallel.roles import Joint
+from megatron_grpo.rollout.collect import batch_of_all_ranks, to_batch
+from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
+from megatron_grpo.rollout.stream import messages, weights
+from megatron_grpo.rollout.stream.conductor import Conductor
+from megatron_grpo.rollout.stream.messages import Message
+from megatron_grpo.utils import progress
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.stream import describe
+
+BETWEEN_LOOKS = 0.005  # seconds between two looks for reports
+BETWEEN_SIGNS = 1.0  # seconds between two looks for signs of progress
+
+
+class PlacedEngines:
+    """All engine replicas of a run, as the trainer sees them; rank 0 of the trainers leads.
+
+    It has the methods of `Engine` around a rollout: the engines are never asleep, and `update_weights` publishes.
+    """
+
+    replica: None = None  # a trainer generates nothing
+    is_lead = False
+    has_weights = False
+
+    def __init__(
+        self,
+        args: Namespace,
+        joint: Joint,
+        dataset: PromptDataset,
+        sampler: PromptSampler | BlendedSampler,
+        check_signals: Callable[[bool], None],
+    ):
+        self._args, self._joint, self._dataset, self._sampler = args, joint, dataset, sampler
+        self._check_signals = check_signals
+        self.num_replicas = joint.num_replicas
+        num_groups = args.generation_batch_size // args.num_generations
+        replaced = args.max_resample_times * num_groups if args.dynamic_sample else 0
+        self.conductor = Conductor(num_groups, args.max_staleness, self.num_replicas, replaced)
+        self._leads = dist.get_rank() == 0
+        replicas = range(self.num_replicas) if self._leads else range(0)
+        self._senders = [messages.Sender(joint.store, messages.commands(replica)) for replica in replicas]
+        self._receivers = [messages.Receiver(joint.store, messages.reports(replica)) for replica in replicas]
+        self._reports: list[list[Message]] = [[] for _ in replicas]  # that a command waits for
+        self._signs: list[str] = []
+        self._last_look = 0.0
+        self._described: list[weights.Described] = []
+        self._version = -1  # of the newest weights
+        self._failures = 0  # missing rewards since the last batch
+        self._idle_seconds = 0.0  # of all replicas
+        self.waited = 0.0  # seconds for the newest batch
+        self._ended = False
+
+    def wait_for_start(self) -> None:
+        """Wait until all replicas have started. Collective."""
+        with led_by_rank_0(self._watch_signals):
+            if self._leads:
+                self._reported("started")
+
+    # ---- batches
+
+    def take(self) -> tuple[RolloutBatch, int, dict[str, float]]:
+        """Return the next batch, on every trainer, its number of missing rewards, and metrics. Collective."""
+        metrics: list[Any] = [0, {}]
+        began = time.monotonic()
+        with led_by_rank_0(self._watch_signals):
+            if self._leads:
+                self._start_groups()
+                while (taken := self.conductor.take()) is None:
+                    self._wait()
+                    self._start_groups()
+                self._tell({"do": "fetch", "groups": [group.number for group in taken]})
+                idle, self._idle_seconds = self._idle_seconds, self._idle()
+                metrics = [self._failures, {"stream/trainer_wait": time.monotonic() - began}]
+                metrics[1]["stream/engine_idle"] = (self._idle_seconds - idle) / self.num_replicas
+                metrics[1]["stream/replaced_groups"] = self.conductor.replaced
+                self._failures = 0
+        dist.broadcast_object_list(metrics, src=0, group=host_group())
+        return self._receive(training_sampling(self._args, 1)), *metrics
+
+    def _start_groups(self) -> None:
+        """Read what the replicas have reported, and start as many groups as may start."""
+        self._read()
+        count = self.conductor.to_start()
+        rows = [prompt.id for prompt in draw(self._dataset, self._sampler, count)] if count else []
+        for replica, groups in self.conductor.start(rows).items():
+            self._senders[replica].send({"do": "start", "groups": [asdict(group) for group in groups]})
+
+    def _receive(self, sampling: Any) -> RolloutBatch:
+        """Return what the replicas send. Collective over all ranks."""
+        num_kept = sampling.top_k if sampling.kept_token_ids else 0
+        return batch_of_all_ranks(to_batch({}, [], {}, {}, num_kept), self._joint.group)
+
+    def generate(self, plan: RolloutPlan, data: str = "valid", scored: bool = True) -> tuple[RolloutBatch, int]:
+        """Return the completions of a plan, whose prompts are of ``data``, and the number of missing rewards.
+
+        Collective. All completions are of the newest weights: none are published meanwhile.
+        """
+        failures = torch.zeros((), dtype=torch.int64)
+        with led_by_rank_0(self._watch_signals):
+            if self._leads:
+                message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
+                message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
+                self._tell(message | {"seed": plan.seed, "scored": scored})
+                failures += sum(report["failures"] for report in self._reported("ready"))
+                self._tell({"do": "send job"})
+        dist.broadcast(failures, src=0, group=host_group())
+        batch = self._receive(plan.sampling)
+        assert (batch.weight_version == self._version).all(), "completions of other weights than the newest"
+        return batch, int(failures)
+
+    # ---- weights
+
+    def update_weights(self, stream: weights.Weights, version: int) -> None:
+        """Publish new weights: all replicas have them when the next command reaches them. Collective."""
+        with led_by_rank_0(self._watch_signals):
+            if self._leads:
+                if not self._described:
+                    self._described = describe(self._args)
+                    self._joint.store.set("weights", json.dumps(weights.to_json(self._described)))
+                self._tell({"do": "prepare", "version": version})
+                self._reported("ready")
+                self._tell({"do": "publish"})
+        if self._leads:
+            weights.send(stream, self._described, self._joint.weights)
+        else:
+            for _ in stream:  # iterating is collective
+                pass
+        self.has_weights, self._version = True, version
+
+    # ---- messages
+
+    def _tell(self, message: Message) -> None:
+        for sender in self._senders:
+            sender.send(message)
+
+    def _read(self) -> None:
+        """Read all reports that have arrived."""
+        for replica, receiver in enumerate(self._receivers):
+            while (report := receiver.receive()) is not None:
+                if report["do"] != "complete":
+                    self._reports[replica].append(report)
+                    continue
+                self._failures += report["failures"]
+                if self.conductor.finish(report["group"], report["has_signal"]):
+                    self._senders[replica].send({"do": "drop", "groups": [report["group"]]})
+
+    def _reported(self, what: str, until_signal: bool = True) -> list[Message]:
+        """Wait until every replica has reported ``what``, or until a signal; return the reports."""
+        found: dict[int, Message] = {}
+        while len(found) < self.num_replicas:
+            for replica, reports in enumerate(self._reports):
+                for report in reports:
+                    if report["do"] == what:  # others are answers to a command whose wait a signal has ended
+                        found[replica] = report
+                reports.clear()
+            if len(found) < self.num_replicas:
+                self._wait(until_signal)
+                self._read()
+        return [found[replica] for replica in range(self.num_replicas)]
+
+    def _wait(self, until_signal: bool = True) -> None:
+        """Wait a moment; a step of any engine is progress. Raise Preempted for a signal, if it ends the wait."""
+        time.sleep(BETWEEN_LOOKS)
+        if time.monotonic() - self._last_look > BETWEEN_SIGNS:
+            self._last_look = time.monotonic()
+            signs = self._read_signs()
+            if [sign.get("steps") for sign in signs] != self._signs:
+                self._signs = [sign.get("steps") for sign in signs]
+                progress.advance()
+            if until_signal:
+                self._check_signals(self._joint.store.check(["signal"]))
+
+    def _watch_signals(self) -> None:
+        """Tell rank 0 a signal of this rank, while it waits for rank 0."""
+        self._check_signals(False)
+
+    def _read_signs(self) -> list[dict[str, Any]]:
+        keys = [f"sign/{replica}" for replica in range(self.num_replicas)]
+        return [json.loads(self._joint.store.get(key)) if self._joint.store.check([key]) else {} for key in keys]
+
+    def _idle(self) -> float:
+        return sum(sign.get("idle_seconds", 0.0) for sign in self._read_signs())
+
+    # ---- checkpoints
+
+    def position(self) -> dict[str, Any]:
+        """Return the state of sampler and conductor, equal on all trainers. Collective."""
+        state = [{"sampler": self._sampler.state_dict(), "stream": self.conductor.state_dict()}]
+        dist.broadcast_object_list(state, src=0, group=host_group())
+        return state[0]
+
+    def save(self, directory: Path) -> None:
+        """Have every replica write its groups into a checkpoint; call it on rank 0."""
+        self._tell({"do": "save", "directory": str(directory.absolute())})
+        for report in self._reported("saved", until_signal=False):
+            if report["error"]:
+                raise OSError(report["error"])
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        """Continue with the groups of a checkpoint; GrpoError if they are another run's."""
+        flags = {
+            "num_groups": "the prompts of a rollout (--generation-batch-size / --num-generations)",
+            "max_staleness": "--max-staleness",
+            "num_replicas": "the number of engine replicas",
+        }
+        for name, what in flags.items():
+            if state[name] != getattr(self.conductor, name):
+                raise GrpoError(
+                    f"the checkpoint holds unfinished completions, and {what} was {state[name]} and is now "
+                    f"{getattr(self.conductor, name)}: restore it, or load only the weights with --finetune"
+                )
+        self.conductor.load_state_dict(state)
+        self._tell({"do": "load", "directory": str(directory.absolute())})
+
+    # ---- what an engine has that sleeps
+
+    def wake_weights(self) -> None:
+        """Do nothing: the engines are awake."""
+
+    wake_cache = sleep = wake_weights
+
+    def device_bytes(self) -> tuple[int, int]:
+        """Return 0: the engines have GPUs of their own."""
+        return 0, 0
+
+    def close(self) -> None:
+        """End the engine ranks. A further call does nothing."""
+        if self._leads and not self._ended:
+            self._tell({"do": "end"})
+        self._ended = True

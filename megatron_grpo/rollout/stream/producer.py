@@ -1,0 +1,404 @@
+"""Producer: the loop of one engine replica on ranks of its own.
+
+Between two engine steps it obeys the trainer's commands and looks for rewards; it never waits for either. All ranks of
+a replica run the same loop, with equal commands before the same step. The lead rank alone scores and reports.
+"""
+
+import json
+import os
+import signal
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.algorithm.advantages import combine_rewards
+from megatron_grpo.data.prompts import Prompt, PromptDataset
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.parallel.roles import Joint
+from megatron_grpo.rewards.pool import Failure, GroupMember, RewardPool
+from megatron_grpo.rollout.collect import batch_of_all_ranks, sample_to_score, to_batch
+from megatron_grpo.rollout.dynamic_sampling import has_signal
+from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
+from megatron_grpo.rollout.plan import rollout_seed, training_sampling
+from megatron_grpo.rollout.stream import messages, weights
+from megatron_grpo.rollout.stream.messages import Message
+from megatron_grpo.rollout.unfinished import Group, from_arrays, prompts_of, to_arrays, with_completion
+from megatron_grpo.utils.errors import GrpoError
+
+FIRST_OF_JOB = 2**48  # id of a request of an evaluation; those of training are far below
+IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
+BETWEEN_SIGNS = 0.5  # seconds between two signs of progress
+
+
+@dataclass
+class Job:
+    """Prompts that the trainer waits for: of an evaluation, or of a probe of new weights."""
+
+    prompts: Mapping[int, Prompt]  # by their place in the plan; those of this replica
+    num_generations: int
+    sampling: Sampling
+    seed: int
+    scored: bool
+    members: dict[int, GroupMember]  # by the id of the request
+    completions: list[Completion] = field(default_factory=list)
+    failures: int = 0
+    rewards: np.ndarray | None = None  # when all are known
+    ready: bool = False
+
+
+class Producer:
+    """One engine replica, on one of its ranks. ``scorer``: None except on the lead rank."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        engine: InterruptibleEngine,
+        scorer: RewardPool | None,
+        tokenizer: Any,
+        train: PromptDataset,
+        valid: PromptDataset | None,
+        joint: Joint,
+    ):
+        assert joint.role.replica is not None
+        self._args, self._engine, self._scorer, self._tokenizer = args, engine, scorer, tokenizer
+        self._data, self._prompts = {"train": train, "valid": valid}, prompts_of(train)
+        self._joint, self._replica = joint, joint.role.replica
+        self._is_lead = joint.role.rank == 0
+        self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
+        self._outbox = messages.Sender(joint.store, messages.reports(self._replica))
+        self._size = args.num_generations
+        self._num_groups = args.generation_batch_size // args.num_generations
+        self._groups: dict[int, Group] = {}  # started and not taken, by number
+        self._waiting: deque[int] = deque()  # ids of requests that the engine does not have, oldest group first
+        self._running: set[int] = set()  # ids of requests that the engine has
+        self._scoring: list[int] = []  # complete groups without rewards
+        self._job: Job | None = None
+        self._jobs = 0  # requests of all jobs so far
+        self._version: int | None = None  # to be published, as soon as the engine is ready
+        self._is_ready = False  # to publish it
+        self._described: list[weights.Described] = []
+        self._steps, self._idle_seconds = 0, 0.0
+        self._last_sign = 0.0
+        self._failed_rewards: set[str] = set()
+        self._signal: str | None = None
+        self._ended = False
+
+    def run(self) -> None:
+        """Generate until the trainer ends the run."""
+        if self._args.exit_signal_handler:  # the trainer ends the run
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, self._note_signal)
+        # The seeds of requests follow from their groups. An engine without seeds of requests has one for all of them.
+        self._report({"do": "started"})
+        with self._engine.rollout(rollout_seed(self._args.seed, 0) + self._replica):
+            while not self._ended:
+                self._obey()
+                self._fill()
+                if self._running:
+                    self._step()
+                else:
+                    time.sleep(IDLE)
+                    self._idle_seconds += IDLE
+                self._score()
+                self._get_ready()
+                self._report_progress()
+
+    def _note_signal(self, number: int, frame: Any) -> None:
+        self._signal = signal.Signals(number).name
+
+    # ---- commands
+
+    def _obey(self) -> None:
+        """Carry out all commands that have arrived."""
+        while (message := messages.agreed(self._inbox.receive() if self._is_lead else None)) is not None:
+            match message["do"]:
+                case "start":
+                    self._start(message["groups"])
+                case "drop":
+                    for number in message["groups"]:
+                        del self._groups[number]
+                case "fetch":
+                    self._send_groups(message["groups"])
+                case "generate":
+                    self._begin_job(message)
+                case "send job":
+                    self._send_job()
+                case "prepare":
+                    self._version, self._is_ready = message["version"], False
+                case "publish":
+                    self._publish()
+                case "save":
+                    self._save(Path(message["directory"]))
+                case "load":
+                    self._load(Path(message["directory"]))
+                case "end":
+                    self._ended = True
+
+    def _report(self, message: Message) -> None:
+        if self._is_lead:
+            self._outbox.send(message)
+
+    def _start(self, groups: Sequence[Mapping[str, int]]) -> None:
+        for group in groups:
+            prompt = self._data["train"][group["row"]]
+            assert prompt is not None, f"row {group['row']} was drawn, and is left out here"
+            self._add(group["number"], Group(prompt, group["birth"], (None,) * self._size))
+
+    def _add(self, number: int, group: Group) -> None:
+        """Add a group and queue its completions that are not finished."""
+        self._groups[number] = group
+        for place, completion in enumerate(group.completions):
+            if completion is None or completion.finish_reason == "abort":
+                self._waiting.append(number * self._size + place)
+
+    # ---- generation
+
+    def _fill(self) -> None:
+        """Submit as many requests as the engine runs at a time; those of a job come first."""
+        if not self._engine.has_weights:
+            return  # a resumed run has groups before it has weights
+        if self._version is not None and self._args.weight_update == "drain":
+            return
+        if self._job is not None and self._args.weight_update != "keep":
+            return  # the others wait until it is done
+        free = self._args.vllm_max_num_seqs - len(self._running)
+        ids = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        self._engine.submit([self._request(number) for number in ids])
+        self._running.update(ids)
+
+    def _request(self, number: int) -> Request:
+        """Return the request of a completion; its seed follows from the group's place in the order of the starts."""
+        group_number, place = divmod(number, self._size)
+        group = self._groups[group_number]
+        batch, place_in_batch = divmod(group_number, self._num_groups)
+        begun = group.completions[place]
+        sampling = group.prompt.sampling(training_sampling(self._args, batch + 1))
+        tokens = len(begun.token_ids) if begun is not None else 0
+        seed = request_seed(rollout_seed(self._args.seed, batch + 1), place_in_batch * self._size + place, tokens)
+        return Request(number, group.prompt.ids, sampling, begun, seed)
+
+    def _step(self) -> None:
+        for completion in self._engine.poll():
+            self._running.remove(completion.id)
+            if completion.id >= FIRST_OF_JOB:
+                self._add_to_job(completion)
+            else:
+                self._add_to_group(completion)
+        self._steps += 1
+
+    def _add_to_group(self, completion: Completion) -> None:
+        number, place = divmod(completion.id, self._size)
+        group = self._groups[number] = with_completion(self._groups[number], place, completion)
+        if group.complete:
+            self._submit(number)
+
+    def _pause(self) -> None:
+        """Take all requests of groups from the engine; they go on with the tokens that they have."""
+        interrupted = self._engine.interrupt()
+        for completion in interrupted:
+            number, place = divmod(completion.id, self._size)
+            self._groups[number] = with_completion(self._groups[number], place, completion)
+        self._waiting.extendleft(completion.id for completion in reversed(interrupted))
+        self._running.clear()
+
+    # ---- rewards
+
+    def _submit(self, number: int) -> None:
+        """Submit a complete group to the scorer."""
+        self._scoring.append(number)
+        if self._scorer is not None:
+            group = self._groups[number]
+            text = self._tokenizer.decode(group.prompt.ids)
+            for place, completion in enumerate(group.completions):
+                assert completion is not None
+                sample = sample_to_score(group.prompt, text, completion, self._tokenizer)
+                self._scorer.submit(completion.id, sample, GroupMember(number, place, self._size))
+
+    def _score(self) -> None:
+        """Report the groups whose rewards are known."""
+        if self._scorer is None:
+            self._scoring.clear()
+            return
+        if self._scoring or (self._job is not None and self._job.scored):
+            self._scorer.poll()
+        for number in list(self._scoring):
+            taken = self._scorer.take(range(number * self._size, (number + 1) * self._size))
+            if taken is not None:
+                self._scoring.remove(number)
+                rewards, failures = taken
+                self._groups[number] = replace(self._groups[number], rewards=rewards)
+                self._print_failures(failures)
+                self._report_group(number, len(failures))
+        job = self._job
+        if job is not None and job.scored and job.rewards is None and len(job.completions) == len(job.members):
+            taken = self._scorer.take([completion.id for completion in job.completions])
+            if taken is not None:
+                job.rewards, failures = taken
+                job.failures = len(failures)
+                self._print_failures(failures)
+
+    def _report_group(self, number: int, failures: int) -> None:
+        rewards = self._groups[number].rewards
+        assert rewards is not None
+        signal_there = has_signal(combine_rewards(rewards, self._args.reward_weights))
+        self._report({"do": "complete", "group": number, "has_signal": signal_there, "failures": failures})
+
+    def _print_failures(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            if failure.reward not in self._failed_rewards:
+                self._failed_rewards.add(failure.reward)
+                print(f"[rank {self._joint.rank}] {failure}", flush=True)
+
+    # ---- a batch of the trainer
+
+    def _send_groups(self, numbers: Sequence[int]) -> None:
+        """Send the groups of a batch that are this replica's; the others send theirs. Collective over all ranks."""
+        taken = {number: place for place, number in enumerate(numbers) if number in self._groups}
+        groups = {number: self._groups.pop(number) for number in taken}
+        completions = [c for group in groups.values() for c in group.completions if c is not None]
+        members = {c.id: GroupMember(c.id // self._size, c.id % self._size, self._size) for c in completions}
+        prompts = {number: group.prompt for number, group in groups.items()}
+        rewards = [group.rewards for group in groups.values() if group.rewards is not None]
+        self._exchange(prompts, completions, members, taken, training_sampling(self._args, 1), rewards)
+
+    def _exchange(
+        self,
+        prompts: Mapping[int, Prompt],
+        completions: list[Completion],
+        members: Mapping[int, GroupMember],
+        places: Mapping[int, int],
+        sampling: Sampling,
+        rewards: Sequence[np.ndarray],
+    ) -> None:
+        num_kept = sampling.top_k if sampling.kept_token_ids else 0
+        batch = to_batch(prompts, completions if self._is_lead else [], members, places, num_kept)
+        if self._is_lead and rewards:
+            batch.rewards = np.concatenate(rewards)
+        batch_of_all_ranks(batch, self._joint.group)
+
+    # ---- evaluation and probes
+
+    def _begin_job(self, message: Message) -> None:
+        """Begin to generate what the trainer waits for; training goes on after it, or beside it with "keep"."""
+        if self._args.weight_update != "keep":
+            self._pause()
+        mine = range(len(message["rows"]))[self._replica :: self._joint.num_replicas]
+        data, size = self._data[message["data"]], message["num_generations"]
+        assert data is not None
+        prompts = {place: data[message["rows"][place]] for place in mine}
+        if message["data"] == "train":  # of a probe: without the rows' own sampling, which may constrain completions
+            prompts = {place: replace(prompt, sampling_fields={}) for place, prompt in prompts.items()}
+        fields = message["sampling"] | {name: tuple(message["sampling"][name]) for name in ("stop", "stop_token_ids")}
+        members = [GroupMember(place, g, size) for place in mine for g in range(size)]
+        ids = range(FIRST_OF_JOB + self._jobs, FIRST_OF_JOB + self._jobs + len(members))
+        self._jobs += len(members)
+        job = self._job = Job(
+            prompts, size, Sampling(**fields), message["seed"], message["scored"], dict(zip(ids, members, strict=True))
+        )
+        self._engine.submit(
+            Request(
+                number,
+                prompts[group].ids,
+                prompts[group].sampling(job.sampling),
+                seed=request_seed(job.seed, group * size + place),
+            )
+            for number, (group, place, _) in job.members.items()
+        )
+        self._running.update(ids)
+
+    def _add_to_job(self, completion: Completion) -> None:
+        job = self._job
+        assert job is not None
+        job.completions.append(completion)
+        if job.scored and self._scorer is not None:
+            member = job.members[completion.id]
+            prompt = job.prompts[member.group]
+            sample = sample_to_score(prompt, self._tokenizer.decode(prompt.ids), completion, self._tokenizer)
+            self._scorer.submit(completion.id, sample, member)
+
+    def _send_job(self) -> None:
+        job = self._job
+        assert job is not None
+        self._job = None
+        places = {place: place for place in job.prompts}
+        rewards = [] if job.rewards is None else [job.rewards]
+        self._exchange(job.prompts, job.completions, job.members, places, job.sampling, rewards)
+
+    # ---- weights
+
+    def _get_ready(self) -> None:
+        """Report when the trainer can publish weights, and when it can have what it waits for."""
+        if self._version is not None and not self._is_ready:
+            self._is_ready = not self._running or self._args.weight_update != "drain"
+            if self._is_ready:
+                self._report({"do": "ready"})
+        job = self._job
+        if job is not None and not job.ready and len(job.completions) == len(job.members):
+            job.ready = not job.scored or job.rewards is not None or not job.members
+            if job.ready:
+                self._report({"do": "ready", "failures": job.failures})
+
+    def _publish(self) -> None:
+        """Receive the new weights. Collective over trainer rank 0 and all engine ranks."""
+        assert self._version is not None
+        if self._args.weight_update != "keep":
+            self._pause()
+        if not self._described:
+            self._described = weights.from_json(json.loads(self._joint.store.get("weights")))
+        self._engine.update_weights(weights.receive(self._described, self._joint.weights), self._version)
+        self._version = None
+
+    # ---- checkpoints
+
+    def _save(self, directory: Path) -> None:
+        """Write the groups that have started and are not taken into a checkpoint, on the lead rank."""
+        groups = dict(self._groups)
+        for completion in self._engine.unfinished():
+            if completion.id < FIRST_OF_JOB:
+                number, place = divmod(completion.id, self._size)
+                groups[number] = with_completion(groups[number], place, completion)
+        error = ""
+        if self._is_lead:
+            try:
+                directory.mkdir(exist_ok=True)
+                with open(directory / f"{self._replica:05d}.npz", "wb") as file:
+                    np.savez(file, **to_arrays(groups))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as raised:
+                error = f"the unfinished completions cannot be written: {raised}"
+        self._report({"do": "saved", "error": error})
+
+    def _load(self, directory: Path) -> None:
+        """Continue with the groups of a checkpoint; complete ones are reported again."""
+        file = directory / f"{self._replica:05d}.npz"
+        try:
+            with np.load(file, allow_pickle=False) as content:
+                groups = from_arrays({name: content[name] for name in content.files}, self._prompts)
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
+        for number, group in groups.items():
+            self._add(number, group)
+            if group.rewards is not None:
+                self._report_group(number, 0)
+            elif group.complete:
+                self._submit(number)
+
+    # ---- signs of life
+
+    def _report_progress(self) -> None:
+        """Show the trainer that this replica works; tell it a signal of this rank."""
+        if self._signal is not None:
+            self._joint.store.set("signal", self._signal)
+            self._signal = None
+        now = time.monotonic()
+        if self._is_lead and now - self._last_sign > BETWEEN_SIGNS:
+            self._last_sign = now
+            sign = {"steps": self._steps, "running": len(self._running), "idle_seconds": self._idle_seconds}
+            self._joint.store.set(f"sign/{self._replica}", json.dumps(sign))

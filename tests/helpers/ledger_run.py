@@ -1,0 +1,139 @@
+"""A run without a model, for test_ledger_kills.py: rollouts with a made-up engine, a ledger, and checkpoints.
+
+Every process draws other tokens, so that a group that was generated again can be told from a recorded one.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from selection_engine import GENERATIONS, InterruptibleEngine, Letters, TableScorer, prompts
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.observability.metrics import Timers
+from megatron_grpo.parallel import initialize
+from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.ledger import content
+from megatron_grpo.rollout.ledger.ledger import Ledger
+from megatron_grpo.rollout.ledger.recording import Recording
+from megatron_grpo.rollout.ledger.replay import Replay
+from megatron_grpo.rollout.partial import collect_partial_rollout
+from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.rollout.unfinished import PartialRollouts, Unfinished
+
+GROUPS, BATCHES, SAVE_EVERY, STALENESS = 3, 6, 2, 2
+
+
+def length(number: int) -> int:
+    """Return the tokens of a completion: most few, and some of several rollouts."""
+    return 12 if number % 7 == 3 else 1 + number * 5 % 4
+
+
+class Engine(InterruptibleEngine):
+    """An engine whose tokens and log-probabilities are never the same."""
+
+    def __init__(self):
+        super().__init__(length)
+        self.rng = np.random.default_rng()
+
+    def completion(self, number, reason):
+        request, steps = self.running.pop(number)
+        ids, log_probs = self.rng.integers(1, 2**30, steps).tolist(), (-self.rng.random(steps)).tolist()
+        return Completion(number, ids, log_probs, reason, [self.rollouts] * steps).after(request.begun)
+
+    def poll(self):
+        assert self.running
+        return super().poll()
+
+
+class Scorer(TableScorer):
+    """A scorer whose rewards are late by one call."""
+
+    def __init__(self):
+        super().__init__(lambda number, place: number + place / 8)
+        self.late = set()
+
+    def submit(self, key, sample, member=None):
+        super().submit(key, sample, member)
+        self.late.add(key)
+
+    def give(self, key, sample, rewards):
+        (self.values[key],) = rewards
+
+    def scored(self, keys):
+        late, self.late = self.late, set()
+        return late.isdisjoint(keys)
+
+    def poll(self):
+        pass
+
+
+class Dataset:
+    """The prompts by number."""
+
+    def __getitem__(self, number):
+        return prompts(1, first=number)[0]
+
+
+def run(root: Path, partial: bool) -> None:
+    """Run from the checkpoint and the ledger in ``root`` to the end; append each trained batch to trained.jsonl."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    initialize._host_group = dist.group.WORLD
+    engine, number, drawn, groups = Engine(), 0, 0, None
+    if partial:
+        groups = PartialRollouts(engine, GROUPS, GENERATIONS, STALENESS)
+    saved = sorted(root.glob("checkpoint-*[0-9]"))
+    if saved:
+        position = json.loads((saved[-1] / "position.json").read_text())
+        number, drawn = position["number"], position["drawn"]
+        if groups is not None:
+            groups.load(saved[-1], position["partial"], Dataset())
+    found = content.read(root / "ledger")
+    following = found.next_missing(number)
+    ledger = Ledger(root / "ledger", found, following, {"seed": 1}, True, True)
+    ledger.begin(following)
+    replay = Replay(ledger.content)
+    while number < BATCHES:
+        record = replay.get(number)
+        if record is not None:
+            batch, drawn = replay.collect(record), record.sampler["drawn"]
+            if groups is not None:
+                left = replay.unfinished(number, 0, lambda row, ids: prompts(1, first=row)[0])
+                groups.state = Unfinished(left, record.partial["started"], record.partial["version"])
+        else:
+            new = prompts(groups.prompts_to_draw() if groups is not None else GROUPS, first=100 + drawn)
+            drawn += len(new)
+            recording = Recording(ledger, number)
+            plan = RolloutPlan(new, GENERATIONS, Sampling(50), number, partial=groups, recording=recording)
+            collect = collect_rollout if groups is None else collect_partial_rollout
+            batch, _ = collect(engine, plan, Scorer(), Letters, Timers())
+            recording.close({"drawn": drawn}, {}, 0, 0, groups)
+        with open(root / "trained.jsonl", "a") as file:
+            file.write(
+                json.dumps({"number": number, "rows": batch.row_ids.tolist(), "ids": batch.tokens.tolist()}) + "\n"
+            )
+        number += 1
+        if number % SAVE_EVERY == 0:
+            save(root, number, drawn, groups)
+            ledger.roll()
+    ledger.close()
+    dist.destroy_process_group()
+
+
+def save(root: Path, number: int, drawn: int, groups: PartialRollouts | None) -> None:
+    """Write a checkpoint; it has its name when it is complete."""
+    directory = root / f"checkpoint-{number}"
+    shutil.rmtree(directory.with_suffix(".tmp"), ignore_errors=True)
+    temporary = directory.with_suffix(".tmp")
+    temporary.mkdir()
+    position = {"number": number, "drawn": drawn}
+    if groups is not None:
+        position["partial"] = groups.position(groups.state)
+        groups.save(temporary, groups.state)
+    (temporary / "position.json").write_text(json.dumps(position))
+    os.rename(temporary, directory)

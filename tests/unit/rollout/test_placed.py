@@ -1,0 +1,323 @@
+"""Trainer and engine replicas as with --rollout-ranks, each in a thread of this process, with made-up engines."""
+
+import contextlib
+import datetime
+import threading
+from types import SimpleNamespace
+
+import good_args
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampler import PromptSampler
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.parallel.roles import Joint, Role, check_hosts, role_of
+from megatron_grpo.rewards.pool import Failure
+from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.rollout.stream import placed
+from megatron_grpo.rollout.stream.placed import PlacedEngines
+from megatron_grpo.rollout.stream.producer import Producer
+from megatron_grpo.utils.errors import GrpoError, Preempted
+from megatron_grpo.weights.stream import Described
+
+pytestmark = pytest.mark.usefixtures("one_process")
+LONGEST, SIZE, ROWS = 40, 4, 50
+FLAGS = f"""--num-generations {SIZE} --generation-batch-size 16 --global-batch-size 16 --max-completion-length {LONGEST}
+    --vllm-max-num-seqs 8 --rollout-ranks 2 --rollout-importance-sampling-mode token_truncate"""
+DESCRIBED = [Described("a", torch.float32, torch.Size([3])), Described("b", torch.bfloat16, torch.Size([2, 2]))]
+
+
+class Rows(list):
+    """The training data: prompts of one token, their row number."""
+
+    def __init__(self):
+        super().__init__(Prompt(row, [row + 100], {}, f"row {row}") for row in range(ROWS))
+
+
+class MadeUpEngine:
+    """One token a step, which is the version of the weights; a completion's length follows from its seed."""
+
+    is_lead = True
+
+    @property
+    def has_weights(self):
+        return self.version is not None
+
+    def __init__(self):
+        self.version, self.running, self.held, self.most = None, {}, None, 0
+
+    def rollout(self, seed):
+        return contextlib.nullcontext()
+
+    def submit(self, requests):
+        for request in requests:
+            assert request.id not in self.running and self.has_weights
+            assert request.begun is None or request.begun.finish_reason == "abort"
+            self.running[request.id] = [request, [], [], self._length(request)]
+        self.most = max(self.most, len(self.running))
+
+    def _length(self, request):
+        whole = min(int(np.random.default_rng([request.prompt_ids[0], request.id]).lognormal(1.5, 1)) + 1, LONGEST)
+        return max(whole - len(request.begun_ids), 1)
+
+    def poll(self):
+        if self.held is not None:
+            self.held.wait()
+        done = []
+        for number, (_, ids, versions, length) in list(self.running.items()):
+            ids.append(self.version)
+            versions.append(self.version)
+            if len(ids) == length:
+                done.append(self._completion(number, "stop"))
+        return done
+
+    def unfinished(self):
+        kept = dict(self.running)
+        found = [self._completion(number, "abort") for number in sorted(self.running)]
+        self.running = kept
+        return found
+
+    def interrupt(self):
+        return [self._completion(number, "abort") for number in sorted(self.running)]
+
+    def _completion(self, number, reason):
+        request, ids, versions, _ = self.running.pop(number)
+        return Completion(number, list(ids), [-1.0] * len(ids), reason, list(versions)).after(request.begun)
+
+    def update_weights(self, weights, version):
+        received = dict(weights)
+        assert {name: tensor.flatten().tolist() for name, tensor in received.items()} == {
+            "a": [version] * 3,
+            "b": [version] * 4,
+        }
+        self.version = version
+
+    def close(self):
+        pass
+
+
+class Scorer:
+    """The reward of a completion: its place; equal for all completions of rows below ``without_signal``."""
+
+    def __init__(self, without_signal=0):
+        self.samples, self.without_signal = {}, without_signal
+
+    def submit(self, key, sample, member):
+        self.samples[key] = sample, member
+
+    def poll(self):
+        pass
+
+    def take(self, keys):
+        taken = [self.samples.pop(key) for key in keys]
+        row = int(taken[0][0].source.split()[1])
+        rewards = [[0.0 if row < self.without_signal else float(member.place)] for _, member in taken]
+        failures = [Failure("r", key, sample.source, "no", "") for key, (sample, _) in zip(keys, taken, strict=True)]
+        return np.array(rewards, np.float32), failures[: row == 1]
+
+
+class Launch:
+    """A trainer in this thread, and two engine replicas in threads of their own."""
+
+    def __init__(self, monkeypatch, flags, without_signal=0):
+        self.args = good_args.validated(f"{FLAGS} {flags}", world_size=1)
+        self.args.end_token_ids = ()
+        monkeypatch.setattr(placed, "describe", lambda args: DESCRIBED)
+        self.engines = [MadeUpEngine() for _ in range(2)]
+        self.threads, self.errors, self.signal = [], [], False
+        self.store = dist.HashStore()
+        self.joints = [None] * 3
+        connecting = [threading.Thread(target=self._connect, args=(rank,)) for rank in range(3)]
+        for thread in connecting:
+            thread.start()
+        for thread in connecting:
+            thread.join()
+        tokenizer = SimpleNamespace(decode=str)
+        for number, engine in enumerate(self.engines):
+            made = Producer(
+                self.args, engine, Scorer(without_signal), tokenizer, Rows(), Rows(), self.joints[number + 1]
+            )
+            thread = threading.Thread(target=self._run, args=(made,), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+        self.sampler = PromptSampler(ROWS, 1, shuffle=False)
+        self.trainer = PlacedEngines(self.args, self.joints[0], Rows(), self.sampler, self._check)
+        self.trainer.wait_for_start()
+
+    def _connect(self, rank):
+        seconds = datetime.timedelta(seconds=60)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("joint", self.store), rank, 3, seconds)
+        weights = dist.ProcessGroupGloo(dist.PrefixStore("weights", self.store), rank, 3, seconds)
+        role = Role(None, 0, 1) if rank == 0 else Role(rank - 1, 0, 1)
+        self.joints[rank] = Joint(role, rank, 1, 2, self.store, group, weights)
+
+    def _run(self, made):
+        try:
+            made.run()
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+    def _check(self, told):
+        assert not self.errors
+        if told or self.signal:
+            raise Preempted("a signal")
+
+    def publish(self, version):
+        def stream():
+            yield "a", torch.full([3], float(version))
+            yield "b", torch.full([2, 2], float(version), dtype=torch.bfloat16)
+
+        self.trainer.update_weights(stream(), version)
+
+    def end(self):
+        for engine in self.engines:
+            if engine.held is not None:
+                engine.held.set()
+        self.trainer.close()
+        for thread in self.threads:
+            thread.join(60)
+        assert not self.errors and not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Make launches, which end with the test."""
+    made = []
+
+    def make(flags="", **more):
+        made.append(Launch(monkeypatch, flags, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def numbers_of(batch):
+    """The rows that a batch trains on, in its order."""
+    return (batch.row_ids[::SIZE]).tolist()
+
+
+def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
+    run = launch()
+    for version in range(4):
+        run.publish(version)
+        batch, failures, metrics = run.trainer.take()
+        assert numbers_of(batch) == list(range(4 * version, 4 * version + 4))
+        assert batch.rewards[:, 0].tolist() == [0, 1, 2, 3] * 4
+        assert set(batch.weight_version) == {version}
+        assert failures == (1 if version == 0 else 0)
+        assert metrics["stream/trainer_wait"] >= 0
+    assert all(engine.most == 8 for engine in run.engines)  # --vllm-max-num-seqs
+
+
+@pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
+def test_completions_live_through_new_weights_within_the_bound(launch, how):
+    run, trained, mixed = launch(f"--max-staleness 2 --weight-update {how}"), [], 0
+    for version in range(12):
+        run.publish(version)
+        batch, _, _ = run.trainer.take()
+        trained += numbers_of(batch)
+        sampled = batch.response_mask == 1
+        assert batch.weight_version[sampled].min() >= version - 2 and batch.weight_version.max() <= version
+        assert (batch.tokens[sampled] == batch.weight_version[sampled]).all()  # each token is of its version
+        begins = batch.cu_seqlens[:-1] + batch.prompt_lengths
+        mixed += (batch.weight_version[begins] != batch.weight_version[batch.cu_seqlens[1:] - 1]).sum()
+        assert sorted(batch.sample_ids) == list(range(16))
+    assert len(set(trained)) == len(trained) == 48 and set(trained) <= set(range(56))
+    if how == "drain":
+        assert mixed == 0
+
+
+def test_groups_without_signal_are_replaced(launch):
+    run = launch("--dynamic-sample", without_signal=6)
+    run.publish(0)
+    batch, _, metrics = run.trainer.take()
+    assert numbers_of(batch) == [6, 7, 8, 9] and metrics["stream/replaced_groups"] == 6
+
+
+def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch):
+    run = launch("--max-staleness 1")
+    run.publish(0)
+    first, _, _ = run.trainer.take()
+    run.publish(1)
+    plan = RolloutPlan(Rows()[20:27], 2, Sampling(LONGEST), 5)
+    batch, failures = run.trainer.generate(plan)
+    assert batch.row_ids[::2].tolist() == list(range(20, 27)) and batch.rewards[:, 0].tolist() == [0, 1] * 7
+    assert set(batch.weight_version) == {1} and failures == 0
+    second, _, _ = run.trainer.take()
+    assert not set(numbers_of(first)) & set(numbers_of(second))
+
+
+def test_a_probe_is_not_scored(launch):
+    run = launch("--max-staleness 1 --weight-update keep")
+    run.publish(0)
+    batch, _ = run.trainer.generate(RolloutPlan(Rows()[:3], 1, Sampling(4), 0), data="train", scored=False)
+    assert batch.rewards.shape == (3, 0) and batch.row_ids.tolist() == [0, 1, 2]
+
+
+def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path):
+    run = launch("--max-staleness 3")
+    run.publish(0)
+    trained = numbers_of(run.trainer.take()[0])
+    run.trainer.save(tmp_path / "unfinished")
+    position = run.trainer.position()
+    assert {path.name for path in (tmp_path / "unfinished").iterdir()} == {"00000.npz", "00001.npz"}
+
+    again = launch("--max-staleness 3")
+    again.sampler.load_state_dict(position["sampler"])
+    again.trainer.load(tmp_path / "unfinished", position["stream"])
+    for version in range(1, 6):
+        again.publish(version)
+        batch, _, _ = again.trainer.take()
+        trained += numbers_of(batch)
+        assert batch.weight_version[batch.response_mask == 1].min() >= version - 3
+    assert len(set(trained)) == len(trained) == 24
+    assert max(trained) < position["stream"]["started"] + 20
+
+
+def test_another_runs_groups_are_refused(launch):
+    run = launch("--max-staleness 2")
+    state = run.trainer.conductor.state_dict() | {"max_staleness": 1}
+    with pytest.raises(GrpoError, match="--max-staleness was 1 and is now 2"):
+        run.trainer.load("nowhere", state)
+
+
+@pytest.mark.parametrize("where", ["trainer", "engine"])
+def test_a_signal_ends_the_wait_and_what_runs_can_be_saved(launch, tmp_path, where):
+    run = launch()
+    run.publish(0)
+    for engine in run.engines:
+        engine.held = threading.Event()  # a batch will not come
+    if where == "trainer":
+        run.signal = True
+    else:
+        run.store.set("signal", "SIGTERM")
+    with pytest.raises(Preempted):
+        run.trainer.take()
+    for engine in run.engines:
+        engine.held.set()
+    run.trainer.save(tmp_path / "unfinished")
+    assert run.trainer.position()["stream"]["version"] == 0
+
+
+def test_a_full_disk_is_reported(launch, tmp_path):
+    run = launch()
+    (tmp_path / "unfinished").write_text("a file in the way")
+    with pytest.raises(OSError, match="the unfinished completions cannot be written"):
+        run.trainer.save(tmp_path / "unfinished")
+
+
+def test_roles_of_a_launch():
+    assert [role_of(rank, 6, 4, 2) for rank in range(6)] == [
+        *[Role(None, rank, 2) for rank in range(2)],
+        *[Role(replica, rank, 2) for replica in range(2) for rank in range(2)],
+    ]
+    check_hosts(4, 4, 2, 4)
+    with pytest.raises(GrpoError, match="ranks 3 to 4 would be on two hosts of 4 ranks"):
+        check_hosts(1, 4, 2, 4)
