@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ import made_up
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_grpo.lora.attach import local_adapter
 from megatron_grpo.lora.stream import stream_merged
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sent_adapter
@@ -65,13 +67,18 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def _read(stream, model, args) -> None:
+    deque(stream(model, args), maxlen=0)
+
+
 def merge_only(args, model, repeat: int) -> None:
     """Print what the merged weights cost beside the weights as they are."""
     print_rank_0("| weights | tensors | ms | operations of torch |\n|---|--:|--:|--:|")
     for name, stream in (("as they are", stream_hf), ("merged", stream_merged)):
-        times = [seconds(lambda: deque(stream(model, args), maxlen=0)) for _ in range(repeat + 1)]
+        whole = partial(_read, stream, model, args)
+        times = [seconds(whole) for _ in range(repeat + 1)]
         tensors = sum(1 for _ in stream(model, args))
-        count = operations(lambda: deque(stream(model, args), maxlen=0))
+        count = operations(whole)
         print_rank_0(f"| {name} | {tensors:,} | {1e3 * median(times[1:]):,.1f} | {count:,} |")
 
 
@@ -91,6 +98,8 @@ def main() -> None:
     if options.merge_only:
         merge_only(args, model, options.repeat)
         return
+    for _, tensor in local_adapter(model):
+        tensor.fill_(0.01)  # a B of zeros never proves where the engine holds it, and vLLM would load every adapter
     engine = build_engine(args, model, SimpleNamespace(decode=None))
     engine.wake_weights()
     engine.update_weights(stream_hf(model, args), 0)
