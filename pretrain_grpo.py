@@ -48,6 +48,7 @@ from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
+from megatron_grpo.data.share import mean_in_loss
 from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
@@ -142,7 +143,7 @@ def correct(args, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         args.rollout_importance_sampling_threshold,
         args.rollout_importance_sampling_lower_bound,
     )
-    return replace(batch, rollout_importance_weights=weights), {"mismatch/clipped": clipped}
+    return replace(batch, rollout_importance_weights=weights), {"mismatch/clipped": mean_in_loss(batch, clipped)}
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -175,7 +176,11 @@ def train(args, trainer: Trainer) -> None:
     while not trainer.finished():
         with trainer.engine_for_rollout():  # awake, with the newest weights
             plan = trainer.plan_rollout()
-            batch = trainer.collect(plan)
+            shuffle, loss = not args.no_shuffle_completions, LOSSES.get(args.loss_type)
+            divide = partial(
+                divide_rollout, num_updates=args.steps_per_generation, shuffle=shuffle, loss=loss, seed=plan.seed
+            )
+            batch = trainer.collect(plan, divide)  # all completions; tokens of those that this rank computes
         if args.rollout_only:
             trainer.log_rollout(batch, combine_rewards(batch.rewards, args.reward_weights))
             continue
@@ -199,10 +204,7 @@ def train(args, trainer: Trainer) -> None:
             batch, of_weights = correct(args, batch)
             metrics |= of_weights
         trainer.log_completions(batch)
-        shuffle, loss = not args.no_shuffle_completions, LOSSES.get(args.loss_type)
-        updates = args.num_iterations * divide_rollout(
-            batch.num_completions, args.steps_per_generation, shuffle, loss, plan.seed
-        )
+        updates = args.num_iterations * divide(batch.num_completions)
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)

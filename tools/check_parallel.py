@@ -180,6 +180,7 @@ def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
         changed = batch
         if "advantage_estimator" in args.explicit:  # advantages from the rewards
             changed, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
+        changed = made_up.share(args, changed, [completions])
         if args.overlong_filter:
             changed = drop_overlong(changed)
         rows[objective] = pretrain_grpo.update(args, trainer, changed, completions)

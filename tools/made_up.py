@@ -20,6 +20,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
@@ -28,6 +29,7 @@ from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import families, hf, model_weights
@@ -143,11 +145,17 @@ def trainer(args) -> SimpleNamespace:
     return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, bad_updates=bad_updates, iteration=0)
 
 
+def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:
+    """Return the batch as a rank of a run has it: with the tokens that it computes in these updates."""
+    parts = SimpleNamespace(args=args, reference=None, teacher=None)
+    return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
+
+
 def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, RolloutBatch]:
     """Divide the rollout into two updates, and run them.
 
     Returns:
-        (metrics of each update, tokens per second of the second update, batch)
+        (metrics of each update, tokens per second of the second update, batch with this rank's share of the tokens)
     """
     batch = off_policy(args, trainer, batch)
     if "advantage_estimator" in args.explicit:  # else the made-up advantages are used
@@ -155,7 +163,9 @@ def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, 
     if args.rollout_importance_sampling_mode:
         batch, _ = pretrain_grpo.correct(args, batch)
     rows, shuffle, loss = [], not args.no_shuffle_completions, LOSSES.get(args.loss_type)
-    for completions in divide_rollout(batch.num_completions, 2, shuffle, loss, args.seed):
+    updates = divide_rollout(batch.num_completions, 2, shuffle, loss, args.seed)
+    batch = share(args, batch, updates)
+    for completions in updates:
         started = time.monotonic()
         rows.append(pretrain_grpo.update(args, trainer, batch, completions))
     return rows, rows[-1]["tokens/update"] / (time.monotonic() - started), batch

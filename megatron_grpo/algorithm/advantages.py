@@ -10,7 +10,7 @@ unbiased (divided by size - 1, as torch.std).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 Scale = Literal["group", "batch", "none"]
+Gather = Callable[[npt.NDArray[Any]], Float64]
 
 # An estimator reads the flags that are parameters of its function.
 ADVANTAGES.declare(
@@ -138,7 +139,12 @@ def _tokens_differ(kl_in_reward: bool, gamma: float) -> str | None:
     example="--kl-in-reward --gamma 0.9",
 )
 def reinforce_plus_plus_advantages(
-    rewards: Float32, penalties: Float64 | None, response_mask: npt.NDArray[np.uint8], cu_seqlens: Int64, gamma: float
+    rewards: Float32,
+    penalties: Float64 | None,
+    response_mask: npt.NDArray[np.uint8],
+    cu_seqlens: Int64,
+    gamma: float,
+    gather: Gather = lambda values: values,
 ) -> Float32:
     """Return REINFORCE++'s advantages: discounted returns of each token, normalised over all tokens of the batch.
 
@@ -155,6 +161,8 @@ def reinforce_plus_plus_advantages(
         response_mask: [total], 1 on tokens in the loss.
         cu_seqlens: [n + 1], where each sequence begins in the flat arrays; the last is the total.
         gamma: discount of later rewards per token, at most 1.
+        gather: returns values [..., n] of all completions from those of the completions whose tokens are in the flat
+            arrays; the sequences of the others are empty.
 
     Returns:
         [total], 0 on tokens that are not in the loss.
@@ -173,10 +181,16 @@ def reinforce_plus_plus_advantages(
         longer = last[lengths > step] - step
         returns[longer] += gamma * returns[longer + 1]
     advantages = np.zeros(len(response_mask), np.float32)
-    if len(returns) and returns.min() < returns.max():
+    n = len(rewards)
+    highest, lowest = np.full((2, n), -np.inf)
+    np.maximum.at(highest, owner, returns)
+    np.maximum.at(lowest, owner, -returns)
+    counts, highest, lowest = gather(np.stack([lengths, highest, lowest]))
+    if -lowest.max(initial=-np.inf) < highest.max(initial=-np.inf):
         # Sums within a completion first: an exact sum over millions of tokens would take seconds.
-        mean = math.fsum(np.bincount(owner, returns)) / len(returns)
-        variance = math.fsum(np.bincount(owner, (returns - mean) ** 2)) / (len(returns) - 1)
+        count = int(counts.sum())
+        mean = math.fsum(gather(np.bincount(owner, returns, n))) / count
+        variance = math.fsum(gather(np.bincount(owner, (returns - mean) ** 2, n))) / (count - 1)
         advantages[tokens] = (returns - mean) / (math.sqrt(variance) + STD_EPSILON)
     return advantages
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 from megatron_grpo.algorithm.advantages import ADVANTAGES, group_advantages
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.registry import Entry, Estimator, Level, Loss, Registry, call
+from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Estimator, Level, Loss, Registry, call
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, within
@@ -100,6 +100,13 @@ def needs_old_log_probs(args: Namespace) -> bool:
     """
     reads = (args.rollout_importance_sampling_mode, args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
     return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2" or bool(args.lora_dropout)
+
+
+def may_need_scores(args: Namespace) -> bool:
+    """Return whether an update can need a forward pass over its completions before it (`update_statistics`)."""
+    loss = LOSSES.get(args.loss_type)
+    reads = loss.update_advantages is not None or any(name in loss.parameters for name in TOKEN_STATISTICS)
+    return reads or args.clip_cov_ratio is not None or args.kl_cov_ratio is not None or args.top_entropy_quantile < 1
 
 
 def check_loss(args: Namespace) -> None:

@@ -22,10 +22,10 @@ from megatron_grpo.utils.errors import GrpoError
 
 
 class ImportanceWeights(NamedTuple):
-    """Rollout importance weights of a whole rollout."""
+    """Rollout importance weights of the tokens of whole completions."""
 
     weights: npt.NDArray[np.float32]  # [total], 1 on tokens that are not in the loss
-    clipped: float  # share of the tokens in the loss that a bound truncated or masked
+    clipped: npt.NDArray[np.bool_]  # [total], tokens in the loss that a bound truncated or masked
 
 
 def importance_weights(
@@ -97,7 +97,7 @@ def importance_weights(
     else:
         raise ValueError(f"unknown mode of importance sampling {mode!r}")
     weights[~in_loss] = 1.0
-    return ImportanceWeights(weights.astype(np.float32), float(outside[in_loss].mean()) if in_loss.any() else 0.0)
+    return ImportanceWeights(weights.astype(np.float32), outside & in_loss)
 
 
 def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:

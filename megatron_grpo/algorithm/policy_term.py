@@ -12,6 +12,7 @@ from megatron_grpo.algorithm import losses, masks
 from megatron_grpo.algorithm.registry import LOSSES, TOKEN_STATISTICS, PolicyLoss, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
+from megatron_grpo.data.share import of_completions
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -73,8 +74,9 @@ def drop_overlong(batch: RolloutBatch) -> RolloutBatch:
 
     The advantages do not change: the rewards of these completions are part of the baseline.
     """
-    cut = np.repeat(batch.finish_reasons == FinishReason.LENGTH, batch.lengths)
-    return replace(batch, response_mask=np.where(cut, 0, batch.response_mask).astype(np.uint8))
+    cut = batch.finish_reasons == FinishReason.LENGTH
+    mask = np.where(np.repeat(cut, batch.held_lengths), 0, batch.response_mask).astype(np.uint8)
+    return replace(batch, response_mask=mask, all_response_lengths=np.where(cut, 0, batch.response_lengths))
 
 
 def update_statistics(
@@ -84,12 +86,13 @@ def update_statistics(
     iteration: int,
     scores: Callable[[RolloutBatch, np.ndarray], np.ndarray],
 ) -> RolloutBatch:
-    """Return the batch with all arrays that depend on all ``completions`` of an update.
+    """Return the batch with all arrays that depend on all ``completions`` of an update. Collective.
 
-    These are masks, the tokens of kl-cov, statistics that the loss reads, and advantages that the loss replaces.
+    These are masks, the tokens of kl-cov, statistics that the loss reads, and advantages that the loss replaces. A rank
+    has those of the tokens that it holds.
 
     ``scores(batch, completions)`` runs a forward-only pass at the present weights and returns [2, total]:
-    log-probabilities and entropies. It is called only if one of these arrays needs it.
+    log-probabilities and entropies. It is called only if one of these arrays needs it (`may_need_scores`).
     """
     loss = LOSSES.get(args.loss_type)
     requested = [name for name in TOKEN_STATISTICS if name in loss.parameters]
@@ -97,9 +100,13 @@ def update_statistics(
     tokens = batch.response_positions(completions)
     completion = batch.completion_of_tokens[tokens]
     _check_engine_log_probs(args, batch.rollout_log_probs[tokens])
-    if not len(tokens):  # --overlong-filter has masked all tokens
+    if not batch.response_lengths[completions].any():  # --overlong-filter has masked all tokens
         empty = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
         return replace(batch, **empty) if requested else batch
+
+    number = np.zeros(batch.num_completions, np.int64)  # in the update, of each completion
+    number[completions] = np.arange(len(completions))
+    of_update = masks.Tokens(number[completion], len(completions), _gather(batch, completions))
 
     by_covariance = args.clip_cov_ratio is not None or args.kl_cov_ratio is not None or "covariances" in requested
     moved = loss.update_advantages is not None and batch.old_log_probs is not None
@@ -108,23 +115,23 @@ def update_statistics(
         log_probs, entropies = (values[tokens] for values in scores(batch, completions))
         statistics["entropies"] = entropies
     if by_covariance:
-        statistics["covariances"] = masks.covariances(batch.advantages_of(tokens, completion), log_probs, completion)
+        statistics["covariances"] = masks.covariances(batch.advantages_of(tokens, completion), log_probs, of_update)
 
     kept = np.ones(len(tokens), bool)
     if args.m2po_threshold is not None:
         differences = batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64)
-        kept &= masks.second_moment(differences, args.m2po_threshold, completion)
+        kept &= masks.second_moment(differences, args.m2po_threshold, of_update)
     if args.top_entropy_quantile < 1:
-        kept &= masks.top_entropy(entropies, args.top_entropy_quantile)
+        kept &= masks.top_entropy(entropies, args.top_entropy_quantile, of_update)
     if args.clip_cov_ratio is not None:
         bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
         draws = _random_numbers(args, batch, completions, iteration)
-        kept &= masks.clip_cov(statistics["covariances"], *bounds, draws)
+        kept &= masks.clip_cov(statistics["covariances"], *bounds, draws, of_update)
     changed = {name: _scatter(batch, tokens, statistics[name], 0.0) for name in requested}
     if args.kl_cov_ratio is not None:
-        chosen = masks.kl_cov(statistics["covariances"], args.kl_cov_ratio)
+        chosen = masks.kl_cov(statistics["covariances"], args.kl_cov_ratio, of_update)
         changed["kl_cov"] = _scatter(batch, tokens, args.kl_cov_coef * chosen, 0.0)
-    if not kept.all():
+    if of_update.count(~kept):
         changed["policy_mask"] = _scatter(batch, tokens, kept, 1.0)
     if changed:
         batch = replace(batch, **changed)
@@ -132,6 +139,17 @@ def update_statistics(
         moved_by = log_probs - batch.old_log_probs[tokens] if moved else np.zeros(len(tokens))
         batch = _with_update_advantages(args, loss.update_advantages, batch, completions, tokens, moved_by)
     return batch
+
+
+def _gather(batch: RolloutBatch, completions: np.ndarray) -> masks.Gather:
+    """Return a function that completes values of ``completions``, [m], from those that this rank holds."""
+
+    def gather(values: np.ndarray) -> np.ndarray:
+        whole = np.zeros(batch.num_completions)
+        whole[completions] = values
+        return of_completions(batch, whole)[completions]
+
+    return gather
 
 
 def _check_engine_log_probs(args, rollout_log_probs: np.ndarray) -> None:
@@ -162,6 +180,7 @@ def _with_update_advantages(
 ) -> RolloutBatch:
     """Return the batch with the advantages that the loss computes for an update, from d of its ``tokens``."""
     sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
+    sums = of_completions(batch, sums)
     scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
     signs = np.where(unscored, np.nan, batch.advantages[completions])
@@ -172,7 +191,8 @@ def _with_update_advantages(
 
 
 def _random_numbers(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:
-    """Return a random number for each token in the loss: a function of seed, update, completion and position."""
-    lengths = batch.response_lengths
-    seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in completions)
-    return np.concatenate([np.random.default_rng(s).random(lengths[i]) for s, i in zip(seeds, completions)])
+    """Return a random number for each held token in the loss: a function of seed, update, completion and position."""
+    held = completions[batch.held[completions]]
+    seeds = ([args.seed, iteration, int(batch.sample_ids[i])] for i in held)
+    numbers = [np.random.default_rng(s).random(batch.response_lengths[i]) for s, i in zip(seeds, held, strict=True)]
+    return np.concatenate([np.zeros(0), *numbers])

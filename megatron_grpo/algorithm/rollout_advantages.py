@@ -1,6 +1,7 @@
 """The advantages of a rollout, as configured by the flags."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from megatron_grpo.algorithm.distillation import on_policy_distillation
 from megatron_grpo.algorithm.kl import kl_penalties
 from megatron_grpo.algorithm.registry import call
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.share import mean_in_loss, of_completions
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -27,10 +29,9 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
     else:
         advantages, of_tokens = _estimate(args, batch, rewards, penalties)
     if batch.teacher_log_probs is not None:
-        gaps = (batch.old_log_probs - batch.teacher_log_probs)[batch.response_mask == 1]
-        metrics["teacher/kl"] = float(gaps.mean())
+        metrics["teacher/kl"] = mean_in_loss(batch, batch.old_log_probs - batch.teacher_log_probs)
         of_tokens = on_policy_distillation(
-            np.repeat(advantages, batch.lengths) if of_tokens is None else of_tokens,
+            np.repeat(advantages, batch.held_lengths) if of_tokens is None else of_tokens,
             batch.teacher_log_probs,
             batch.old_log_probs,
             batch.response_mask,
@@ -57,6 +58,7 @@ def _estimate(
         "response_mask": batch.response_mask,
         "cu_seqlens": batch.cu_seqlens,
         "penalties": penalties,
+        "gather": partial(of_completions, batch),
     }
     advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
     size = len(batch.tokens) if estimator.per_token else batch.num_completions
@@ -69,5 +71,5 @@ def _estimate(
 
 
 def _sum_per_completion(batch: RolloutBatch, values: np.ndarray) -> np.ndarray:
-    """Return the sums of ``values`` [total] over each completion, [n]."""
-    return np.bincount(batch.completion_of_tokens, values, minlength=batch.num_completions)
+    """Return the sums of ``values`` [total] over each completion, [n]. Collective."""
+    return of_completions(batch, np.bincount(batch.completion_of_tokens, values, minlength=batch.num_completions))

@@ -4,6 +4,10 @@
 a meaning (groups have explicit ids). It can be exchanged between ranks, saved, inspected and replayed. Arrays are
 [total], one entry per token of all sequences laid end to end, or [n], one entry per completion.
 
+During training no rank holds the tokens of all completions: the arrays [n] describe the whole rollout on every rank,
+and the flat arrays have the tokens of the completions that this rank computes (`RolloutBatch.held`). A completion
+keeps its number on every rank; where its tokens are not held, its sequence in the flat arrays is empty (data/share.py).
+
 In the flat arrays every per-token value lies at the token that it is about: `rollout_log_probs[k]` is the
 log-probability of `tokens[k]` given the tokens before it. `pack` lays out the input of the model.
 
@@ -15,7 +19,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -31,6 +34,7 @@ Int32 = npt.NDArray[np.int32]
 Int16 = npt.NDArray[np.int16]
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
 # numpy changes what these aliases consist of, so a dtype is looked up and not taken from its alias.
 DTYPE_OF = {Int64: np.int64, Int32: np.int32, Int16: np.int16, UInt8: np.uint8, Float32: np.float32}
 
@@ -65,10 +69,10 @@ PER_LABEL = ArrayField("token", packed="label")
 class RolloutBatch:
     """n completions with their prompts, as flat numpy arrays (see the module).
 
-    A field is declared here and nowhere else. The order of the fields is that of exchange between ranks.
+    A field is declared here and nowhere else.
     """
 
-    # Start of each sequence (prompt + completion); the last value is the total.
+    # Start of each sequence (prompt + completion) in the flat arrays; the last value is the total.
     cu_seqlens: Annotated[Int64, ArrayField("offset")]
     tokens: Annotated[Int32, PER_TOKEN]
     response_mask: Annotated[UInt8, PER_TOKEN]  # 1 on the tokens in the loss: those that the policy sampled
@@ -107,6 +111,9 @@ class RolloutBatch:
     # Of the tokens of one update, before it, for losses that read them: algorithm/policy_term.py.
     covariances: Annotated[Float32 | None, PER_LABEL] = None
     entropies: Annotated[Float32 | None, PER_LABEL] = None
+    # Of all completions, where some rank does not hold all tokens: `lengths` and `response_lengths`.
+    all_lengths: Annotated[Int64 | None, PER_COMPLETION] = None
+    all_response_lengths: Annotated[Int64 | None, PER_COMPLETION] = None
 
     @classmethod
     def from_completions(
@@ -178,8 +185,8 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> Int64:
-        """[n], tokens of prompt and completion."""
-        return np.diff(self.cu_seqlens)
+        """[n], tokens of prompt and completion, whether this rank holds them or not."""
+        return self.held_lengths if self.all_lengths is None else self.all_lengths
 
     @property
     def completion_lengths(self) -> Int64:
@@ -189,21 +196,41 @@ class RolloutBatch:
     @property
     def response_lengths(self) -> Int64:
         """[n], tokens in the loss: T_i of the formulas."""
-        return np.diff(offsets(self.response_mask)[self.cu_seqlens])
+        if self.all_response_lengths is not None:
+            return self.all_response_lengths
+        sums = np.zeros(self.num_completions, np.int64)
+        if len(starts := self.cu_seqlens[:-1][self.held]):
+            sums[self.held] = np.add.reduceat(self.response_mask, starts, dtype=np.int64)
+        return sums
+
+    @property
+    def held_lengths(self) -> Int64:
+        """[n], tokens in the flat arrays; 0 where this rank does not hold them."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def held(self) -> Bool:
+        """[n], whether this rank holds the completion's tokens."""
+        return self.held_lengths > 0  # a prompt has at least one token
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every rank holds all tokens; equal on all ranks."""
+        return self.all_lengths is None
 
     @property
     def completion_of_tokens(self) -> Int64:
         """[total], the number of the completion of each token."""
-        return np.repeat(np.arange(self.num_completions), self.lengths)
+        return np.repeat(np.arange(self.num_completions), self.held_lengths)
 
     def token_positions(self, indices: Int64) -> Int64:
-        """Return the positions in the flat arrays of all tokens of these completions, in their order."""
-        lengths = self.lengths[indices]
+        """Return the positions in the flat arrays of all held tokens of these completions, in their order."""
+        lengths = self.held_lengths[indices]
         starts = offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
 
     def response_positions(self, indices: Int64) -> Int64:
-        """Return the positions in the flat arrays of the tokens in the loss of these completions, in their order."""
+        """Return the positions in the flat arrays of the held tokens in the loss of these completions, in order."""
         flat = self.token_positions(indices)
         return flat[self.response_mask[flat] == 1]
 
@@ -219,9 +246,9 @@ class RolloutBatch:
         chosen = np.asarray(indices, dtype=np.int64)
         flat = self.token_positions(chosen)
         arrays = {
-            name: array[flat if FIELDS[name].axis == "token" else chosen] for name, array in self._arrays().items()
+            name: array[flat if FIELDS[name].axis == "token" else chosen] for name, array in self.arrays().items()
         }
-        return RolloutBatch(**arrays | {"cu_seqlens": offsets(self.lengths[chosen])})
+        return RolloutBatch(**arrays | {"cu_seqlens": offsets(self.held_lengths[chosen])})
 
     def sorted_by_sample(self) -> "RolloutBatch":
         """Return the batch in its global order, independent of the rank or engine of each completion."""
@@ -230,48 +257,31 @@ class RolloutBatch:
     @staticmethod
     def concatenate(batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
         """Join batches end to end; raises ValueError unless all have the same optional arrays and reward columns."""
-        parts = [batch._arrays() for batch in batches]
+        parts = [batch.arrays() for batch in batches]
         if any(part.keys() != parts[0].keys() for part in parts):
             raise ValueError(f"batches with different arrays: {[sorted(part) for part in parts]}")
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return RolloutBatch(**arrays | {"cu_seqlens": offsets(np.concatenate([batch.lengths for batch in batches]))})
+        lengths = np.concatenate([batch.held_lengths for batch in batches])
+        return RolloutBatch(**arrays | {"cu_seqlens": offsets(lengths)})
 
-    # ---- exchange and storage
-
-    def to_buffers(self) -> list[Array]:
-        """Return the batch as 1-D arrays for exchange between ranks: their number, order and types are fixed.
-
-        The first, int64, says how to read the rest: the sizes of the columns (of rewards, the kept tokens, then the MoE
-        layers and experts of a token), then 0 or 1 for each optional array. An array that is None travels empty.
-        """
-        arrays = self._arrays()
-        columns = [_columns(arrays.get(name), spec) for name, spec in FIELDS.items()]
-        present = [name in arrays for name, spec in FIELDS.items() if spec.optional]
-        header = np.array([*chain.from_iterable(columns), *present], np.int64)
-        return [header, *(np.ravel(arrays.get(name, np.empty(0, spec.dtype))) for name, spec in FIELDS.items())]
-
-    @classmethod
-    def from_buffers(cls, buffers: Sequence[Array]) -> "RolloutBatch":
-        """Undo `to_buffers`; the batch shares the memory of the buffers."""
-        header, *rest = buffers
-        num_columns = sum(spec.columns for spec in FIELDS.values())
-        columns, present = iter(header[:num_columns].tolist()), iter(header[num_columns:].tolist())
-        sizes = _sizes(rest[0])
-        arrays = {}
-        for (name, spec), flat in zip(FIELDS.items(), rest, strict=True):
-            shape = sizes[spec.axis], *(next(columns) for _ in range(spec.columns))
-            if not spec.optional or next(present):
-                arrays[name] = flat.reshape(shape)
-        return cls(**arrays)
+    # ---- storage
 
     def save(self, path: str | Path) -> None:
         """Write a .npz file, one plain array for each field that is not None."""
         with open(path, "wb") as file:
-            np.savez(file, **self._arrays())
+            np.savez(file, **self.arrays())
 
     @classmethod
     def load(cls, path: str | Path) -> "RolloutBatch":
-        """Read and validate a file of `save`; GrpoError if it is missing, damaged or not a rollout."""
+        """Read and validate a file of `save`; GrpoError if it is missing, damaged or not a rollout.
+
+        Of a directory, return the completions of all its files in their global order.
+        """
+        if Path(path).is_dir():
+            parts = [cls.load(file) for file in sorted(Path(path).glob("*.npz"))]
+            if not parts:
+                raise GrpoError(f"{path} holds no saved rollout, a .npz file")
+            return cls.concatenate(parts).sorted_by_sample()
         try:
             with open(path, "rb") as file:
                 content = np.load(file, allow_pickle=False)
@@ -290,7 +300,7 @@ class RolloutBatch:
 
     def validate(self) -> None:
         """Check shapes, types and values; raises GrpoError that names the first rule broken, else does nothing."""
-        for name, array in self._arrays().items():
+        for name, array in self.arrays().items():
             if array.dtype != FIELDS[name].dtype:
                 raise GrpoError(f"rollout batch: {name} is {array.dtype}, expected {np.dtype(FIELDS[name].dtype)}")
         n, total = self.num_completions, len(self.tokens)
@@ -298,16 +308,18 @@ class RolloutBatch:
         if cu.ndim != 1 or n < 0 or cu[0] != 0 or cu[-1] != total or (np.diff(cu) < 0).any():
             raise GrpoError(f"rollout batch: cu_seqlens must rise from 0 to the {total} tokens that there are")
         sizes = _sizes(cu)
-        for name, array in self._arrays().items():
+        for name, array in self.arrays().items():
             shape = (sizes[FIELDS[name].axis], *_columns(array, FIELDS[name]))
             if array.shape != shape:
                 raise GrpoError(f"rollout batch: {name} has shape {array.shape}, expected {shape}")
 
         kept = np.empty((total, 0), np.int32) if self.kept_token_ids is None else self.kept_token_ids
-        in_prompt = np.arange(total) - np.repeat(cu[:-1], self.lengths) < np.repeat(self.prompt_lengths, self.lengths)
+        held = self.held_lengths
+        in_prompt = np.arange(total) - np.repeat(cu[:-1], held) < np.repeat(self.prompt_lengths, held)
         rules = {
             "a prompt has at least one token": self.prompt_lengths >= 1,
             "a prompt is no longer than its sequence": self.completion_lengths >= 0,
+            "a sequence is held whole or not at all": (held == self.lengths) | (held == 0),
             "token ids are not negative": self.tokens >= 0,
             "response_mask is 0 or 1": self.response_mask <= 1,
             "response_mask is 0 on prompts": (self.response_mask == 0) | ~in_prompt,
@@ -329,7 +341,7 @@ class RolloutBatch:
 
     # ---- helpers
 
-    def _arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, Any]:
         """Return every array that is not None, by name, in the order of FIELDS."""
         return {name: array for name in FIELDS if (array := getattr(self, name)) is not None}
 
@@ -345,7 +357,7 @@ def _declared_arrays() -> dict[str, ArrayField]:
     return declared
 
 
-FIELDS = _declared_arrays()  # in the order of exchange
+FIELDS = _declared_arrays()
 
 
 def _sizes(cu_seqlens: Int64) -> dict[str, int]:

@@ -78,11 +78,13 @@ def pack_completions(
         cp_size, cp_rank: size of the context-parallel group, and which rank's part to return.
 
     Raises:
-        ValueError: `total_length` is too small or no such multiple.
+        ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
         GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
             pass that should have computed them did not reach it, or gave NaN.
     """
     chosen = np.asarray(indices, dtype=np.int64)
+    if not batch.held[chosen].all():
+        raise ValueError(f"this rank does not hold the tokens of completions {chosen[~batch.held[chosen]].tolist()}")
     flat = batch.token_positions(chosen)
     real, lengths = batch.lengths[chosen], padded_lengths(batch.lengths[chosen], cp_size)
     starts = offsets(lengths)[:-1]

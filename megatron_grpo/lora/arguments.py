@@ -29,8 +29,8 @@ LORA: tuple[FlagRow, ...] = (
         "--lora-modules-to-save",
         [str],
         [],
-        "modules whose weights are trained whole beside the adapters, and stored with them: Hugging Face names or "
-        "regular expressions as in --lora-target-modules (lm_head, embed_tokens); the engine gets merged weights",
+        "modules trained whole beside the adapters and stored with them (lm_head, embed_tokens), named as in "
+        "--lora-target-modules; the engine gets merged weights",
     ),
     (
         "--lora-init",

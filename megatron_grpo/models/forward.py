@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -15,9 +14,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack, pack_completions
 from megatron_grpo.data.schedule import attention_coefficient, schedule
+from megatron_grpo.data.share import spread
 from megatron_grpo.models import router_replay
 from megatron_grpo.parallel.arguments import query_groups
-from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
@@ -62,33 +61,52 @@ def for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
     return functions if len(functions) > 1 else functions[0]
 
 
-def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
-    """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
+def assignment(
+    args, lengths: np.ndarray, completions: np.ndarray, max_tokens: int | None = None
+) -> list[list[np.ndarray]]:
+    """Return the completions of every micro-batch of every data-parallel rank: [rank][micro-batch]; equal on all ranks.
 
-    Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
-    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
+    ``lengths`` are those of all completions of the rollout, ``completions`` the numbers of those to divide.
+    ``max_tokens`` is a token budget that overrides the flags.
     """
     max_tokens = max_tokens or args.max_tokens_per_microbatch
-    cp_size = parallel_state.get_context_parallel_world_size()
-    cp_rank = parallel_state.get_context_parallel_rank()
-    lengths = padded_lengths(batch.lengths[completions], cp_size)
+    # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal in
+    # every parallel configuration.
+    padded = padded_lengths(lengths[completions], parallel_state.get_context_parallel_world_size())
     ranks = schedule(
-        # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
-        # in every parallel configuration.
-        lengths if max_tokens else batch.lengths[completions],
+        padded if max_tokens else lengths[completions],
         parallel_state.get_data_parallel_world_size(),
         micro_batch_size=None if max_tokens else args.micro_batch_size,
         max_tokens=max_tokens,
         microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         attention_coefficient=_attention_coefficient(args),
     )
+    return [[completions[pack] for pack in rank] for rank in ranks]
+
+
+def own_completions(args, lengths: np.ndarray, completions: np.ndarray, max_tokens: int | None = None) -> np.ndarray:
+    """Return the completions in this rank's micro-batches; the arguments are those of `assignment`."""
+    packs = assignment(args, lengths, completions, max_tokens)[parallel_state.get_data_parallel_rank()]
+    return np.concatenate(packs)
+
+
+def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
+    """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
+
+    Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
+    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
+    """
+    ranks = assignment(args, batch.lengths, completions, max_tokens)
+    cp_size = parallel_state.get_context_parallel_world_size()
     pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     total_length = None
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         multiple = pad_multiple * sequence_multiple(cp_size)
+        lengths = padded_lengths(batch.lengths, cp_size)
         total_length = -(-max(int(lengths[pack].sum()) for rank in ranks for pack in rank) // multiple) * multiple
+    cp_rank = parallel_state.get_context_parallel_rank()
     return [
-        pack_completions(batch, completions[pack], pad_multiple, total_length, cp_size, cp_rank)
+        pack_completions(batch, pack, pad_multiple, total_length, cp_size, cp_rank)
         for pack in ranks[parallel_state.get_data_parallel_rank()]
     ]
 
@@ -109,7 +127,7 @@ def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, comp
     """
     packs = micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
-    return forward_scores(step, packs, model, len(batch.tokens))
+    return forward_scores(step, packs, model, batch)
 
 
 def log_probs(args, model: Model, forward_step: Callable, batch: RolloutBatch) -> np.ndarray:
@@ -118,21 +136,20 @@ def log_probs(args, model: Model, forward_step: Callable, batch: RolloutBatch) -
 
 
 @torch.no_grad()
-def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, total: int) -> np.ndarray:
-    """Compute log-probability and entropy of every label token of all ranks' ``packs``.
+def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, batch: RolloutBatch) -> np.ndarray:
+    """Compute log-probability and entropy of every label token of all ranks' ``packs``, which are of ``batch``.
 
-    Returns float32 ``[2, total]`` on every rank, nan for tokens that are not labels.
+    Returns float32 ``[2, total]`` on every rank that holds the tokens, nan for tokens that are not labels.
     """
     results = run_schedule(forward_step, packs, model, forward_only=True)
-    # The last row marks positions with a value. One rank writes each position, so a sum over ranks gathers the values.
-    flat = np.zeros((3, total), dtype=np.float32)
+    flat = np.full((2, len(batch.tokens)), np.nan, np.float32)
+    computed = np.zeros(batch.num_completions, bool)
     ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
     if parallel_state.is_pipeline_last_stage() and ranks == (0, 0):
         for pack, scores in zip(packs, results, strict=True):
-            flat[:2, pack.token_index] = scores.float().cpu().numpy()
-            flat[2, pack.token_index] = 1.0
-    dist.all_reduce(torch.from_numpy(flat), group=host_group())
-    return np.where(flat[2] == 1.0, flat[:2], np.float32(np.nan))
+            flat[:, pack.token_index] = scores.float().cpu().numpy()
+            computed[pack.indices] = True
+    return np.stack(spread(batch, list(flat), computed))
 
 
 def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:

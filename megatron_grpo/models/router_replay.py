@@ -22,8 +22,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import Int64, RolloutBatch
 from megatron_grpo.data.pack import Pack
+from megatron_grpo.data.share import spread
 from megatron_grpo.models.config import moe_layers
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.initialize import model_group
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 
 
@@ -91,9 +92,8 @@ def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
 def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> Iterator[None]:
     """Record the experts of one pass over the whole batch as ``batch.routed_experts``, with R2 only.
 
-    Updates assign completions to other ranks than this pass, so every rank gets the choices of all tokens: 2 * layers *
-    topk bytes for each token in host memory, and about twice as many over its network (768 and 1,536 with 48 layers and
-    top 8).
+    The ranks of a pipeline stage or a part of the tokens record these alone; all ranks that hold a token get its whole
+    row: 2 * layers * topk bytes for each token (768 with 48 layers and top 8).
     """
     if args.router_replay_mode != "R2":
         yield
@@ -103,16 +103,24 @@ def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> It
         replay.set_router_replay_action(RouterReplayAction.RECORD)
     yield
     experts = np.zeros((len(batch.tokens), sum(moe_layers(args)), args.moe_router_topk), np.int16)
+    recorded = np.zeros(len(batch.tokens), bool)
     for layer, replay in replays:
         for source, chosen in replay.recorded:
             real = source >= 0
             experts[source[real], layer] = chosen[real] + 1
+            recorded[source[real]] = True
         replay.clear_router_replay_action()
         replay.clear_indices()
+    # Which completions this data-parallel rank has computed: its ranks together, of which each one has recorded some.
+    computed = np.zeros(batch.num_completions, np.uint8)
+    computed[batch.completion_of_tokens[recorded]] = 1
+    dist.all_reduce(torch.from_numpy(computed), dist.ReduceOp.MAX, group=model_group())
     # One rank writes each token of a layer and all others hold 0, so a sum of bytes gathers them without a carry.
-    dist.all_reduce(torch.from_numpy(experts.reshape(-1).view(np.uint8)), group=host_group())
-    experts -= 1
-    batch.routed_experts = experts
+    tokens = batch.token_positions(np.flatnonzero(computed))
+    rows = experts[tokens]
+    dist.all_reduce(torch.from_numpy(rows.reshape(-1).view(np.uint8)), group=model_group())
+    experts[tokens] = rows
+    (batch.routed_experts,) = spread(batch, [experts - np.int16(1)], computed == 1)
 
 
 def _router_records(chunk: torch.nn.Module) -> Iterator[tuple[int, Replay]]:

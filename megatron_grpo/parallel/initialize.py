@@ -19,6 +19,7 @@ from megatron_grpo.parallel.roles import Joint, check_hosts, connect, role_of
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
 _host_group: dist.ProcessGroup | None = None
+_model_group: dist.ProcessGroup | None = None
 _joint: Joint | None = None  # with --rollout-ranks
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
 
@@ -28,7 +29,7 @@ def initialize_distributed(args) -> None:
 
     With --rollout-ranks the process group is that of this rank's role, and ranks of engines have none of megatron-core.
     """
-    global _host_group
+    global _host_group, _model_group
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -47,8 +48,18 @@ def initialize_distributed(args) -> None:
         else:
             dist.init_process_group("gloo", timeout=timeout, **_rendezvous(args, timeout))
             _host_group = dist.group.WORLD
-    if _joint is None or _joint.role.replica is None:
-        initialize_model_parallel(args)
+    if _joint is not None and _joint.role.replica is not None:
+        return
+    initialize_model_parallel(args)
+    if args.router_replay_mode == "R2":
+        replica = torch.tensor(parallel_state.get_data_parallel_rank())
+        replicas = [torch.empty_like(replica) for _ in range(dist.get_world_size())]
+        dist.all_gather(replicas, replica, group=_host_group)
+        for number in range(parallel_state.get_data_parallel_world_size()):
+            ranks = [rank for rank, other in enumerate(replicas) if other == number]
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            if number == replica:
+                _model_group = group
 
 
 def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
@@ -132,6 +143,12 @@ def host_group() -> dist.ProcessGroup:
     return _host_group
 
 
+def model_group() -> dist.ProcessGroup:
+    """Return the gloo process group of the ranks with this rank's part of the data (TP x CP x PP); with R2 only."""
+    assert _model_group is not None, "initialize_distributed comes first"
+    return _model_group
+
+
 def joint() -> Joint | None:
     """Return what connects trainers and engine ranks; None without --rollout-ranks."""
     return _joint
@@ -165,6 +182,33 @@ def led_by_rank_0(meanwhile: Callable[[], None] = lambda: None) -> Iterator[None
         meanwhile()
     if outcome := store.get(key).decode():
         raise rebuilt(outcome)
+
+
+@contextlib.contextmanager
+def all_finish() -> Iterator[None]:
+    """Wait, without a time-out, until every rank leaves this context; raise the error of one rank on every rank.
+
+    Every rank must enter. For work of unequal length without collectives, such as requests to a server.
+    """
+    global _led
+    _led += 1
+    store, key = dist.distributed_c10d._get_default_store(), f"megatron_grpo/finished/{_led}"
+    outcome = "Exception\nanother rank has failed"
+    try:
+        yield
+        outcome = ""
+    except GrpoError as error:
+        outcome = described(error)
+        raise
+    finally:
+        if outcome:
+            store.set(f"{key}/error", outcome)
+        store.add(key, 1)
+    began = time.monotonic()
+    while store.add(key, 0) < dist.get_world_size() and not store.check([f"{key}/error"]):
+        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+    if store.check([f"{key}/error"]):
+        raise rebuilt(store.get(f"{key}/error").decode())
 
 
 def set_random_seed(seed: int) -> None:

@@ -65,6 +65,11 @@ class ReferenceModel:
         """Return the log-probabilities of a rollout's tokens under this model, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
 
+    def own_completions(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the completions, of those of these ``lengths``, whose log-probabilities this rank computes."""
+        with self.groups.entered():
+            return _own_completions(self.args, lengths)
+
     @torch.no_grad()
     def update_from(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
         """Set the weights to ``share`` x policy + (1 - ``share``) x self, computed in float32; collective."""
@@ -125,6 +130,10 @@ class SwappedReference:
         """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
 
+    def own_completions(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the completions, of those of these ``lengths``, whose log-probabilities this rank computes."""
+        return _own_completions(self.args, lengths)
+
     @torch.no_grad()
     def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
@@ -183,6 +192,14 @@ class BaseReference:
     def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
         """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
+
+    def own_completions(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the completions, of those of these ``lengths``, whose log-probabilities this rank computes."""
+        return _own_completions(self.args, lengths)
+
+
+def _own_completions(args: Namespace, lengths: np.ndarray) -> np.ndarray:
+    return forward.own_completions(args, lengths, np.arange(len(lengths)), args.logprobs_max_tokens_per_microbatch)
 
 
 def _log_probs(

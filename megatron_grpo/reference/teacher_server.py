@@ -9,11 +9,11 @@ import os
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
+from megatron_grpo.data.share import first_holders, spread
+from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Client, Fault
 
@@ -21,7 +21,7 @@ PAUSES = (1.0, 4.0, 16.0)  # seconds before each retry of a request
 
 
 class TeacherServer(Client):
-    """Client of --teacher-server; rank 0 sends the requests, the other ranks wait."""
+    """Client of --teacher-server; each completion is sent by one rank that holds it."""
 
     key_flag = "--api-key: TEACHER_API_KEY in the environment"
 
@@ -31,18 +31,26 @@ class TeacherServer(Client):
         with led_by_rank_0():
             if dist.get_rank() == 0:
                 self._run(self._check())
+        names = [self._model]
+        dist.broadcast_object_list(names, src=0, group=host_group())
+        self._model = names[0]
 
     def log_probs(self, batch: RolloutBatch) -> np.ndarray:
-        """Return the teacher's log-probabilities ``[total]``, on every rank; NaN where the response mask is 0.
+        """Return the teacher's log-probabilities ``[total]`` of the tokens that this rank holds. Collective.
 
-        Raises GrpoError when the server does not answer after all retries, or sends an invalid answer.
+        NaN where the response mask is 0. Raises GrpoError when the server does not answer after all retries, or sends
+        an invalid answer.
         """
         found = np.full(len(batch.tokens), np.nan, np.float32)
-        with led_by_rank_0():
-            if dist.get_rank() == 0:
-                found = self._run(self._batch_log_probs(batch))
-        dist.broadcast(torch.from_numpy(found), src=0, group=host_group())
-        return found
+        senders = first_holders(batch)
+        mine = senders == dist.get_rank()
+        with all_finish():
+            if mine.any():
+                slots = max(1, self._args.vllm_max_num_seqs // len(np.unique(senders)))
+                values = self._run(self._batch_log_probs(batch, np.flatnonzero(mine), slots))
+                found[batch.token_positions(np.flatnonzero(mine))] = values
+        found[batch.response_mask == 0] = np.nan
+        return spread(batch, [found], mine)[0]
 
     def _run(self, work) -> Any:
         async def run_and_close() -> Any:
@@ -69,16 +77,16 @@ class TeacherServer(Client):
                 f"1 are {longest}: start the server with at least this length"
             )
 
-    async def _batch_log_probs(self, batch: RolloutBatch) -> np.ndarray:
-        slots = asyncio.Semaphore(self._args.vllm_max_num_seqs)
+    async def _batch_log_probs(self, batch: RolloutBatch, completions: np.ndarray, slots: int) -> np.ndarray:
+        """Return the log-probabilities of the tokens of ``completions``, by ``slots`` requests at a time."""
+        semaphore = asyncio.Semaphore(slots)
 
         async def one(start: int, end: int) -> list[float]:
-            async with slots:
+            async with semaphore:
                 return await self._sequence_log_probs(batch.tokens[start:end].tolist())
 
-        spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
-        values = np.concatenate(await asyncio.gather(*(one(*span) for span in spans)), dtype=np.float32)
-        return np.where(batch.response_mask == 1, values, np.float32(np.nan))
+        spans = zip(batch.cu_seqlens[completions].tolist(), batch.cu_seqlens[completions + 1].tolist(), strict=True)
+        return np.concatenate(await asyncio.gather(*(one(*span) for span in spans)), dtype=np.float32)
 
     async def _sequence_log_probs(self, tokens: list[int]) -> list[float]:
         """Return the log-probabilities of the tokens of one sequence; the first is NaN."""

@@ -557,7 +557,7 @@ def check_dynamic_sampling(args: Namespace) -> None:
 
 def check_partial_rollouts(args: Namespace) -> None:
     """Raise GrpoError for flags that cannot go with completions of several rollouts."""
-    if args.max_staleness and not (args.partial_rollouts or args.rollout_ranks):
+    if args.max_staleness and not (args.partial_rollouts or args.rollout_ranks or args.replay_rollouts):
         raise GrpoError(
             f"--max-staleness {args.max_staleness} needs --partial-rollouts or --rollout-ranks: without them a rollout "
             "finishes every completion that it starts"
@@ -605,12 +605,11 @@ def check_ledger(args: Namespace) -> None:
         excludes(args, "ledger", dest, "it generates nothing to write")
         excludes(args, "rollout_only", dest, "one needs an engine, the other has none")
         excludes(args, dest, "rollout_ranks", "there are no engines: give the training ranks alone")
-    for dest in ("ledger", "rollout_only"):
-        excludes(args, dest, "rollout_ranks", "engines on ranks of their own write no ledger")
+    excludes(args, "rollout_only", "rollout_ranks", "no trainer needs ranks of its own: leave the second out")
     excludes(args, "rollout_only", "partial_rollouts", "the weights do not change, and nothing becomes stale")
     for dest in ("save_interval", "eval_interval", "async_save", "save_adapter"):
         excludes(args, "rollout_only", dest, "there are no updates to save or evaluate")
-    if recorded_in(args) or args.rollout_ranks:
+    if recorded_in(args):
         return
     if args.save and (args.max_staleness or args.rollout_only):
         args.ledger = args.ledger or f"{args.save}/ledger"

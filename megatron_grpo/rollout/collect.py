@@ -1,4 +1,4 @@
-"""One rollout over all engine replicas: dispatch prompts, score completions, exchange the whole batch."""
+"""One rollout over all engine replicas: dispatch prompts, score completions, exchange what the ranks need."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,8 +7,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.share import of_all_ranks, with_tokens_of
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
@@ -16,6 +17,18 @@ from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
+
+Needs = Callable[[RolloutBatch], Bool]
+
+
+def everything(batch: RolloutBatch) -> Bool:
+    """Need the tokens of all completions."""
+    return np.ones(batch.num_completions, bool)
+
+
+def nothing(batch: RolloutBatch) -> Bool:
+    """Need no tokens: an evaluation reads rewards."""
+    return np.zeros(batch.num_completions, bool)
 
 
 def collect_rollout(
@@ -26,12 +39,14 @@ def collect_rollout(
     timers,
     capacity: int | None = None,
     progress: Callable[[Sequence[Completion], int], None] = lambda completions, under_way: None,
+    needs: Needs = everything,
 ) -> tuple[RolloutBatch, int]:
     """Return ``plan.num_generations`` completions of every prompt with rewards, and the number of missing rewards.
 
-    The batch has the same order on every rank: completion ``p * num_generations + g`` is the g-th of prompt p, and its
-    group is p, whichever replica generated it. All completions of a prompt run on one replica, so the prefill runs once
-    and a group-wise reward receives all of them. ``plan.selection`` starts some of the prompts and keeps some of their
+    Every rank gets the arrays [n] of all completions, and the tokens of those that it ``needs`` (`exchange`). The batch
+    has the same order on every rank: completion ``p * num_generations + g`` is the g-th of prompt p, and its group is
+    p, whichever replica generated it. All completions of a prompt run on one replica, so the prefill runs once and a
+    group-wise reward receives all of them. ``plan.selection`` starts some of the prompts and keeps some of their
     groups; p is then the group's place in `Selection.places`. Scoring overlaps generation.
 
     ``progress`` is called after every engine step with the finished completions of this replica and the number of
@@ -84,6 +99,7 @@ def collect_rollout(
         spoken = completions if engine.is_lead else []  # all ranks of a replica hold the same completions
         places = selection.places() if selection is not None else range(len(prompts))
         spoken = [completion for completion in spoken if members[completion.id].group in places]
+        spoken.sort(key=lambda completion: (places[members[completion.id].group], members[completion.id].place))
         num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
         mine = to_batch(prompts, spoken, members, places, num_kept)
         if recording is not None:
@@ -91,12 +107,27 @@ def collect_rollout(
             recording.placed({number: places[number] for number in {members[c.id].group for c in spoken}})
         if scorer is not None:
             mine.rewards = scorer.finish([completion.id for completion in spoken])
-        failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
-        dist.all_reduce(failures, group=host_group())
-        batch = batch_of_all_ranks(mine)
+        batch, failures = exchange(mine, needs), missing_rewards(scorer)
         if selection is None:
             dispatcher.close()
-    return batch, int(failures)
+    return batch, failures
+
+
+def exchange(mine: RolloutBatch, needs: Needs, group: dist.ProcessGroup | None = None) -> RolloutBatch:
+    """Return the batch of all ranks of ``group`` [all] from the completions of this one. Collective.
+
+    Every rank gets the arrays [n] of all completions, in their global order. ``needs`` returns [n], for such a batch,
+    the completions whose tokens this rank needs.
+    """
+    batch = of_all_ranks(mine, group)
+    return with_tokens_of(batch, needs(batch), group)
+
+
+def missing_rewards(scorer: RewardPool | None) -> int:
+    """Return the number of missing rewards of all ranks. Collective."""
+    failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
+    dist.all_reduce(failures, group=host_group())
+    return int(failures)
 
 
 def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:
@@ -142,29 +173,3 @@ def to_batch(
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
     )
-
-
-def batch_of_all_ranks(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> RolloutBatch:
-    """Return the whole batch, in its global order, from the parts of all ranks of ``group`` [all]. Collective."""
-    parts = _exchange(batch, group or host_group())
-    return RolloutBatch.concatenate([part for part in parts if part.num_completions]).sorted_by_sample()
-
-
-def _exchange(batch: RolloutBatch, group: dist.ProcessGroup) -> list[RolloutBatch]:
-    """All-gather the batches of all ranks, as bytes of flat arrays (no pickles)."""
-    buffers = [np.ascontiguousarray(b) for b in batch.to_buffers()]
-    sizes = torch.tensor([b.nbytes for b in buffers], dtype=torch.int64)
-    all_sizes = [torch.empty_like(sizes) for _ in range(group.size())]
-    dist.all_gather(all_sizes, sizes, group=group)
-    room = max(int(s.sum()) for s in all_sizes)
-    payload = torch.zeros(room, dtype=torch.uint8)
-    raw = np.concatenate([b.reshape(-1).view(np.uint8) for b in buffers])
-    payload[: len(raw)] = torch.from_numpy(raw)
-    payloads = [torch.empty_like(payload) for _ in all_sizes]
-    dist.all_gather(payloads, payload, group=group)
-    batches = []
-    for data, lengths in zip(payloads, all_sizes, strict=True):
-        ends = np.cumsum(lengths.numpy())
-        pieces = np.split(data.numpy()[: ends[-1]], ends[:-1])
-        batches.append(RolloutBatch.from_buffers([p.view(b.dtype) for p, b in zip(pieces, buffers, strict=True)]))
-    return batches

@@ -9,18 +9,17 @@ Groups are scored when they are complete. All decisions follow from the engine's
 repeatable.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.data.share import of_completions
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
-from megatron_grpo.rollout.collect import batch_of_all_ranks, sample_to_score, to_batch
+from megatron_grpo.rollout.collect import Needs, everything, exchange, missing_rewards, sample_to_score, to_batch
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.unfinished import Group, with_completion
@@ -33,6 +32,7 @@ def collect_partial_rollout(
     tokenizer,
     timers,
     progress: Callable[[Sequence[Completion], int], None] = lambda completions, under_way: None,
+    needs: Needs = everything,
 ) -> tuple[RolloutBatch, int]:
     """Return the next batch, and the number of missing rewards of the groups that were completed in this rollout.
 
@@ -96,11 +96,9 @@ def collect_partial_rollout(
         batch = to_batch(prompts, completions, members, places, num_kept)
         if scorer is not None:
             batch.rewards = np.concatenate([rewards[:0], *(group.rewards for group in mine)])
-        failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
-        dist.all_reduce(failures, group=host_group())
-        batch = batch_of_all_ranks(batch)
+        batch, failures = exchange(batch, needs), missing_rewards(scorer)
     partial.take(groups, taken, len(plan.prompts))
-    return batch, int(failures)
+    return batch, failures
 
 
 def _requests(groups: dict[int, Group], members: dict[int, Any], plan: RolloutPlan) -> list[Request]:
@@ -129,12 +127,17 @@ def staleness_metrics(batch: RolloutBatch, version: int, updates_per_rollout: in
 
     ``version`` is the newest version of the weights; a sync follows after ``updates_per_rollout`` updates.
     """
-    sampled = batch.response_mask == 1
+    sampled, owner = batch.response_mask == 1, batch.completion_of_tokens
     staleness = (version - batch.weight_version[sampled]) / updates_per_rollout
-    begins = batch.cu_seqlens[:-1] + batch.prompt_lengths
-    versions = zip(batch.weight_version[begins], batch.weight_version[batch.cu_seqlens[1:] - 1], strict=True)
+    largest, interrupted = np.zeros((2, batch.num_completions))
+    np.maximum.at(largest, owner[sampled], staleness)
+    held = np.flatnonzero(batch.held)
+    first = batch.weight_version[batch.cu_seqlens[held] + batch.prompt_lengths[held]]
+    interrupted[held] = first != batch.weight_version[batch.cu_seqlens[held + 1] - 1]
+    sums = np.bincount(owner[sampled], staleness, minlength=batch.num_completions)
+    sums, largest, interrupted = of_completions(batch, np.stack([sums, largest, interrupted]))
     return {
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": float(staleness.max()),
-        "staleness/interrupted": float(np.mean([first != last for first, last in versions])),
+        "staleness/mean": math.fsum(sums) / max(int(batch.response_lengths.sum()), 1),
+        "staleness/max": float(largest.max()),
+        "staleness/interrupted": float(interrupted.mean()),
     }

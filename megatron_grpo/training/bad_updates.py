@@ -6,6 +6,7 @@ They are found between the backward pass and the optimizer, so the parameters ar
 import json
 import math
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.share import first_holders
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -129,14 +131,20 @@ class BadUpdates:
         self.restore_due = self.action == "restore"
 
     def _write(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> str:
-        """Write rollout, completions of the update and metrics; return the end of a sentence about the file."""
+        """Write rollout, completions of the update and metrics; return the end of a sentence about the files.
+
+        Each rank writes the completions of which it is the first holder.
+        """
         if not self.save or self.restore_due:
             return ""
-        file = Path(self.save, DIRECTORY, f"iteration_{iteration:07d}.npz")
+        directory = Path(self.save, DIRECTORY, f"iteration_{iteration:07d}")
+        mine = np.flatnonzero(first_holders(batch) == dist.get_rank())
+        directory.mkdir(parents=True, exist_ok=True)
+        if len(mine):
+            part = replace(batch.select(mine), all_lengths=None, all_response_lengths=None)
+            part.save(directory / f"{dist.get_rank():05d}.npz")
         if dist.get_rank() == 0:
-            file.parent.mkdir(exist_ok=True)
-            batch.save(file)
             values = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
             record = {"iteration": iteration, "problem": self.problem, "completions": completions.tolist()}
-            file.with_suffix(".json").write_text(json.dumps(record | {"metrics": values}, indent=1) + "\n")
-        return f" (its batch: {file})"
+            directory.with_suffix(".json").write_text(json.dumps(record | {"metrics": values}, indent=1) + "\n")
+        return f" (its batch: {directory})"

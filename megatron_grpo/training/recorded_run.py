@@ -1,11 +1,14 @@
 """The ledger at the start of a run: is it of the same run, what does it hold, and where does the run go on?"""
 
+import time
 from argparse import Namespace
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.parallel.initialize import print_rank_0
@@ -103,17 +106,45 @@ def read_ledger(args: Namespace, iteration: int) -> Content:
     return Content()
 
 
-def open_ledger(args: Namespace, found: Content, batch: int, engine: Engine) -> tuple[Ledger | None, Replay | None]:
+def open_ledger(args: Namespace, batch: int, engine: Engine) -> tuple[Ledger | None, Replay | None]:
     """Return the ledger to write to, and the recorded batches from ``batch`` on; None without --ledger. Collective."""
     if not args.ledger:
         return None, None
+    found = read_ledger(args, batch * args.updates_per_rollout)
     next_batch = found.next_missing(batch)
-    stop = args.on_save_error == "stop"
-    ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), engine.is_lead, stop)
+    producer = dist.get_rank() if engine.is_lead else None
+    leads, stop = dist.get_rank() == 0, args.on_save_error == "stop"
+    ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), producer, leads, stop)
     checkpoint.on_rank_0(ledger.begin, next_batch)
     if next_batch > batch:
         print_rank_0(f"{next_batch - batch} batches after this position are in the ledger {args.ledger}: used again")
     return ledger, Replay(ledger.content)
+
+
+def open_placed_ledger(args: Namespace, batch: int, store: dist.Store) -> Ledger | None:
+    """Return the trainers' part of the ledger of a run with --rollout-ranks, which generates from ``batch`` on.
+
+    The engine ranks wait for it: `producer_ledger`. Collective over the trainers.
+    """
+    if not args.ledger:
+        return None
+    found = read_ledger(args, batch * args.updates_per_rollout)
+    leads, stop = dist.get_rank() == 0, args.on_save_error == "stop"
+    ledger = Ledger(Path(args.ledger), found, batch, run_flags(args), None, leads, stop)
+    checkpoint.on_rank_0(ledger.begin, batch)
+    if leads:
+        store.set("ledger", str(ledger.attempt))
+    return ledger
+
+
+def producer_ledger(args: Namespace, store: dist.Store, replica: int) -> Ledger | None:
+    """Return the part of the ledger to which the lead rank of an engine replica appends; wait for the trainers'."""
+    if not args.ledger:
+        return None
+    while not store.check(["ledger"]):  # the trainers build their model first, which has no bound
+        time.sleep(0.05)
+    earlier = Content(nexts=(0,) * int(store.get("ledger")))
+    return Ledger(Path(args.ledger), earlier, 0, {}, replica, False, args.on_save_error == "stop")
 
 
 def open_replay(args: Namespace, batch: int) -> Replay:

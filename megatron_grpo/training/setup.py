@@ -55,7 +55,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
-from megatron_grpo.training.recorded_run import open_ledger, open_replay, read_ledger
+from megatron_grpo.training.recorded_run import open_ledger, open_placed_ledger, open_replay, producer_ledger
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
@@ -80,7 +80,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
     _resume_own_launch(args)
     resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
-    _merge_architecture(args, resume)
+    set_architecture(args, resume)
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
@@ -151,7 +151,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     memory = DeviceMemory(args)
     OutOfMemory.explain = memory.explanation
     with memory.phase("the construction of model and optimizer"):
-        model, optimizer, scheduler, reference = _build_model(args, model_provider, resume, ref_args)
+        model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
         teacher = None
         if teach_args is not None:
@@ -175,7 +175,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     bad_updates.load_state_dict(position.get("bad_updates", {}))
     state_offloader = Offloader(model, optimizer, False, args.offload_gradients, args.offload_optimizer)
     weight_offloader = Offloader(model, optimizer, args.offload_model, False, False)
-    recorded = read_ledger(args, iteration)
     progress.step("engine")
     early_exit = EarlyExit(args.exit_duration_in_mins, args.exit_signal_handler, args.exit_grace_seconds, args.save)
     before_exit(early_exit.close)
@@ -184,7 +183,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
     engine: Engine
+    ledger = None
     if roles is not None:
+        ledger = open_placed_ledger(args, position.get("rollouts", 0), roles.store)
         engine = memory.engine = PlacedEngines(args, roles, dataset, sampler, early_exit.check_wait)
         before_exit(engine.close)
         engine.wait_for_start()
@@ -197,10 +198,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             engine = memory.engine = build_engine(args, model, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
-    if recorded_in(args):
+    if roles is not None:
+        replay = None
+    elif recorded_in(args):
         ledger, replay = None, open_replay(args, position.get("rollouts", 0))
     else:
-        ledger, replay = open_ledger(args, recorded, position.get("rollouts", 0), engine)
+        ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
     scorer = None
     progress.step("rewards")
     if engine.is_lead:
@@ -256,8 +259,11 @@ def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptD
     """Run an engine replica on this rank until the trainer ends it."""
     engine = build_engine(args, [], tokenizer)
     scorer = build_scorer(args, models) if engine.is_lead else None
-    Producer(args, engine, scorer, tokenizer, train, valid, roles).run()
+    ledger = producer_ledger(args, roles.store, roles.role.replica) if engine.is_lead else None
+    Producer(args, engine, scorer, tokenizer, train, valid, roles, ledger).run()
     engine.close()
+    if ledger is not None:
+        ledger.close()
     if scorer is not None:
         scorer.close()
 
@@ -385,7 +391,7 @@ def _check_destinations(args) -> None:
             raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
 
 
-def _merge_architecture(args, resume: bool) -> None:
+def set_architecture(args, resume: bool) -> None:
     """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ.
 
     Also set the shape of an adapter, and the base of a resumed one.
@@ -406,7 +412,7 @@ def _merge_architecture(args, resume: bool) -> None:
         args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
 
 
-def _build_model(args, model_provider: Callable, resume: bool, ref_args):
+def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_args):
     """Return model, optimizer, scheduler and reference model with initial weights, which a resume overwrites."""
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import group_statistics
+from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
-from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
+from megatron_grpo.data.share import mean_in_loss, with_tokens_of
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.lora.files import save_adapter
 from megatron_grpo.lora.stream import merged_shards, stream_merged
@@ -36,7 +38,7 @@ from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.collect import Needs, collect_rollout, everything
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.ledger.content import BatchRecord
@@ -58,6 +60,8 @@ from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
+
+Divide = Callable[[int], list[np.ndarray]]  # from their number to the completions of each update
 
 
 @dataclass
@@ -158,16 +162,19 @@ class Trainer:
             )
         return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial, recording)
 
-    def collect(self, plan: RolloutPlan) -> RolloutBatch:
-        """Return the completions of a plan with their rewards, on every rank; without prompts the next batch.
+    def collect(self, plan: RolloutPlan, divide: Divide | None = None) -> RolloutBatch:
+        """Return the completions of a plan with their rewards, and the tokens of those that this rank computes.
 
+        ``divide`` divides the completions into updates; None for an evaluation, which needs no tokens.
+        A plan without prompts is for the next batch of engines on ranks of their own.
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
+        needs = partial(self.computes, divide=divide)
         if plan.recorded is not None:
-            return self._collect_recorded(plan.recorded)
+            return self._collect_recorded(plan.recorded, needs)
         if isinstance(self.engine, PlacedEngines):
             with self.timers("rollout"):
-                return self._collect_placed(self.engine, plan)
+                return self._collect_placed(self.engine, plan, needs)
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         show = self.logger.rollout_progress(self.engine.num_replicas)
 
@@ -177,12 +184,12 @@ class Trainer:
 
         if plan.partial is not None:
             batch, self.reward_failures = collect_partial_rollout(
-                self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, after_step, needs
             )
             self.sampling_metrics = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         else:
             batch, self.reward_failures = collect_rollout(
-                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, after_step
+                self.engine, plan, self.scorer, self.tokenizer, self.timers, capacity, after_step, needs
             )
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
@@ -204,10 +211,10 @@ class Trainer:
                 plan.recording.close(sampler, metrics, self.reward_failures, num_kept, self.partial)
         return batch
 
-    def _collect_recorded(self, record: BatchRecord) -> RolloutBatch:
+    def _collect_recorded(self, record: BatchRecord, needs: Needs) -> RolloutBatch:
         """Return a batch of the ledger; the sampler and the unfinished groups are then as the batch left them."""
         with self.timers("rollout"):
-            batch = self.replay.collect(record)
+            batch = self.replay.collect(record, needs)
         if record.sampler is not None:
             self.sampler.load_state_dict(record.sampler)
         self.sampling_metrics, self.sync_metrics = record.metrics, {}
@@ -217,13 +224,40 @@ class Trainer:
             self.partial.state = Unfinished(groups, record.partial["started"], record.partial["version"])
         return batch
 
-    def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan) -> RolloutBatch:
+    def computes(self, batch: RolloutBatch, divide: Divide | None) -> Bool:
+        """Return [n] which completions this rank computes: in an update, or in a pass for log-probabilities before it.
+
+        A pass can divide the rollout in another way than the updates: it is of all completions, with another budget of
+        tokens, or of a model with another parallel configuration.
+        """
+        computes, lengths = np.zeros(batch.num_completions, bool), batch.lengths
+        if divide is None:
+            return computes
+        args, updates = self.args, divide(batch.num_completions)
+        passes = [(completions, None) for completions in updates]
+        if may_need_scores(args):
+            passes += [(np.sort(completions), args.logprobs_max_tokens_per_microbatch) for completions in updates]
+        if needs_old_log_probs(args):
+            passes.append((np.arange(batch.num_completions), args.logprobs_max_tokens_per_microbatch))
+        for completions, max_tokens in passes:
+            computes[forward.own_completions(args, lengths, completions, max_tokens)] = True
+        for model in (self.reference, self.teacher):
+            if model is not None and not isinstance(model, TeacherServer):
+                computes[model.own_completions(lengths)] = True
+        return computes
+
+    def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         if plan.prompts:
-            batch, self.reward_failures = engine.generate(plan)
+            batch, self.reward_failures = engine.generate(plan, needs)
             return batch
-        batch, self.reward_failures, metrics = engine.take()
+        batch, self.reward_failures, metrics = engine.take(needs)
         staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         self.sampling_metrics = metrics | staleness
+        if self.ledger is not None and dist.get_rank() == 0:
+            sampling = training_sampling(self.args, self.rollouts)
+            num_kept = sampling.top_k if sampling.kept_token_ids else 0
+            rest = self.sampler.state_dict(), self.sampling_metrics, self.reward_failures, num_kept, None
+            self.ledger.record(BatchRecord(self.rollouts - 1, engine.taken, *rest))
         return batch
 
     # ---- the engine
@@ -322,7 +356,7 @@ class Trainer:
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
             if isinstance(self.engine, PlacedEngines):
                 plan = weight_check.probe_plan(self.args, prompts, self.engine.num_replicas)
-                return self.engine.generate(plan, data="train", scored=False)[0]
+                return self.engine.generate(plan, everything, data="train", scored=False)[0]
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
 
     def _check_probe(self, probe: RolloutBatch) -> None:
@@ -394,7 +428,9 @@ class Trainer:
         gap = row.get("mismatch/mean_abs", 0.0)
         if self.args.max_staleness:  # compare the tokens that the present weights sampled
             new = (batch.weight_version == self.synced_iteration) & (batch.response_mask == 1)
-            gap = float(np.abs(batch.old_log_probs - batch.rollout_log_probs)[new].mean()) if new.any() else 0.0
+            gaps = np.where(new, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
+            share = mean_in_loss(batch, new)
+            gap = mean_in_loss(batch, gaps) / share if share else 0.0
         if stale or not gap <= limit:  # nan exceeds every limit
             versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
@@ -494,8 +530,11 @@ class Trainer:
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
+        picks = chosen(batch.advantages, self.args.num_completions_to_log)
+        logged = np.zeros(batch.num_completions, bool)
+        logged[[i for i, _ in picks]] = self.logger.active
+        batch = with_tokens_of(batch, logged)
         if self.logger.active:
-            picks = chosen(batch.advantages, self.args.num_completions_to_log)
             rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
             self.logger.log_completions(self.iteration + 1, rows)
 

@@ -106,7 +106,7 @@ def references(root: Path, layout: str) -> None:
         )
         for own in (separate.args, args) if reference is separate else (args,):
             flags = args if own is separate.args else without_layout(args)  # --ref-* given, or left out
-            again, optimizer, scheduler, resumed = setup._build_model(flags, model_provider, True, own)
+            again, optimizer, scheduler, resumed = setup.build_model_and_optimizer(flags, model_provider, True, own)
             checkpoint.load_checkpoint(args, again, optimizer, scheduler)
             assert isinstance(resumed, ReferenceModel if own is separate.args else SwappedReference) and resumed.updated
             assert same_bits(weights(resumed, again), updated)
@@ -121,7 +121,7 @@ def references(root: Path, layout: str) -> None:
         flags.ref_load, flags.ref_load_hf = None, None
         setattr(flags, flag, str(origin))
         set_random_seed(7)
-        policy, *_, loaded = setup._build_model(flags, model_provider, False, own)
+        policy, *_, loaded = setup.build_model_and_optimizer(flags, model_provider, False, own)
         assert same_bits(weights(loaded, policy), after) and not loaded.updated
         assert same_bits({name: tensor.clone() for name, tensor in stream_hf(policy, args)}, fresh)
     say("a reference of its own origin leaves the policy alone")

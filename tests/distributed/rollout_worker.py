@@ -36,7 +36,7 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
-from megatron_grpo.rollout.collect import batch_of_all_ranks, collect_rollout, to_batch
+from megatron_grpo.rollout.collect import collect_rollout, everything, exchange, to_batch
 from megatron_grpo.rollout.dynamic_sampling import Selection
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
@@ -218,7 +218,7 @@ class Cases:
         assert not requests and seams
         places = range(len(self.prompts))
         mine = to_batch(self.prompts, done if engine.is_lead else [], dict(enumerate(members)), places, 0)
-        batch = batch_of_all_ranks(mine)
+        batch = exchange(mine, everything)
         self.facts[f"{name} kept the random state"] = random_state() == state
         batch.save(self.out / f"{name}.{self.rank}.npz")
         return batch

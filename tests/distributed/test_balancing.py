@@ -30,7 +30,7 @@ def test_every_completion_comes_once_and_in_order_on_every_rank(out):
     assert static.row_ids.tolist() == [50 + p for p in range(len(POLLS)) for _ in range(GENERATIONS)]
     for path in sorted(out.glob("*.npz")):
         batch = RolloutBatch.load(path)
-        for one, other in zip(static.to_buffers(), batch.to_buffers(), strict=True):
+        for one, other in zip(static.arrays().values(), batch.arrays().values(), strict=True):
             np.testing.assert_array_equal(one, other, err_msg=path.name)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     run = attempt("job 7", "nan", [*flags, "--on-bad-update", action], tmp_path, check=action != "stop")
     assert (run.returncode != 0) == (action == "stop")
     assert "update 3 is bad: the gradient norm is nan" in run.stdout
-    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003.npz").num_completions == 8
+    assert RolloutBatch.load(tmp_path / "bad_updates" / "iteration_0000003").num_completions == 8
     done = rows(tmp_path)
     assert done[:2] == undisturbed[:2]
     if action == "stop":
@@ -83,6 +84,33 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     assert done[3]["grad_norm"] > 0 and latest_iteration(tmp_path) == 4
     # The weights are those after update 2, so the rollout of update 3 is on-policy, and so is that of update 4.
     assert done[3]["mismatch/mean_abs"] < 1e-5 and done[3]["consumed/prompts"] == undisturbed[3]["consumed/prompts"]
+    replayed(flags, tmp_path, undisturbed[2])
+
+
+def replayed(flags, save: Path, expected: dict) -> None:
+    """Repeat update 3 with the weights of update 2; then with an advantage that makes the gradient's norm overflow."""
+    (save / "latest_checkpointed_iteration.txt").write_text("2")
+    file = save / "bad_updates" / "iteration_0000003"
+    words = ["tools/replay_update.py", file, *flags, "--load", save, "--save", save]
+    lines = run_torchrun(2, *words).stdout.splitlines()
+    start = lines.index("update 3: the gradient norm is nan; weights of iteration 2")
+    table = [line.split() for line in lines[start + 2 : start + 10]]
+    assert sorted(int(row[0]) for row in table) == list(range(8))
+    loss, norm = map(
+        float, re.search(r"the update: loss (\S+), gradient norm (\S+); 0 of 8", lines[start + 10]).groups()
+    )
+    assert norm == pytest.approx(expected["grad_norm"], rel=1e-4) and loss == pytest.approx(expected["loss"], abs=1e-6)
+    assert sum(float(row[4]) for row in table) == pytest.approx(loss, abs=1e-5)
+    norms = [float(row[5]) for row in table]
+    assert norms == sorted(norms, reverse=True) and sum(norms) >= norm >= 0.0
+
+    batch = RolloutBatch.load(file)
+    batch.advantages[5] = 3e38
+    for part in file.iterdir():
+        part.unlink()
+    batch.save(file / "00000.npz")
+    output = run_torchrun(2, *words).stdout
+    assert re.search(r"grad norm\n +5 .*(nan|inf)\n", output) and "; 1 of 8 completions not finite" in output
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from selection_engine import GENERATIONS, InterruptibleEngine, Letters, TableSco
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
-from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.collect import collect_rollout, everything
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.ledger import Ledger
@@ -95,13 +95,13 @@ def run(root: Path, partial: bool) -> None:
             groups.load(saved[-1], position["partial"], Dataset())
     found = content.read(root / "ledger")
     following = found.next_missing(number)
-    ledger = Ledger(root / "ledger", found, following, {"seed": 1}, True, True)
+    ledger = Ledger(root / "ledger", found, following, {"seed": 1}, 0, True, True)
     ledger.begin(following)
     replay = Replay(ledger.content)
     while number < BATCHES:
         record = replay.get(number)
         if record is not None:
-            batch, drawn = replay.collect(record), record.sampler["drawn"]
+            batch, drawn = replay.collect(record, everything), record.sampler["drawn"]
             if groups is not None:
                 left = replay.unfinished(number, 0, lambda row, ids: prompts(1, first=row)[0])
                 groups.state = Unfinished(left, record.partial["started"], record.partial["version"])

@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,18 +66,18 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _read(stream, model, args) -> None:
-    deque(stream(model, args), maxlen=0)
+def read_all(stream: Callable, model, args) -> int:
+    """Read a stream of weights to its end, without keeping one; return the number of tensors."""
+    return sum(1 for _ in stream(model, args))
 
 
 def merge_only(args, model, repeat: int) -> None:
     """Print what the merged weights cost beside the weights as they are."""
     print_rank_0("| weights | tensors | ms | operations of torch |\n|---|--:|--:|--:|")
     for name, stream in (("as they are", stream_hf), ("merged", stream_merged)):
-        whole = partial(_read, stream, model, args)
-        times = [seconds(whole) for _ in range(repeat + 1)]
-        tensors = sum(1 for _ in stream(model, args))
-        count = operations(whole)
+        read = partial(read_all, stream, model, args)
+        times = [seconds(read) for _ in range(repeat + 1)]
+        tensors, count = read(), operations(read)
         print_rank_0(f"| {name} | {tensors:,} | {1e3 * median(times[1:]):,.1f} | {count:,} |")
 
 

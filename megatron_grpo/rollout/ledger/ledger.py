@@ -63,16 +63,25 @@ class Ledger:
     """The ledger of this run, on one rank; an object for each attempt (content.py).
 
     ``content`` is what earlier attempts have written, ``next`` the first batch that this one generates. ``run`` is what
-    the run is. ``is_lead``: this rank appends the groups of its replica.
+    the run is. ``producer``: number of this rank among those that append groups, or None. ``leads``: appends batches.
     """
 
-    def __init__(self, directory: Path, content: Content, next: int, run: dict[str, Any], is_lead: bool, stop: bool):
+    def __init__(
+        self,
+        directory: Path,
+        content: Content,
+        next: int,
+        run: dict[str, Any],
+        producer: int | None,
+        leads: bool,
+        stop: bool = False,
+    ):
         self.directory, self.content, self.stop = directory, content.without_later(next), stop
-        rank, attempt = dist.get_rank(), len(content.nexts)
-        head = {"attempt": attempt, "rank": rank}
-        self._groups = Segments(directory, f"groups-{rank:05d}", head) if is_lead else None
+        self.attempt = len(content.nexts)
+        head = {"attempt": self.attempt}
+        self._groups = Segments(directory, f"groups-{producer:05d}", head) if producer is not None else None
         self._batches = None
-        if rank == 0:
+        if leads:
             self._batches = Segments(directory, "batches", head | {"run": run, "nexts": [*content.nexts, next]})
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._writes: list[tuple[Future[None], list[GroupKey]]] = []
@@ -91,10 +100,13 @@ class Ledger:
         """Whether this rank appends groups."""
         return self._groups is not None
 
-    def append(self, batch: int, groups: Mapping[int, Group]) -> None:
-        """Append finished groups with their rewards in the rollout for ``batch``; returns at once: `flush`."""
+    def append(self, batch: int, groups: Mapping[int, Group]) -> Future[None]:
+        """Append finished groups with their rewards in the rollout for ``batch``; returns at once: `flush`.
+
+        The returned object is done when they are on the disk, or could not be written.
+        """
         keys = [GroupKey(group.birth, number) for number, group in groups.items()]
-        self._submit({"kind": "groups", "batch": batch, "groups": keys}, groups, keys)
+        return self._submit({"kind": "groups", "batch": batch, "groups": keys}, groups, keys)
 
     def append_unfinished(self, batch: int, replica: int, groups: Mapping[int, Group]) -> None:
         """Append what a replica has after ``batch`` was taken: the finished groups are in the ledger already."""
@@ -102,10 +114,12 @@ class Ledger:
         complete = [GroupKey(group.birth, number) for number, group in groups.items() if group.complete]
         self._submit({"kind": "unfinished", "batch": batch, "replica": replica, "complete": complete}, left, complete)
 
-    def _submit(self, head: dict[str, Any], groups: Mapping[int, Group], keys: list[GroupKey]) -> None:
+    def _submit(self, head: dict[str, Any], groups: Mapping[int, Group], keys: list[GroupKey]) -> Future[None]:
         assert self._groups is not None
         segments, groups = self._groups, dict(groups)
-        self._writes.append((self._thread.submit(lambda: segments.append(head, to_arrays(groups))), keys))
+        write = self._thread.submit(lambda: segments.append(head, to_arrays(groups)))
+        self._writes.append((write, keys))
+        return write
 
     def flush(self) -> None:
         """Wait until everything that was appended is on the disk."""

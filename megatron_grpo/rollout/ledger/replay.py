@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.rewards.pool import GroupMember
-from megatron_grpo.rollout.collect import batch_of_all_ranks, to_batch
+from megatron_grpo.rollout.collect import Needs, exchange, to_batch
 from megatron_grpo.rollout.ledger import records
 from megatron_grpo.rollout.ledger.content import BatchRecord, Content
 from megatron_grpo.rollout.ledger.ledger import load
@@ -27,12 +27,15 @@ class Replay:
         """Return the record of a batch, or None if it has to be generated."""
         return self.content.batches.get(number)
 
-    def collect(self, record: BatchRecord) -> RolloutBatch:
-        """Return a recorded batch: each rank reads a part of its groups. Collective."""
+    def collect(self, record: BatchRecord, needs: Needs) -> RolloutBatch:
+        """Return a recorded batch, with the tokens of the completions that this rank ``needs``. Collective.
+
+        Each rank reads a part of the groups.
+        """
         places = range(dist.get_rank(), len(record.groups), dist.get_world_size())
         found = load(self.content, [record.groups[place] for place in places], recorded_prompt)
         groups = {place: found[record.groups[place]] for place in places}
-        return batch_of_all_ranks(batch_of(groups, record.num_kept))
+        return exchange(batch_of(groups, record.num_kept), needs)
 
     def unfinished(self, batch: int, replica: int, prompt_of: PromptOf) -> dict[int, Group]:
         """Return the groups that a replica of --partial-rollouts had after a batch was taken, by number."""

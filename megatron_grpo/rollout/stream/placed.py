@@ -16,7 +16,8 @@ from megatron_grpo.data.prompts import PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
 from megatron_grpo.parallel.roles import Joint
-from megatron_grpo.rollout.collect import batch_of_all_ranks, to_batch
+from megatron_grpo.rollout.collect import Needs, exchange, to_batch
+from megatron_grpo.rollout.ledger.content import GroupKey
 from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.conductor import Conductor
@@ -66,6 +67,7 @@ class PlacedEngines:
         self._idle_seconds = 0.0  # of all replicas
         self.waited = 0.0  # seconds for the newest batch
         self._ended = False
+        self.taken: tuple[GroupKey, ...] = ()  # groups of the newest batch, on rank 0
 
     def wait_for_start(self) -> None:
         """Wait until all replicas have started. Collective."""
@@ -75,8 +77,11 @@ class PlacedEngines:
 
     # ---- batches
 
-    def take(self) -> tuple[RolloutBatch, int, dict[str, float]]:
-        """Return the next batch, on every trainer, its number of missing rewards, and metrics. Collective."""
+    def take(self, needs: Needs) -> tuple[RolloutBatch, int, dict[str, float]]:
+        """Return the next batch, its number of missing rewards, and metrics. Collective.
+
+        A trainer gets the tokens of the completions that it ``needs``.
+        """
         metrics: list[Any] = [0, {}]
         began = time.monotonic()
         with led_by_rank_0(self._watch_signals):
@@ -86,13 +91,14 @@ class PlacedEngines:
                     self._wait()
                     self._start_groups()
                 self._tell({"do": "fetch", "groups": [group.number for group in taken]})
+                self.taken = tuple(GroupKey(group.birth, group.number) for group in taken)
                 idle, self._idle_seconds = self._idle_seconds, self._idle()
                 metrics = [self._failures, {"stream/trainer_wait": time.monotonic() - began}]
                 metrics[1]["stream/engine_idle"] = (self._idle_seconds - idle) / self.num_replicas
                 metrics[1]["stream/replaced_groups"] = self.conductor.replaced
                 self._failures = 0
         dist.broadcast_object_list(metrics, src=0, group=host_group())
-        return self._receive(training_sampling(self._args, 1)), *metrics
+        return self._receive(training_sampling(self._args, 1), needs), *metrics
 
     def _start_groups(self) -> None:
         """Read what the replicas have reported, and start as many groups as may start."""
@@ -102,12 +108,14 @@ class PlacedEngines:
         for replica, groups in self.conductor.start(rows).items():
             self._senders[replica].send({"do": "start", "groups": [asdict(group) for group in groups]})
 
-    def _receive(self, sampling: Any) -> RolloutBatch:
+    def _receive(self, sampling: Any, needs: Needs) -> RolloutBatch:
         """Return what the replicas send. Collective over all ranks."""
         num_kept = sampling.top_k if sampling.kept_token_ids else 0
-        return batch_of_all_ranks(to_batch({}, [], {}, {}, num_kept), self._joint.group)
+        return exchange(to_batch({}, [], {}, {}, num_kept), needs, self._joint.group)
 
-    def generate(self, plan: RolloutPlan, data: str = "valid", scored: bool = True) -> tuple[RolloutBatch, int]:
+    def generate(
+        self, plan: RolloutPlan, needs: Needs, data: str = "valid", scored: bool = True
+    ) -> tuple[RolloutBatch, int]:
         """Return the completions of a plan, whose prompts are of ``data``, and the number of missing rewards.
 
         Collective. All completions are of the newest weights: none are published meanwhile.
@@ -119,11 +127,9 @@ class PlacedEngines:
                 message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
                 self._tell(message | {"seed": plan.seed, "scored": scored})
                 failures += sum(report["failures"] for report in self._reported("ready"))
-                self._tell({"do": "send job"})
+                self._tell({"do": "send job", "version": self._version})
         dist.broadcast(failures, src=0, group=host_group())
-        batch = self._receive(plan.sampling)
-        assert (batch.weight_version == self._version).all(), "completions of other weights than the newest"
-        return batch, int(failures)
+        return self._receive(plan.sampling, needs), int(failures)
 
     # ---- weights
 

@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import Failure, GroupMember, RewardPool
-from megatron_grpo.rollout.collect import batch_of_all_ranks, sample_to_score, to_batch
+from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
+from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
@@ -64,8 +66,11 @@ class Producer:
         train: PromptDataset,
         valid: PromptDataset | None,
         joint: Joint,
+        ledger: Ledger | None = None,
     ):
         assert joint.role.replica is not None
+        self._ledger = ledger
+        self._written: deque[tuple[Future[None], int, int]] = deque()  # groups to report when they are on the disk
         self._args, self._engine, self._scorer, self._tokenizer = args, engine, scorer, tokenizer
         self._data, self._prompts = {"train": train, "valid": valid}, prompts_of(train)
         self._joint, self._replica = joint, joint.role.replica
@@ -128,7 +133,7 @@ class Producer:
                 case "generate":
                     self._begin_job(message)
                 case "send job":
-                    self._send_job()
+                    self._send_job(message["version"])
                 case "prepare":
                     self._version, self._is_ready = message["version"], False
                 case "publish":
@@ -234,7 +239,8 @@ class Producer:
                 rewards, failures = taken
                 self._groups[number] = replace(self._groups[number], rewards=rewards)
                 self._print_failures(failures)
-                self._report_group(number, len(failures))
+                self._finish_group(number, len(failures))
+        self._report_written()
         job = self._job
         if job is not None and job.scored and job.rewards is None and len(job.completions) == len(job.members):
             taken = self._scorer.take([completion.id for completion in job.completions])
@@ -242,6 +248,24 @@ class Producer:
                 job.rewards, failures = taken
                 job.failures = len(failures)
                 self._print_failures(failures)
+
+    def _finish_group(self, number: int, failures: int) -> None:
+        """Report a scored group; with a ledger, after the group is on the disk."""
+        if self._ledger is None:
+            self._report_group(number, failures)
+            return
+        group = self._groups[number]
+        newest = max(completion.weight_versions[-1] for completion in group.completions if completion is not None)
+        write = self._ledger.append(newest // self._args.updates_per_rollout, {number: group})
+        self._written.append((write, number, failures))
+
+    def _report_written(self) -> None:
+        while self._written and self._written[0][0].done():
+            assert self._ledger is not None
+            write, number, failures = self._written.popleft()
+            if write.exception() is not None:
+                self._ledger.flush()  # says so; the run goes on, and this batch cannot be replayed
+            self._report_group(number, failures)
 
     def _report_group(self, number: int, failures: int) -> None:
         rewards = self._groups[number].rewards
@@ -280,7 +304,7 @@ class Producer:
         batch = to_batch(prompts, completions if self._is_lead else [], members, places, num_kept)
         if self._is_lead and rewards:
             batch.rewards = np.concatenate(rewards)
-        batch_of_all_ranks(batch, self._joint.group)
+        exchange(batch, nothing, self._joint.group)
 
     # ---- evaluation and probes
 
@@ -322,9 +346,12 @@ class Producer:
             sample = sample_to_score(prompt, self._tokenizer.decode(prompt.ids), completion, self._tokenizer)
             self._scorer.submit(completion.id, sample, member)
 
-    def _send_job(self) -> None:
+    def _send_job(self, version: int) -> None:
+        """Send the completions of a job, which are of this version of the weights. Collective over all ranks."""
         job = self._job
         assert job is not None
+        versions = {of_token for completion in job.completions for of_token in completion.weight_versions}
+        assert versions <= {version}, "completions of other weights than the newest"
         self._job = None
         places = {place: place for place in job.prompts}
         rewards = [] if job.rewards is None else [job.rewards]
@@ -364,6 +391,8 @@ class Producer:
                 number, place = divmod(completion.id, self._size)
                 groups[number] = with_completion(groups[number], place, completion)
         error = ""
+        if self._ledger is not None:
+            self._ledger.roll()
         if self._is_lead:
             try:
                 directory.mkdir(exist_ok=True)
@@ -386,7 +415,7 @@ class Producer:
         for number, group in groups.items():
             self._add(number, group)
             if group.rewards is not None:
-                self._report_group(number, 0)
+                self._finish_group(number, 0)
             elif group.complete:
                 self._submit(number)
 

@@ -45,13 +45,13 @@ def test_weights_by_hand(mode, expected, clipped):
     result = importance_weights(mode, *recorded(RATIOS), LOSS_MASK, CU_SEQLENS, 2.0, 0.3)
     assert result.weights.dtype == np.float32
     np.testing.assert_allclose(result.weights, [1, *expected[:2], 1, *expected[2:], 1], rtol=1e-6)
-    assert result.clipped == clipped
+    assert result.clipped.sum() / np.sum(LOSS_MASK) == clipped
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_equal_policies_are_not_weighed(mode):
     result = importance_weights(mode, *recorded([1.0] * 4), LOSS_MASK, CU_SEQLENS, 2.0, 0.5)
-    assert (result.weights == 1).all() and result.clipped == 0
+    assert (result.weights == 1).all() and not result.clipped.any()
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)

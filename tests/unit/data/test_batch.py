@@ -379,22 +379,6 @@ def test_split_shuffle_and_join_is_the_identity(batch, data):
     assert_same(joined.sorted_by_sample(), in_order)
 
 
-@settings(deadline=None)
-@given(batches())
-def test_buffers_round_trip(batch):
-    buffers = batch.to_buffers()
-    assert [buffer.dtype for buffer in buffers] == [np.int64, *(spec.dtype for spec in FIELDS.values())]
-    assert all(buffer.ndim == 1 for buffer in buffers)
-    assert_same(RolloutBatch.from_buffers([buffer.copy() for buffer in buffers]), batch)
-
-
-def test_a_rank_without_completions_can_join_in():
-    empty = filled(hand_batch()).select([])
-    empty.validate()
-    both = [RolloutBatch.from_buffers(part.to_buffers()) for part in (empty, filled(hand_batch()))]
-    assert_same(RolloutBatch.concatenate(both), filled(hand_batch()))
-
-
 def test_batches_with_different_arrays_do_not_join():
     with pytest.raises(ValueError, match="different arrays"):
         RolloutBatch.concatenate([hand_batch(), filled(hand_batch())])
@@ -489,16 +473,3 @@ def test_validate_names_what_is_wrong(name, value, message):
 
 def test_every_optional_array_is_absent_at_first():
     assert all((getattr(hand_batch(), name) is None) == spec.optional for name, spec in FIELDS.items())
-
-
-def test_the_wire_and_the_files_have_one_order():
-    """Ranks of one run and saved rollouts rely on it."""
-    assert (
-        list(FIELDS)
-        == """cu_seqlens tokens response_mask rollout_log_probs weight_version prompt_lengths group_ids
-        row_ids sample_ids rewards finish_reasons turns old_log_probs ref_log_probs rollout_importance_weights
-        policy_mask kl_cov teacher_log_probs token_advantages kept_token_ids routed_experts advantages weights
-        covariances entropies""".split()
-    )
-    assert filled(hand_batch()).to_buffers()[0].tolist() == [2, 3, 3, 2, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 0]
-    assert hand_batch().to_buffers()[0].tolist() == [0] * 4 + [0] * 13

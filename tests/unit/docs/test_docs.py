@@ -48,6 +48,7 @@ OTHERS += (
 OTHERS += (
     "--hf-to-hf --merge-lora --adapter --hf --data".split()
 )  # of tools/checkpoint/convert.py and tools/check_export.py
+OTHERS += ["--merge-only"]  # of tools/benchmark/lora_sync.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += ["--extra-index-url"]  # of pip
 OTHERS += ["--rollout-max-response-len"]  # slime's, in docs/migrate.md
@@ -57,7 +58,7 @@ OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank -
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience".split()  # of tools/soak.py
-OTHERS += "--one-run --saves".split()  # of tools/resume_check.py and tools/benchmark/save.py
+OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py
 OTHERS += "--batch --group --check".split()  # of tools/ledger.py
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.

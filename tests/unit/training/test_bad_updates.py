@@ -78,7 +78,7 @@ def test_the_batch_is_written_and_the_run_ends(tmp_path):
     message = r"update 7 is bad: the gradient norm is nan \(its batch: .*There is no checkpoint"
     with pytest.raises(GrpoError, match=message):
         bad.react(7, batch(), np.array([0]), {"loss": 0.5, "grad_norm": math.nan})
-    written = tmp_path / "bad_updates" / "iteration_0000007.npz"
+    written = tmp_path / "bad_updates" / "iteration_0000007"
     assert RolloutBatch.load(written).tokens.tolist() == [1, 2, 3, 4]
     record = json.loads(written.with_suffix(".json").read_text())
     assert record["completions"] == [0] and record["metrics"] == {"loss": 0.5, "grad_norm": "nan"}
@@ -101,4 +101,4 @@ def test_restore_also_leaves_out_the_other_updates_of_the_rollout(tmp_path):
         assert run(bad, optimizer, [value]) == [done]
         bad.react(number, batch(), np.array([0]), {})
     assert bad.restore_due
-    assert len(list((tmp_path / "bad_updates").glob("*.npz"))) == 1
+    assert len(list((tmp_path / "bad_updates").glob("*/*.npz"))) == 1

@@ -74,7 +74,7 @@ def refusal(words: list[str], capsys, report: bool = False) -> str | None:
     """Return the line with which these flags end a run, or None; with ``report``, make the dry run's report, too."""
     try:
         args = parse_args(words)
-        setup._merge_architecture(args, resume=False)
+        setup.set_architecture(args, resume=False)
         validate_args(args, 1)
         if report:
             dry_run_report(args, 1)

@@ -1,0 +1,96 @@
+"""Repeat a bad update without its step, and print the loss and the gradient norm of each completion.
+
+    torchrun --nproc-per-node N tools/replay_update.py SAVE/bad_updates/iteration_0000042 FLAGS --load SAVE
+
+The folder is what --on-bad-update wrote. FLAGS are the flags of the run, whose data-parallel size may differ. The
+weights are those of the newest checkpoint of --load, so the numbers are the run's own if that checkpoint is of the
+update before. Nothing is written.
+
+Each completion is one pass alone, with the token weights that it has in the update: the losses add up to the loss of
+the update, and the gradients to its gradient. Completions whose loss or gradient norm is not finite come first, then
+those with the largest gradient norm.
+"""
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import pretrain_grpo  # first of ours: it prepares for machines without a GPU
+from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.models import forward
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.parallel.zigzag import padded_lengths
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.setup import build_model_and_optimizer, set_architecture
+from megatron_grpo.training.train_step import train_step
+from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.json_files import read_json_object
+
+
+class WithoutStep(BadUpdates):
+    """Finds every update bad, so that the optimizer makes no step."""
+
+    def _judge(self, loss: float, norm: float) -> str:
+        return "it is repeated without a step"
+
+
+def main() -> None:
+    """Parse the command line, repeat the update, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder iteration_N of --on-bad-update")
+    parser.add_argument("--rows", type=int, default=20, metavar="N", help="completions to print [20]")
+    options, flags = parser.parse_known_args()
+    batch = RolloutBatch.load(options.folder)
+    record = read_json_object(options.folder.with_suffix(".json"))
+    args = parse_args(flags)
+    set_architecture(args, resume=True)
+    validate_args(args, int(os.environ.get("WORLD_SIZE", "1")))
+    args.train_iters = args.train_iters or record["iteration"]
+    initialize_distributed(args)
+    set_random_seed(args.seed)
+    model, optimizer, scheduler, _ = build_model_and_optimizer(args, model_provider, resume=True, ref_args=None)
+    iteration, _ = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
+    print_rank_0(f"update {record['iteration']}: {record['problem']}; weights of iteration {iteration}")
+
+    def repeat(packs) -> tuple[float, float]:
+        step = partial(pretrain_grpo.forward_step, args=args, num_microbatches=len(packs))
+        metrics = train_step(step, packs, model, optimizer, scheduler, WithoutStep("skip", None, None))
+        return metrics["loss"], metrics["grad_norm"]
+
+    completions = np.array(record["completions"])
+    # Every data-parallel rank has the same completion; with virtual stages, as many times as there are stages.
+    copies = parallel_state.get_data_parallel_world_size()
+    copies *= args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1
+    rows = []
+    for number in completions:
+        length = padded_lengths(batch.lengths[[number]], args.context_parallel_size)
+        packs = forward.micro_batches(args, batch, np.full(copies, number), max_tokens=int(length[0]))
+        loss, norm = repeat(packs)
+        rows.append((number, loss / copies, norm / copies))
+    rows.sort(key=lambda row: (np.isfinite(row[1:]).all(), -row[2]))
+    print_rank_0(f"{'completion':>10} {'data row':>8} {'tokens':>7} {'advantage':>10} {'loss':>12} {'grad norm':>12}")
+    for number, loss, norm in rows[: options.rows]:
+        numbers = f"{number:10} {batch.row_ids[number]:8} {batch.response_lengths[number]:7}"
+        print_rank_0(f"{numbers} {batch.advantages[number]:10.4g} {loss:12.6g} {norm:12.6g}")
+    bad = sum(not np.isfinite(row[1:]).all() for row in rows)
+    loss, norm = repeat(forward.micro_batches(args, batch, completions))
+    print_rank_0(f"the update: loss {loss:.6g}, gradient norm {norm:.6g}; {bad} of {len(rows)} completions not finite")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    run(main)
