@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.parallel.zigzag import padded_lengths
+from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, SHARE, FlagRow
 from megatron_grpo.utils.rules import flag, required
@@ -113,13 +114,12 @@ def check_pass_rates(args: Namespace) -> None:
 
 def check_budgets(args: Namespace) -> None:
     """Refuse a token budget that is smaller than the longest possible sequence."""
-    longest = args.max_prompt_length + args.max_completion_length
+    longest = longest_sequence(args)
     padded = int(padded_lengths(np.array([longest]), args.context_parallel_size)[0])
     for dest in ("max_tokens_per_microbatch", "logprobs_max_tokens_per_microbatch"):
         budget = getattr(args, dest)
         if budget is not None and padded > budget:
             raise GrpoError(
-                f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length "
-                f"({args.max_completion_length}) are {padded} tokens, padded for --context-parallel-size "
+                f"{longest_in_words(args)} are {padded} tokens, padded for --context-parallel-size "
                 f"{args.context_parallel_size}: {flag(dest)} ({budget}) must be at least {padded}"
             )

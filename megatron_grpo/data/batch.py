@@ -45,6 +45,7 @@ class FinishReason(IntEnum):
     STOP = 0  # end-of-sequence token or stop word
     LENGTH = 1  # cut at the length limit
     ABORT = 2  # aborted by the engine or the trainer
+    FAILED = 3  # an environment failed: not scored, and no token is in the loss
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,18 @@ class RolloutBatch:
         finish_reasons: Sequence[FinishReason],
         routed_experts: Sequence[Int16] | None = None,
         kept_token_ids: Sequence[Int32] | None = None,
+        response_masks: Sequence[Sequence[int] | None] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> "RolloutBatch":
-        """Build a batch, not scored yet, of single-turn completions: all of a completion's tokens are in the loss.
+        """Build a batch, not scored yet: all tokens of a completion are in the loss but those with a mask of 0.
 
         Every sequence has n entries; `prompts[i]` are the token ids before `completions[i]`, and `log_probs[i]`
         the engine's log-probabilities of the latter, or None; `weight_version` is one for all tokens, or
         `weight_version[i]` are those of the tokens of `completions[i]` (a prompt has that of the token after it).
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
-        are [tokens of the completion, k]. Raises GrpoError as `validate` does.
+        are [tokens of the completion, k]; `response_masks[i]`, [tokens of the completion], None for ones; `turns` [n],
+        default 1. No token of a completion with the finish reason FAILED is in the loss. Raises GrpoError as
+        `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -153,13 +158,19 @@ class RolloutBatch:
             sample_ids=np.array(sample_ids, np.int64),
             rewards=np.zeros((len(lengths), 0), np.float32),
             finish_reasons=np.array(finish_reasons, np.uint8),
-            turns=np.ones(len(lengths), np.int32),
+            turns=np.ones(len(lengths), np.int32) if turns is None else np.array(turns, np.int32),
         )
+        masks = response_masks or [None] * len(completions)
+        after_prompt = np.zeros(total, bool)
         for i, (prompt, completion, values) in enumerate(zip(prompts, completions, log_probs, strict=True)):
             begin, middle, end = cu_seqlens[i], cu_seqlens[i] + len(prompt), cu_seqlens[i + 1]
             batch.tokens[begin:middle] = prompt
             batch.tokens[middle:end] = completion
-            batch.response_mask[middle:end] = 1
+            mask = masks[i]
+            batch.response_mask[middle:end] = 1 if mask is None else mask
+            if finish_reasons[i] == FinishReason.FAILED:
+                batch.response_mask[middle:end] = 0
+            after_prompt[middle:end] = True
             if values is not None:
                 batch.rollout_log_probs[middle:end] = values
         for i, versions in enumerate(() if isinstance(weight_version, int) else weight_version):
@@ -172,7 +183,7 @@ class RolloutBatch:
                 batch.routed_experts[begin : begin + len(experts)] = experts
         if kept_token_ids:
             batch.kept_token_ids = np.full((total, kept_token_ids[0].shape[1]), -1, np.int32)
-            batch.kept_token_ids[batch.response_mask == 1] = np.concatenate(kept_token_ids)
+            batch.kept_token_ids[after_prompt] = np.concatenate(kept_token_ids)
         batch.validate()
         return batch
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -69,7 +69,8 @@ class PromptDataset:
     Files of up to `CHECKED_BYTES` in total (of any size with --curriculum) are checked at the start, and only valid
     rows get numbers. Larger files are ``streamed``: every row has a number and is checked when it is read. A row is
     skipped if it is invalid (--bad-rows skip), longer than --max-prompt-length (--truncation-strategy delete) or, with
-    ``training``, outside --min-pass-rate and --max-pass-rate. GrpoError lists invalid rows by file and line.
+    ``training``, outside --min-pass-rate and --max-pass-rate. ``tools`` returns the tools of a row that names
+    none, those of its environment. GrpoError lists invalid rows by file and line.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class PromptDataset:
         args: argparse.Namespace,
         training: bool = True,
         streamed: bool = False,
+        tools: Callable[[Mapping[str, Any]], list[Any] | None] = lambda row: None,
     ):
-        self._args, self._tokenizer = args, tokenizer
+        self._args, self._tokenizer, self._tools = args, tokenizer, tools
         words, self._weights = read_blend([str(path) for path in paths])
         self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1))
         if not len(self._files):
@@ -247,7 +249,7 @@ class PromptDataset:
             ids = self._tokenizer.encode(prompt)
         else:
             variables = (self._args.chat_template_kwargs or {}) | own
-            ids = self._tokenizer.apply_chat_template(prompt, tools, variables)
+            ids = self._tokenizer.apply_chat_template(prompt, tools or self._tools(row), variables)
         if not ids:
             raise GrpoError("the prompt has no tokens")
         limit = self._args.max_prompt_length

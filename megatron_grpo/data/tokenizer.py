@@ -43,6 +43,14 @@ class Tokenizer(Protocol):
         ``variables`` are further variables of the chat template, such as ``{"enable_thinking": False}``.
         """
 
+    def render_chat(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Return the text of `apply_chat_template`."""
+
+    def encode_after(self, token: int, text: str) -> list[int]:
+        """Return the ids of a text that follows a special token, without that token and without BOS."""
+
 
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer directory, read by transformers offline.
@@ -91,6 +99,11 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {path}: the tokenizer ends every text with its end-of-sequence token, so the model "
                 "could not continue a prompt; set add_eos_token to false in tokenizer_config.json"
             )
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of transformers, for vLLM's parsers."""
+        return self._tokenizer
 
     @staticmethod
     def is_in(directory: str | Path) -> bool:
@@ -141,14 +154,28 @@ class HuggingFaceTokenizer:
                 f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "
                 f"chat_template_kwargs; the template reads {', '.join(sorted(self._template_variables))}"
             )
+        return self._known(self._apply(messages, tools, variables, tokenize=True, return_dict=False))
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        return self._apply(messages, tools, variables, tokenize=False)
+
+    def _apply(self, messages, tools, variables, **options) -> Any:
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **(variables or {})
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, **options, **(variables or {})
             )
         # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
-        return self._known(ids)
+
+    def encode_after(self, token: int, text: str) -> list[int]:
+        # Some tokenizers put a space before a text, but not behind a special token.
+        before = self._tokenizer.convert_ids_to_tokens(token)
+        ids = self._known(self._tokenizer.encode(before + text, add_special_tokens=False))
+        assert ids[:1] == [token], f"{before} is not a special token"
+        return ids[1:]
 
 
 class SentencePieceTokenizer:

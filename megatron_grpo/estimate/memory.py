@@ -19,6 +19,7 @@ from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
 from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
+from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -132,7 +133,7 @@ class Plan:
         if args.multi_latent_attention:
             heads = args.num_attention_heads // tp
             channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
-        tokens = args.inference_max_requests * (args.max_prompt_length + args.max_completion_length)
+        tokens = args.inference_max_requests * longest_sequence(args)
         layers = sum(len(chunk.layers) for chunk in self.stages[stage])
         return 2 * layers * tokens * heads * channels * params_dtype(args).itemsize
 
@@ -208,7 +209,7 @@ class Plan:
 
     def tokens(self) -> int:
         """Return the tokens of the longest micro-batch, summed over context-parallel ranks."""
-        longest = self.args.max_prompt_length + self.args.max_completion_length
+        longest = longest_sequence(self.args)
         return self.args.max_tokens_per_microbatch or self.args.micro_batch_size * longest
 
     def _weight_keys(self, chunk: Chunk) -> Iterator[int | str]:

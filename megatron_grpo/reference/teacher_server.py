@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders, spread
 from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
+from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Client, Fault
 
@@ -70,7 +71,7 @@ class TeacherServer(Client):
     async def _check(self) -> None:
         args = self._args
         card = (await self._request_with_retries("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
-        self._model, longest = card["id"], args.max_prompt_length + args.max_completion_length + 1
+        self._model, longest = card["id"], longest_sequence(args) + 1
         if (card.get("max_model_len") or longest) < longest:
             raise Fault(
                 f"its --max-model-len is {card['max_model_len']}, but --max-prompt-length + --max-completion-length + "

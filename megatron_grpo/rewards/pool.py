@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.process_tree import end_supervised
 
 _CHUNK = 64  # calls per message: makes the cost of a message small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
@@ -33,7 +33,6 @@ REWARD_MODEL_TIMEOUTS = (
     3  # time limit of a call to a reward model with all its retries, in units of --reward-model-timeout
 )
 _MAX_REPORT = 2**26  # bytes of a report
-_SECONDS_TO_END = 10.0  # for a worker and its descendants
 _MAX_TIMEOUTS = 4  # a function with so many time-outs and no value ends the run
 _MAX_FAILED = 64  # a function that has failed on so many samples of a stream, and has no value, ends the run
 
@@ -143,7 +142,7 @@ class RewardPool:
         self._last_poll = 0.0
         self._clear()
         self._workers: list[_Worker] = []
-        self.close = weakref.finalize(self, _kill_all, self._workers, os.getpid())  # called at exit at the latest
+        self.close = weakref.finalize(self, end_supervised, self._workers, os.getpid())  # called at exit at the latest
         self._workers += [self._start(kind) for kind in self._kinds for _ in range(kind.count)]
         while not all(worker.ready for worker in self._workers):
             self.poll(0.1)
@@ -174,23 +173,28 @@ class RewardPool:
     def submit(self, key: Hashable, sample: Sample, member: GroupMember | None = None) -> None:
         """Submit one sample without waiting for its rewards; ``finish`` identifies it by the key.
 
-        Without ``member`` the sample is a group of its own.
+        Without ``member`` the sample is a group of its own. No function scores a sample with the finish reason "failed"
+        (an environment failed); a group-wise function gets the others of its group.
         """
         assert key not in self._samples, f"two samples with the key {key!r}"
         number = self._samples[key] = self._next_number
         self._next_number += 1
         self._rows[number] = key, sample, [math.nan] * len(self.names)
         functions = self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
-        self._missing[number] = len(functions)
-        self._enqueue(number, [function for function in functions if function not in self._group_wise])
+        failed = sample.finish_reason == "failed"
+        self._missing[number] = 0 if failed else len(functions)
+        if not failed:
+            self._enqueue(number, [function for function in functions if function not in self._group_wise])
         group_wise = [function for function in functions if function in self._group_wise]
         if group_wise:
             group, place, size = member or GroupMember((key,), 0, 1)
             members = self._groups.setdefault(group, {})
             members[place] = number
             if len(members) == size:
-                self._members[number] = [members[i] for i in sorted(self._groups.pop(group))]
-                self._enqueue(number, group_wise)
+                of_group = [members[i] for i in sorted(self._groups.pop(group))]
+                self._members[number] = [i for i in of_group if self._rows[i][1].finish_reason != "failed"]
+                if self._members[number]:
+                    self._enqueue(number, group_wise)
         if time.monotonic() - self._last_poll > 0.01:
             self.poll()
 
@@ -423,7 +427,7 @@ class RewardPool:
         Its running call fails (all calls, for a process with concurrent calls); its other calls are queued again.
         """
         slot = self._workers.index(worker)
-        _kill(worker.process)
+        end_supervised([worker])
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts == 3:
@@ -439,25 +443,3 @@ class RewardPool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and all its descendants: its supervisor does it (``process_tree.supervise``)."""
-    process.terminate()
-    try:
-        process.wait(_SECONDS_TO_END)
-    except subprocess.TimeoutExpired:  # it is stopped, or outside Linux a function hangs
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):
-            stream.close()  # type: ignore[union-attr]
-
-
-def _kill_all(workers: list[_Worker], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has a copy of the pool, but not its processes
-        for worker in workers:
-            worker.process.terminate()  # all at once
-        for worker in workers:
-            _kill(worker.process)

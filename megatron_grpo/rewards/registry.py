@@ -42,9 +42,13 @@ class Sample:
     prompt: str
     completion: str
     row: dict[str, Any]
-    finish_reason: str = "stop"  # "length" if the completion was cut at --max-completion-length
+    finish_reason: str = "stop"  # "length" if the completion was cut at --max-completion-length; never "failed"
     token_ids: list[int] = field(default_factory=list)
     source: str = ""  # file and line of the row
+    # Of an episode (--environment), of which ``completion`` is the policy's last turn: the whole conversation, and the
+    # sum of the environment's rewards.
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    environment_reward: float | None = None
 
 
 RewardFunction = Callable[..., Any]  # argument: a Sample; group-wise: a list of Samples. May be ``async def``.
@@ -68,6 +72,7 @@ _BUILTIN = {
     "countdown": "megatron_grpo.rewards.builtin.countdown",
     "tool_call": "megatron_grpo.rewards.builtin.tool_call",
     "code": "megatron_grpo.rewards.builtin.code_tests",
+    "environment": "megatron_grpo.rewards.builtin.environment",
 }
 _registry: dict[str, _Entry] = {}
 _loaded: set[Path] = set()

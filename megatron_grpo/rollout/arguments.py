@@ -12,6 +12,7 @@ from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
+from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
     COUNT,
@@ -519,17 +520,14 @@ def server_urls(args: Namespace) -> list[str]:
 
 def check_lengths(args: Namespace) -> None:
     """Raise GrpoError for sequences too long for model, engine or micro-batches; set --vllm-max-model-len."""
-    longest = args.max_prompt_length + args.max_completion_length
+    longest = longest_sequence(args)
     if args.vllm_max_model_len is None:
         args.vllm_max_model_len = longest
     check_budgets(args)
     for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len"):
         limit = getattr(args, dest)
         if limit is not None and longest > limit:
-            raise GrpoError(
-                f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length "
-                f"({args.max_completion_length}) = {longest} must be at most {flag(dest)} ({limit})"
-            )
+            raise GrpoError(f"{longest_in_words(args)} = {longest} must be at most {flag(dest)} ({limit})")
     if args.vllm_max_model_len > args.max_position_embeddings:
         raise GrpoError(
             f"--vllm-max-model-len ({args.vllm_max_model_len}) must be at most --max-position-embeddings "

@@ -70,8 +70,8 @@ def collect_rollout(
         ids = [member.group * num_generations + member.place for member in begun]
         members.update(zip(ids, begun, strict=True))
         return [
-            Request(number, prompts[member.group].ids, prompts[member.group].sampling(plan.sampling))
-            for number, member in zip(ids, begun, strict=True)
+            Request(number, prompt.ids, prompt.sampling(plan.sampling), row=prompt.row)
+            for number, prompt in zip(ids, (prompts[member.group] for member in begun), strict=True)
         ]
 
     def further(under_way: int) -> list[Request] | None:
@@ -132,13 +132,16 @@ def missing_rewards(scorer: RewardPool | None) -> int:
 
 def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:
     """Return what the reward functions score; ``text`` is that of the prompt."""
+    last = completion.messages[-1].get("content", "") if completion.messages else None
     return Sample(
         prompt=text,
-        completion=tokenizer.decode(completion.token_ids),
+        completion=tokenizer.decode(completion.token_ids) if last is None else last,
         row=prompt.row,
         finish_reason=completion.finish_reason,
         token_ids=completion.token_ids,
         source=prompt.source,
+        messages=completion.messages or [],
+        environment_reward=completion.environment_reward,
     )
 
 
@@ -162,7 +165,7 @@ def to_batch(
     of = [members[completion.id] for completion in completions]
     groups = [places[member.group] for member in of]
     return RolloutBatch.from_completions(
-        prompts=[prompts[member.group].ids for member in of],
+        prompts=[c.prompt_ids or prompts[member.group].ids for c, member in zip(completions, of, strict=True)],
         completions=[completion.token_ids for completion in completions],
         log_probs=[completion.log_probs for completion in completions],
         weight_version=[completion.weight_versions for completion in completions],
@@ -172,4 +175,6 @@ def to_batch(
         finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
         routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
+        response_masks=[completion.response_mask for completion in completions],
+        turns=[completion.turns for completion in completions],
     )

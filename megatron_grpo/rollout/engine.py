@@ -18,11 +18,12 @@ one.
 """
 
 import contextlib
+import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: Sampling
     begun: "Completion | None" = None
+    row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
     seed: int | None = None
 
     @property
@@ -54,11 +56,20 @@ class Request:
         """The tokens that the completion has already."""
         return self.begun.token_ids if self.begun is not None else ()
 
+    @property
+    def begun_turn_ids(self) -> Sequence[int]:
+        """Those of them that the policy sampled after the environment's last ones."""
+        if self.begun is None or self.begun.response_mask is None:
+            return self.begun_ids
+        last = max((i for i, sampled in enumerate(self.begun.response_mask) if not sampled), default=-1)
+        return self.begun_ids[last + 1 :]
+
     def with_begun_in_prompt(self) -> "Request":
         """Return the request whose prompt includes the tokens of ``begun``, for the remaining number of tokens."""
         if not self.begun_ids:
             return self
-        rest = self.sampling.max_tokens - len(self.begun_ids)
+        assert self.begun is not None
+        rest = self.sampling.max_tokens - self.begun.num_sampled
         ids = [*self.prompt_ids, *self.begun_ids]
         return replace(self, prompt_ids=ids, sampling=replace(self.sampling, max_tokens=rest))
 
@@ -88,13 +99,39 @@ class Completion:
     id: int
     token_ids: list[int]
     log_probs: list[float] | None
-    finish_reason: str  # "stop", "length", or "abort" for an interrupted completion
+    finish_reason: str  # "stop", "length", "abort" for an interrupted completion, "failed" for an environment's fault
     weight_versions: Sequence[int]  # of the engine's weights at each token
     # [tokens, MoE layers, topk] of the prompt and the sampled tokens except the last, which is never routed; None
     # unless --router-replay-mode is R3
     routed_experts: npt.NDArray[np.int16] | None = None
     # [sampled tokens, top_k], -1 pads: what each token was sampled from; None unless `Sampling.kept_token_ids`
     kept_token_ids: npt.NDArray[np.int32] | None = None
+    # [tokens], 0 on those that an environment said; None: the policy sampled all
+    response_mask: list[int] | None = None
+    # Of an episode (rollout/episodes.py); the first is None where the prompt is that of the data.
+    prompt_ids: Sequence[int] | None = None
+    turns: int = 1
+    environment_reward: float | None = None
+    messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return len(self.token_ids) if self.response_mask is None else sum(self.response_mask)
+
+    def with_environment_tokens(self, tokens: list[int]) -> "Completion":
+        """Return the completion with tokens at its end that the policy did not sample."""
+        kept, version = self.kept_token_ids, self.weight_versions[-1] if self.weight_versions else 0
+        if kept is not None:
+            kept = np.concatenate([kept, np.full((len(tokens), kept.shape[1]), -1, np.int32)])
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *tokens],
+            log_probs=None if self.log_probs is None else [*self.log_probs, *[math.nan] * len(tokens)],
+            weight_versions=[*self.weight_versions, *[version] * len(tokens)],
+            kept_token_ids=kept,
+            response_mask=[*(self.response_mask or [1] * len(self.token_ids)), *[0] * len(tokens)],
+        )
 
     def after(self, begun: "Completion | None") -> "Completion":
         """Return the completion of the tokens of ``begun`` and then of this one."""
@@ -102,7 +139,7 @@ class Completion:
             return self
         if not self.token_ids:
             return replace(begun, finish_reason=self.finish_reason)
-        log_probs, kept = self.log_probs, self.kept_token_ids
+        log_probs, kept, mask = self.log_probs, self.kept_token_ids, begun.response_mask
         if log_probs is not None and begun.log_probs is not None:
             log_probs = [*begun.log_probs, *log_probs]
         if kept is not None and begun.kept_token_ids is not None:
@@ -113,6 +150,7 @@ class Completion:
             log_probs=log_probs,
             weight_versions=[*begun.weight_versions, *self.weight_versions],
             kept_token_ids=kept,
+            response_mask=None if mask is None else [*mask, *[1] * len(self.token_ids)],
         )
 
 

@@ -20,6 +20,7 @@ from megatron_grpo.algorithm.arguments import ADVANTAGE, LOSS
 from megatron_grpo.algorithm.registry import ADVANTAGES, LOSSES, Flag
 from megatron_grpo.checkpointing.arguments import CHECKPOINTS
 from megatron_grpo.data.arguments import CURRICULUM, DATA
+from megatron_grpo.environments.arguments import ENVIRONMENTS
 from megatron_grpo.estimate.arguments import DRY_RUN
 from megatron_grpo.lora.arguments import ADAPTER_FILES, LORA
 from megatron_grpo.models.arguments import MODEL
@@ -136,6 +137,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "rollout": ROLLOUT,
     "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *PLACED, *CURRICULUM, STRUCTURED_OUTPUTS),
     "ledger": LEDGER,
+    "environments": ENVIRONMENTS,
     "rewards": REWARDS,
     "algorithm": LOSS,
     "advantages and KL": ADVANTAGE,

@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 
 from megatron_grpo.checkpointing.arguments import check_checkpoints
+from megatron_grpo.environments.arguments import check_environments
 from megatron_grpo.rewards.arguments import check_rewards
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
@@ -17,6 +18,7 @@ def check_run(args: Namespace, world_size: int) -> None:
     set_batch_sizes(args, world_size)
     check_evaluation(args)
     check_rewards(args)
+    check_environments(args)
     check_reward_models(args)
     check_ends(args)
     check_weight_decay(args)

@@ -17,6 +17,10 @@ from megatron_grpo.data.end_of_turn import describe, end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
+from megatron_grpo.environments.pool import EnvironmentPool
+from megatron_grpo.environments.registry import tools_of
+from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
@@ -30,6 +34,7 @@ from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.observability.watchdog import Watchdog, phase_limits
 from megatron_grpo.parallel.arguments import recompute_note
 from megatron_grpo.parallel.initialize import initialize_distributed, joint, print_rank_0, set_random_seed
+from megatron_grpo.parallel.rank_groups import replica_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
@@ -43,6 +48,7 @@ from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.arguments import lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
+from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
@@ -101,8 +107,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     args.end_token_ids = end_token_ids(args, tokenizer)
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
-    dataset = PromptDataset(args.train_data_path, tokenizer, args)
-    valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False) if args.valid_data_path else None
+    tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
+    dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools)
+    valid = None
+    if args.valid_data_path:
+        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools)
     for prompt in [prompt for data in (dataset, valid) if data for prompt in data.first(1)]:
         check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
@@ -196,6 +205,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             _free_for_colocated_engine(args, state_offloader, weight_offloader),
         ):
             engine = memory.engine = build_engine(args, model, tokenizer)
+            if args.environment:
+                engine = memory.engine = build_episodes(args, engine, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     if roles is not None:
@@ -519,6 +530,23 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
         args.reward_clip,
         models,
     )
+
+
+def build_episodes(args, engine: Engine, tokenizer) -> Episodes:
+    """Return ``engine`` with the environments of a run; the lead rank of each replica runs them."""
+    group = replica_group(engine.replica, engine.num_replicas, backend="gloo")
+    if not engine.is_lead:
+        return Episodes(engine, None, None, None, tokenizer, args, group)
+    pool = EnvironmentPool(
+        [args.environment],
+        args.external_plugins or [],
+        args.environment_workers,
+        args.environment_timeout,
+        args.environment_retries,
+    )
+    before_exit(pool.close)
+    parser = ToolCallParser(args.tool_call_parser, tokenizer.backend) if args.tool_call_parser else None
+    return Episodes(engine, pool, TurnRenderer(tokenizer, args.end_token_ids), parser, tokenizer, args, group)
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:

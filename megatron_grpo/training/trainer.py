@@ -41,6 +41,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import Needs, collect_rollout, everything
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
 from megatron_grpo.rollout.ledger.recording import Recording
@@ -194,6 +195,8 @@ class Trainer:
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
+        for line in self.engine.failures() if isinstance(self.engine, Episodes) else []:
+            print(f"[rank {dist.get_rank()}] {line}", flush=True)
         for failure in self.scorer.failures if self.scorer is not None else []:
             if failure.reward not in self.failed_rewards:
                 self.failed_rewards.add(failure.reward)
@@ -423,7 +426,8 @@ class Trainer:
         oldest = self.synced_iteration
         if self.args.max_staleness:
             oldest -= self.args.max_staleness * self.args.updates_per_rollout
-        stale = ((batch.weight_version < oldest) | (batch.weight_version > self.synced_iteration)).any()
+        versions = batch.weight_version[batch.response_mask == 1]
+        stale = ((versions < oldest) | (versions > self.synced_iteration)).any()
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/mean_abs", 0.0)
         if self.args.max_staleness:  # compare the tokens that the present weights sampled
@@ -432,9 +436,9 @@ class Trainer:
             share = mean_in_loss(batch, new)
             gap = mean_in_loss(batch, gaps) / share if share else 0.0
         if stale or not gap <= limit:  # nan exceeds every limit
-            versions = np.unique(batch.weight_version).tolist()
             raise GrpoError(
-                f"the engine does not hold the trainer's weights: it sampled with version {versions}, the last sync "
+                "the engine does not hold the trainer's weights: it sampled with version "
+                f"{np.unique(versions).tolist()}, the last sync "
                 f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g} "
                 "(--mismatch-limit). The last checkpoint is good; report this with the model's config.json and the "
                 "versions in the banner"
@@ -461,6 +465,10 @@ class Trainer:
             "completion/length_max": int(batch.completion_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
+        if self.args.environment:
+            row["environment/turns"] = float(batch.turns.mean())
+            row["environment/tokens"] = float((batch.completion_lengths - batch.response_lengths).mean())
+            row["environment/failed"] = float((batch.finish_reasons == FinishReason.FAILED).mean())
         for name, column in zip(self.args.reward_funcs, batch.rewards.T, strict=True):
             row[f"reward/{name}/mean"] = mean_of_scored(column)
             if len(scored := column[~np.isnan(column)].astype(np.float64)):

@@ -167,3 +167,17 @@ def _batch_sizes(args: Namespace, smallest: int) -> tuple[int, int, int]:
             f"({steps}) = {global_batch * steps}: leave one of the three out; the other two determine it"
         )
     return global_batch, steps, generation
+
+
+def longest_sequence(args: Namespace) -> int:
+    """Return the tokens of the longest sequence: the prompt, what the policy samples, and what an environment says."""
+    said = args.max_environment_tokens if args.environment else 0
+    return args.max_prompt_length + args.max_completion_length + said
+
+
+def longest_in_words(args: Namespace) -> str:
+    """Return the sum of `longest_sequence` in words, for messages."""
+    said = f" + --max-environment-tokens ({args.max_environment_tokens})" if args.environment else ""
+    return (
+        f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length ({args.max_completion_length}){said}"
+    )

@@ -9,10 +9,13 @@ import functools
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # From <sys/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -124,6 +127,27 @@ def supervise() -> None:
     if code < 0:  # the child was killed: end by SIGKILL, so that nothing dumps core twice
         os.kill(supervisor, signal.SIGKILL)
     os._exit(code)
+
+
+def end_supervised(workers: Sequence[Any], owner: int | None = None) -> None:
+    """End the ``process`` (subprocess.Popen) of workers that call `supervise`, with all their descendants.
+
+    A process other than ``owner`` ends nothing: a forked child has a copy of the workers, but not their processes.
+    """
+    if owner is not None and os.getpid() != owner:
+        return
+    for worker in workers:
+        worker.process.terminate()  # all at once
+    for process in [worker.process for worker in workers]:
+        try:
+            process.wait(2 * _SECONDS_TO_END)
+        except subprocess.TimeoutExpired:  # it is stopped, or outside Linux a function hangs
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def _reap(child: int) -> int | None:

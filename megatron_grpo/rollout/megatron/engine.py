@@ -24,11 +24,12 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.kv_cache import KVCache, Step, generating
 from megatron_grpo.parallel.agreement import raised_on_every_rank
 from megatron_grpo.parallel.arguments import generating_width
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.rank_groups import replica_group
 from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure
 from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -47,13 +48,13 @@ class MegatronEngine:
         self.replica, self.num_replicas = place // width, ranks_of_stage // width
         self._member, self._members = place % width // tp, width // tp
         self.is_lead = place % width == 0 and parallel_state.is_pipeline_first_stage()
-        self._group = _group_of(self.replica, self.num_replicas)
+        self._group = replica_group(self.replica, self.num_replicas)
         self._first, self._last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         self._samples = self._last and parallel_state.get_tensor_model_parallel_rank() == 0
 
         self._args, self._model, self._chunks = args, model, unwrap_model(model)
         self._version = 0
-        length = args.max_prompt_length + args.max_completion_length
+        length = longest_sequence(args)
         self._cache = KVCache(model, args.inference_max_requests, length)
         self._scheduler = Scheduler(self._members, args.inference_max_requests, length, tokenizer.decode)
         self._generator = torch.Generator(device())
@@ -240,14 +241,3 @@ def _free_bytes() -> int:
     if not torch.cuda.is_available():
         return psutil.virtual_memory().available
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-
-
-def _group_of(replica: int, num_replicas: int) -> dist.ProcessGroup | None:
-    """Return the device process group of a replica's ranks; None if the replica has one rank."""
-    replicas = [torch.empty((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(replicas, torch.tensor(replica), group=host_group())
-    if len(replicas) == num_replicas:
-        return None
-    of = [int(number) for number in replicas]
-    groups = [dist.new_group([rank for rank in range(len(of)) if of[rank] == number]) for number in range(num_replicas)]
-    return groups[replica]

@@ -129,7 +129,7 @@ class Scheduler:
             return "stop"
         if sampling.stop:
             window = running.request.stop_word_window()
-            text = self.decode([*running.request.begun_ids, *ids[-window:]][-window:])
+            text = self.decode([*running.request.begun_turn_ids, *ids[-window:]][-window:])
             if any(word in text for word in sampling.stop):
                 return "stop"
         return "length" if len(ids) >= sampling.max_tokens else None

@@ -16,6 +16,7 @@ from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantize
 from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
+from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
 _RELEASED_SEPARATOR = "/asleep "  # separates version and released parts of memory in the name of the weights
@@ -59,7 +60,7 @@ class SglangServer(Server):
             )
         refuse_quantized(info["quantization"])
         self.tensor_parallel_size = info["tp_size"]
-        longest = self._args.max_prompt_length + self._args.max_completion_length
+        longest = longest_sequence(self._args)
         for name in ("context_length", "max_total_num_tokens"):
             if info.get(name) and info[name] < longest:
                 raise Fault(

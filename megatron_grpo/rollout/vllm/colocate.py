@@ -101,13 +101,13 @@ class VllmColocate:
                         f"vLLM refuses the constraint {constraint}: {error}; correct --structured-outputs-regex, or "
                         "the row's structured_outputs"
                     ) from error
-            if request.begun is not None and request.sampling.stop:
+            if request.begun_turn_ids and request.sampling.stop:
                 self._search_stop_words_from(request)
 
     def _search_stop_words_from(self, request: Request) -> None:
         """Give vLLM the end of a continued completion's text, so that it finds a stop word that began in it."""
         state = self._states()[-1]  # the newest request's
-        tail = list(request.begun_ids)[-request.stop_word_window() :]
+        tail = list(request.begun_turn_ids)[-request.stop_word_window() :]
         text = state.detokenizer.tokenizer.decode(tail, skip_special_tokens=True)
         state.detokenizer.output_text = text.rstrip("\ufffd")  # the rest of a character comes with the next token
 

@@ -22,6 +22,7 @@ from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
+from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 
 
@@ -45,7 +46,7 @@ class VllmServer(Server):
         args = self._args
         card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
         self._model = card["id"]
-        longest = args.max_prompt_length + args.max_completion_length
+        longest = longest_sequence(args)
         if card["max_model_len"] < longest:
             raise Fault(
                 f"its --max-model-len is {card['max_model_len']}, but --max-prompt-length + --max-completion-length "

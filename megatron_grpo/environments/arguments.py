@@ -1,0 +1,63 @@
+"""Flags and rules of environments."""
+
+from argparse import Namespace
+
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
+from megatron_grpo.utils.rules import flag
+
+TOOL_ROLES = ("tool", "user", "observation", "ipython", "function")
+
+ENVIRONMENTS: tuple[FlagRow, ...] = (
+    (
+        "--environment",
+        str,
+        None,
+        "name of the environment that answers the policy's turns; a row's column environment names its own [one turn]",
+    ),
+    ("--max-turns", COUNT, 8, "turns of the policy in an episode"),
+    (
+        "--max-environment-tokens",
+        COUNT,
+        1024,
+        "tokens of an environment in an episode, beside --max-completion-length, which counts sampled tokens",
+    ),
+    ("--environment-timeout", SECONDS, 60.0, "time limit of one call of an environment, in seconds"),
+    ("--environment-retries", Number(int, 0, 1000), 1, "number of retries of a failed call"),
+    ("--environment-workers", count_to(1024), 1, "worker processes of each rank that generates, for environments"),
+    (
+        "--tool-call-parser",
+        str,
+        None,
+        "format of the policy's tool calls, by vLLM's names: hermes, llama3_json, mistral, deepseek_v3 [no tool calls]",
+    ),
+    ("--tool-role", TOOL_ROLES, TOOL_ROLES[0], "role of tools' answers, for chat templates without the role tool"),
+)
+
+
+def check_environments(args: Namespace) -> None:
+    """Raise GrpoError for flags of environments without one, and for what does not work with one."""
+    if args.environment is None:
+        for name, *_ in ENVIRONMENTS:
+            dest = name[2:].replace("-", "_")
+            if dest in args.explicit:
+                raise GrpoError(f"{flag(dest)} needs --environment: without one an episode has one turn")
+        if "environment" in (args.reward_funcs or []):
+            raise GrpoError("--reward-funcs environment needs --environment, whose rewards it returns")
+        return
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        raise GrpoError("--environment needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
+    for given, what in (
+        (args.partial_rollouts, "--partial-rollouts"),
+        (args.rollout_ranks, "--rollout-ranks"),
+        (args.ledger, "--ledger"),
+        (args.rollout_only, "--rollout-only"),
+        (args.replay_rollouts or args.train_only, "recorded rollouts"),
+        (args.rollout_engine == "sglang" or args.vllm_mode == "server", "inference servers"),
+        (args.router_replay_mode == "R3", "--router-replay-mode R3"),
+        (args.over_sampling_ratio > 1, "--over-sampling-ratio"),
+        (args.structured_outputs_regex, "--structured-outputs-regex"),
+        (args.rollout_balancing == "dynamic", "--rollout-balancing dynamic"),
+    ):
+        if given:
+            raise GrpoError(f"--environment cannot be used with {what} yet: leave one of them out")

@@ -1,0 +1,177 @@
+"""What a user writes: environments and tools, registered by name in a file of --external-plugins.
+
+An environment answers the policy's turns. An object of the class is one episode:
+
+    from megatron_grpo.environments.registry import Environment, Reply, Turn, register_environment
+
+    @register_environment("guess")
+    class Guess(Environment):
+        def reset(self, row):
+            self.number = row["number"]
+
+        def step(self, turn: Turn) -> Reply:
+            guess = int(turn.text)
+            if guess == self.number:
+                return Reply(reward=1.0, done=True)
+            return Reply([{"role": "user", "content": "higher" if guess < self.number else "lower"}])
+
+Tools are plain functions; their signatures and docstrings tell the policy what they do:
+
+    from megatron_grpo.environments.registry import register_tools
+
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: the first number
+            b: the second number
+        '''
+        return a + b
+
+    register_tools("adder", [add])
+
+``--external-plugins FILE --environment guess`` (or ``adder``) uses them; a row's column "environment" names its own.
+The modules of environments do not import torch at load time: worker processes must start fast.
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_grpo.utils.errors import GrpoError
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}, as chat templates expect them
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool: its name and arguments; ``id`` connects the call with its answer."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the policy, as an environment sees it: the text without the tool calls, and these."""
+
+    text: str
+    tool_calls: Sequence[ToolCall] = ()
+    number: int = 1  # in its episode, from 1
+    finish_reason: str = "stop"  # "length": cut at --max-completion-length, so that no answer can follow
+    token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What follows a turn: messages and another turn of the policy, or the end of the episode."""
+
+    messages: Sequence[Message] = ()
+    reward: float | None = None  # for the turn; the rewards of an episode are summed (reward function "environment")
+    done: bool = False
+
+
+class Environment:
+    """Base class of environments; an object is one episode. Every method may be ``async``."""
+
+    tools: ClassVar[Sequence[Callable | Mapping[str, Any]]] = ()  # functions, or JSON schemas of tools
+    # True: answers take milliseconds and depend on nothing else, so that a rollout waits for them, and repeats exactly.
+    immediate: ClassVar[bool] = False
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
+        """Begin an episode of a data row; messages to add to the row's prompt, or None."""
+        return None
+
+    def step(self, turn: Turn) -> Reply | Sequence[Message] | None:
+        """Answer a turn: a Reply, or only its messages; None ends the episode."""
+        raise NotImplementedError
+
+    # An environment that can be copied also has ``snapshot() -> JSON`` and ``restore(state)``: a failed step is then
+    # repeated from the snapshot before it.
+
+    def close(self) -> None:
+        """End the episode, however it ended."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """A registered environment."""
+
+    name: str
+    make: Callable[[], Environment]
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, for the chat template
+    immediate: bool = False
+
+
+# Modules are imported on first use.
+_BUILTIN = {
+    "calculator": "megatron_grpo.environments.builtin.calculator",
+}
+_registry: dict[str, EnvironmentSpec] = {}
+
+
+def register_environment(name: str) -> Callable[[type[Environment]], type[Environment]]:
+    """Decorator: make a class available as ``--environment name``; each name is unique."""
+
+    def register(made: type[Environment]) -> type[Environment]:
+        _register(EnvironmentSpec(name, made, [tool_schema(tool) for tool in made.tools], made.immediate))
+        return made
+
+    return register
+
+
+def register_tools(name: str, tools: Sequence[Callable], immediate: bool = False) -> None:
+    """Make an environment of functions available as ``--environment name``: it answers tool calls, and nothing else."""
+    from megatron_grpo.environments.tools import ToolEnvironment
+
+    schemas = [tool_schema(tool) for tool in tools]
+    _register(EnvironmentSpec(name, lambda: ToolEnvironment(tools), schemas, immediate))
+
+
+def _register(spec: EnvironmentSpec) -> None:
+    if spec.name in _registry:
+        raise GrpoError(f'the environment name "{spec.name}" is already registered: choose another name')
+    _registry[spec.name] = spec
+
+
+def get_environment(name: str) -> EnvironmentSpec:
+    """Return the environment of a name; GrpoError for an unknown one."""
+    if name not in _registry and name in _BUILTIN:
+        importlib.import_module(_BUILTIN[name])
+    if name not in _registry:
+        known = sorted(_BUILTIN.keys() | _registry.keys())
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f' (did you mean "{close[0]}"?)' if close else ""
+        raise GrpoError(
+            f'--environment: unknown environment "{name}"{hint}; known: {", ".join(known)}. Register a class by '
+            "@register_environment, or functions by register_tools, in a file of --external-plugins"
+        )
+    return _registry[name]
+
+
+def environment_of(row: Mapping[str, Any], default: str) -> EnvironmentSpec:
+    """Return the environment of a data row: that of its column "environment", or the ``default``."""
+    return get_environment(row.get("environment") or default)
+
+
+def tools_of(row: Mapping[str, Any], default: str) -> list[Any] | None:
+    """Return the schemas of the tools of a row's environment, for the chat template; None without tools."""
+    return list(environment_of(row, default).tools) or None
+
+
+def tool_schema(tool: Callable | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON schema of a tool, from a function's signature and docstring; a schema is returned as it is."""
+    if isinstance(tool, Mapping):
+        return tool
+    from transformers.utils import get_json_schema  # takes seconds: only functions need it
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # of a docstring or a type that it cannot read
+        raise GrpoError(
+            f"the tool {getattr(tool, '__name__', tool)} needs type hints and a docstring with an Args section, as "
+            f"https://huggingface.co/docs/transformers/chat_extras describes: {error}"
+        ) from error

@@ -1,0 +1,117 @@
+"""Tokens of what an environment says, as the chat template renders it behind a sampled turn.
+
+What the policy sampled is never rendered again. The tokens of new messages are those behind the policy's turn in the
+template's rendering of the whole conversation. Two renderings, with different made-up texts of the policy's turn, find
+this place: they end alike from the end of the turn on.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.data.tokenizer import Tokenizer
+from megatron_grpo.utils.errors import GrpoError
+
+Message = dict[str, Any]
+
+
+class TurnRenderer:
+    """Renders messages behind a turn of the policy; ``end_token_ids`` are the tokens that end a turn.
+
+    The clock of templates that print the date stands still, so that two renderings differ in nothing else.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int], now: datetime.datetime | None = None):
+        self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids
+        self._special = set(tokenizer.special_tokens.values())
+        self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in end_token_ids]
+        self._now = now or datetime.datetime.now()
+
+    def after_turn(
+        self,
+        messages: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        last_token: int,
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids between a turn of the policy and its next one.
+
+        They are the end of the turn, unless the policy sampled it as ``last_token``, the ``new`` messages, and the
+        generation prompt. ``messages`` are those before the turn; of ``turn`` only the names of tool calls are read.
+        GrpoError if the template refuses the messages or does not show them.
+        """
+        tail = self._tail(messages, turn, new, tools, dict(variables or {}) | {"strftime_now": self._now.strftime})
+        ids = self._tokenizer.encode_after(last_token if last_token in self._special else self._end_token_ids[0], tail)
+        return self._without_sampled_end(ids, last_token)
+
+    def _tail(self, messages, turn: Message, new: Sequence[Message], tools, variables: dict[str, Any]) -> str:
+        """Return the rendered text from the end of the policy's turn on."""
+
+        def rendered(text: str, messages_after: Sequence[Message]) -> str:
+            # Some templates show no text beside tool calls, so their arguments differ, too.
+            made_up = {"role": "assistant", "content": text}
+            if calls := turn.get("tool_calls"):
+                made_up["tool_calls"] = [
+                    {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls
+                ]
+            return self._render([*messages, made_up, *messages_after], tools, variables)
+
+        first, second = rendered("A", new), rendered("B", new)
+        if first == second:
+            raise GrpoError("the chat template does not show the assistant's turns, so no turn can follow another")
+        for number, message in enumerate(new):
+            other = [*new[:number], {**message, "content": f"{message['content']}?"}, *new[number + 1 :]]
+            if rendered("A", other) == first:
+                raise GrpoError(
+                    f"the chat template does not show a message of the role {message['role']}: "
+                    "give --tool-role user, or the role that the template has for tools"
+                )
+        same = _common_end(first, second)
+        # Behind the text there may be tool calls, then the end of the turn.
+        places = [place for end in self._ends if (place := same.find(end)) >= 0]
+        return same[min(places) :] if places and turn.get("tool_calls") else same
+
+    def _render(self, messages: Sequence[Message], tools, variables: dict[str, Any]) -> str:
+        """Return the text of a conversation; a template gets the arguments of tool calls as objects, or as JSON text.
+
+        OpenAI's protocol has text, most templates expect objects, and DeepSeek's joins text.
+        """
+        try:
+            return self._tokenizer.render_chat(list(messages), tools, variables)
+        except GrpoError:
+            as_text = [_with_json_arguments(message) for message in messages]
+            if as_text == list(messages):
+                raise
+            return self._tokenizer.render_chat(as_text, tools, variables)
+
+    def _without_sampled_end(self, ids: list[int], last_token: int) -> list[int]:
+        """Return ``ids`` without the end of the turn if the policy sampled one.
+
+        Where the sampled end differs from the template's (Llama's <|eom_id|>, gpt-oss's <|return|>), the template's is
+        left out, too, unless it is the role of the next message (GLM).
+        """
+        if last_token not in self._end_token_ids or not ids:
+            return ids
+        if ids[0] == last_token:
+            return ids[1:]
+        rest = self._tokenizer.decode(ids[1:], skip_special_tokens=False).lstrip()
+        begins_next = any(rest.startswith(name) for name in self._tokenizer.special_tokens)
+        return ids[1:] if ids[0] in self._special and begins_next else ids
+
+
+def _with_json_arguments(message: Message) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _common_end(first: str, second: str) -> str:
+    """Return the longest text with which both end."""
+    length = next((i for i, (a, b) in enumerate(zip(reversed(first), reversed(second))) if a != b), 0)
+    return first[len(first) - length :]

@@ -1,0 +1,152 @@
+"""Process of ``pool.EnvironmentPool``: commands arrive on stdin, reports leave on stdout, both as JSON lines.
+
+The first command is {"plugins", "path", "names", "timeout"}; the report is ["ready"]. Later commands:
+
+    ["begin", key, call, name, row, snapshot, turns]   begin an episode: from a snapshot, or by a reset and these turns
+    ["step", key, call, turn]                          the policy's next turn
+    ["end", key, call]                                 forget the episode
+
+Reports: ["reply", key, call, {"messages", "reward", "done", "snapshot"}] for begin and step, or ["failed", key, call,
+reason, traceback, threads], where ``threads`` counts the calls that have timed out and have not ended.
+
+Episodes run side by side: each call in a coroutine, or in a thread if it is no coroutine.
+"""
+
+import asyncio
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_grpo.environments.registry import Environment, Reply, ToolCall, Turn, get_environment
+from megatron_grpo.rewards.registry import load_plugins
+from megatron_grpo.rewards.worker import Report, begin
+from megatron_grpo.utils.errors import GrpoError
+
+_THREADS = 256  # calls at the same time that are no coroutines
+_MAX_LINE = 2**28  # bytes of a command
+
+
+def main() -> None:
+    tasks, report = begin()
+    setup = json.loads(tasks.readline())
+    sys.path[:] = setup["path"]
+    try:
+        load_plugins(setup["plugins"])
+        for name in setup["names"]:
+            get_environment(name)
+    except GrpoError as error:
+        report(["fatal", str(error)])
+        return
+    report(["ready"])
+    asyncio.run(_serve(tasks, report, setup["timeout"]))
+
+
+async def _serve(tasks, report: Report, timeout: float) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+    reader = asyncio.StreamReader(limit=_MAX_LINE)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), tasks)
+    episodes, running = _Episodes(report, timeout), set()
+    while line := await reader.readline():
+        task = asyncio.create_task(episodes.answer(*json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+class _Episodes:
+    """The episodes of this process, by key."""
+
+    def __init__(self, report: Report, timeout: float):
+        self._report, self._timeout = report, timeout
+        self._episodes: dict[int, Environment] = {}
+        self._stuck = 0  # threads whose call has timed out
+
+    async def answer(self, command: str, key: int, call: int, *content: Any) -> None:
+        try:
+            if command == "begin":
+                self._report(["reply", key, call, await self._begin(key, *content)])
+            elif command == "step":
+                self._report(["reply", key, call, await self._step(key, content[0])])
+            elif key in self._episodes:
+                await self._call(self._episodes.pop(key).close)
+        # BaseException includes SystemExit and the time-outs of some libraries.
+        except BaseException as error:
+            if command == "end":
+                return
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+            tail = "".join(traceback.format_list(frames))[-1500:]
+            reason = f"raised {type(error).__name__}: {error}"[:300]
+            if isinstance(error, TimeoutError) and str(error) == "":
+                reason = f"took longer than {self._timeout:g} s (--environment-timeout)"
+            self._report(["failed", key, call, _printable(reason), _printable(tail), self._stuck])
+
+    async def _begin(self, key: int, name: str, row: Mapping[str, Any], snapshot: Any, turns: list[Any]) -> dict:
+        environment = self._episodes[key] = get_environment(name).make()
+        if snapshot is not None:
+            await self._call(environment.restore, snapshot)  # type: ignore[attr-defined]
+            return {"messages": [], "snapshot": snapshot}
+        messages = await self._call(environment.reset, row)
+        for turn in turns:
+            await self._call(environment.step, _turn(turn))
+        return {"messages": _messages(messages or []), "snapshot": await self._snapshot(environment)}
+
+    async def _step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
+        environment = self._episodes[key]
+        reply = await self._call(environment.step, _turn(turn))
+        if reply is None:
+            reply = Reply(done=True)
+        elif not isinstance(reply, Reply):
+            reply = Reply(reply)
+        messages = _messages(reply.messages)
+        reward = None if reply.reward is None else float(reply.reward)
+        if not messages and not reply.done:
+            raise ValueError("step returned no message and no end of the episode")
+        snapshot = None if reply.done else await self._snapshot(environment)
+        return {"messages": messages, "reward": reward, "done": bool(reply.done), "snapshot": snapshot}
+
+    async def _snapshot(self, environment: Environment) -> Any:
+        return await self._call(environment.snapshot) if hasattr(environment, "snapshot") else None
+
+    async def _call(self, function: Callable, *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await asyncio.wait_for(function(*arguments), self._timeout)
+        call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        try:
+            return await asyncio.wait_for(asyncio.shield(call), self._timeout)
+        except TimeoutError:
+            if not call.done():
+                self._stuck += 1
+                call.add_done_callback(self._not_stuck)
+            raise
+
+    def _not_stuck(self, call: asyncio.Future) -> None:
+        self._stuck -= 1
+        call.exception()  # read, so that asyncio does not print it
+
+
+def _turn(turn: dict[str, Any]) -> Turn:
+    return Turn(**turn | {"tool_calls": [ToolCall(**call) for call in turn["tool_calls"]]})
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"returned {messages!r:.80}, not a list of messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(f'returned the message {message!r:.80}, not {{"role": .., "content": ..}}')
+        if not isinstance(message.get("content"), str):
+            raise TypeError(f"returned a message of the role {message['role']} without a text as content")
+    return [{**message, "content": _printable(message["content"])} for message in messages]
+
+
+def _printable(text: str) -> str:
+    """Return the text with lone surrogates (of bytes that are not UTF-8) replaced: no tokenizer encodes them."""
+    return text.encode("utf-8", "replace").decode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""An engine whose completions are episodes: the policy speaks, an environment answers, the policy goes on.
+
+`Episodes` wraps any engine and is one itself, so that every kind of rollout takes episodes as it takes completions. A
+request begins an episode. When the engine finishes a turn, the environment sees it; its answer is appended, and the
+engine continues from there. Meanwhile the other episodes generate. What comes out is one completion: all tokens after
+the prompt, with a response mask of 0 on those that the policy did not sample.
+
+A finished turn ends its episode when the environment says so, at --max-turns, and at the limits of sampled tokens
+(--max-completion-length) and of the environment's tokens (--max-environment-tokens). An environment that fails
+(environments/pool.py) ends it with the finish reason "failed": no reward function scores it, and its tokens are not in
+the loss.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools
+from megatron_grpo.environments.pool import Answer, EnvironmentPool
+from megatron_grpo.environments.registry import Message, Turn, environment_of, tools_of
+from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.rollout.engine import Completion, Engine, Request
+from megatron_grpo.utils.errors import GrpoError
+
+_CONTINUES, _ENDS, _FAILS = range(3)
+
+
+@dataclass(eq=False)
+class _Episode:
+    """An episode on one rank; the lead rank alone knows the conversation."""
+
+    request: Request
+    trajectory: Completion | None = None
+    turns: int = 0
+    environment_tokens: int = 0
+    messages: list[Message] = field(default_factory=list)  # before the policy's next turn
+    turn: Message = field(default_factory=dict)  # the policy's newest turn
+    rewards: list[float | None] = field(default_factory=list)  # of each turn
+
+    @property
+    def all_sampled(self) -> bool:
+        """Whether no further token can be sampled; the last turn may have ended by itself."""
+        return self.trajectory is not None and self.trajectory.num_sampled >= self.request.sampling.max_tokens
+
+
+class Episodes:
+    """``engine`` with environments; ``pool`` and ``renderer`` are those of the lead rank, None on the others.
+
+    ``group`` is the gloo process group of the replica's ranks, None for a single rank.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: EnvironmentPool | None,
+        renderer: TurnRenderer | None,
+        parser: ToolCallParser | None,
+        tokenizer: Any,
+        args: Any,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
+        self._tokenizer, self._args, self._group = tokenizer, args, group
+        self._source = 0 if group is None else dist.get_process_group_ranks(group)[0]
+        self._episodes: dict[int, _Episode] = {}
+        self._generating: set[int] = set()
+        self._waiting: set[int] = set()  # for the environment
+        self._immediate: set[int] = set()  # those of them whose environment answers at once
+        self._failures: dict[str, int] = {}  # reason -> episodes since the last report, on the lead rank
+
+    def __getattr__(self, name: str) -> Any:
+        """Weights, memory and the rest are the engine's own matter."""
+        return getattr(self._engine, name)
+
+    # ---- requests
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._episodes[request.id] = _Episode(request)
+            self._waits(request.id)
+            if self._pool is not None:
+                self._begin(request)
+
+    def _generate(self, requests: Sequence[Request]) -> None:
+        self._generating.update(request.id for request in requests)
+        self._engine.submit(requests)
+
+    def _begin(self, request: Request) -> None:
+        row, episode = request.row, self._episodes[request.id]
+        prompt = parse_prompt(dict(row), self._args.prompt_key, self._args.system_prompt)
+        episode.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        self._pool.begin(request.id, environment_of(row, self._args.environment).name, row)  # type: ignore[union-attr]
+
+    def _waits(self, number: int) -> None:
+        self._waiting.add(number)
+        if environment_of(self._episodes[number].request.row, self._args.environment).immediate:
+            self._immediate.add(number)
+
+    def poll(self) -> list[Completion]:
+        """Take the environments' answers, run an engine step, and return the episodes that ended."""
+        ended = self._take_answers() if self._waiting else []
+        if self._generating:
+            for completion in self._engine.poll():
+                self._generating.remove(completion.id)
+                self._finish_turn(completion)
+        return ended
+
+    def _finish_turn(self, completion: Completion) -> None:
+        """Show the environment a turn that the engine has finished."""
+        episode = self._episodes[completion.id]
+        begin = len(episode.trajectory.token_ids) if episode.trajectory is not None else 0
+        ids = completion.token_ids[begin:]
+        episode.trajectory, episode.turns = completion, episode.turns + 1
+        self._waits(completion.id)
+        if self._pool is None:
+            return
+        spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
+        text, calls = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None), []
+        if self._parser is not None:
+            text, calls = self._parser.parse(text)
+        episode.turn = {"role": "assistant", "content": text}
+        if calls:
+            episode.turn["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+            ]
+        self._pool.step(completion.id, Turn(text, calls, episode.turns, completion.finish_reason, ids))
+
+    # ---- answers
+
+    def _take_answers(self) -> list[Completion]:
+        """Apply the answers that have come; all ranks of the replica apply the same ones."""
+        said = self._answers() if self._pool is not None else []
+        ended, continued = [], []
+        for number, what, reward, tokens in self._on_all_ranks(said):
+            self._waiting.remove(number)
+            self._immediate.discard(number)
+            episode = self._episodes[number]
+            episode.rewards.append(reward)
+            if what == _FAILS:
+                ended.append(self._end(number, "failed"))
+            elif episode.trajectory is None:  # the messages of the environment's reset are part of the prompt
+                if tokens:
+                    episode.request = replace(episode.request, prompt_ids=tokens)
+                continued.append(episode.request)
+            elif what == _ENDS:
+                ended.append(self._end(number, episode.trajectory.finish_reason))
+            elif self._at_a_limit(episode, len(tokens)):
+                ended.append(self._end(number, "length"))
+            else:
+                episode.environment_tokens += len(tokens)
+                episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
+                continued.append(replace(episode.request, begun=episode.trajectory))
+        self._generate(continued)
+        return ended
+
+    def _answers(self) -> list[tuple[int, int, float | None, list[int]]]:
+        """Return (episode, what follows, reward, tokens) of each answer, on the lead rank."""
+        assert self._pool is not None
+        answers = self._pool.poll()
+        # With nothing to generate the rollout waits; and always for environments that answer at once.
+        while self._immediate - {a.key for a in answers} or not (answers or self._generating):
+            answers += self._pool.poll(0.2)
+        return [self._said(answer) for answer in sorted(answers, key=lambda answer: answer.key)]
+
+    def _said(self, answer: Answer) -> tuple[int, int, float | None, list[int]]:
+        episode = self._episodes[answer.key]
+        error = answer.error
+        if error is None and not answer.done and not episode.all_sampled and answer.messages:
+            try:
+                tokens = self._render(episode, answer.messages)
+            except GrpoError as refused:
+                error = str(refused)
+            else:
+                episode.messages += [episode.turn] if episode.turns else []
+                episode.messages += answer.messages
+                return answer.key, _CONTINUES, answer.reward, tokens
+        if error is not None:
+            reason = error.partition("\n")[0]
+            self._failures[reason] = self._failures.get(reason, 0) + 1
+            return answer.key, _FAILS, None, []
+        return answer.key, _ENDS if answer.done else _CONTINUES, answer.reward, []
+
+    def _render(self, episode: _Episode, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens between the policy's newest turn and its next one."""
+        assert self._renderer is not None
+        row = episode.request.row
+        variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row, episode.messages)
+        tools = parse_tools(row, episode.messages) or tools_of(row, self._args.environment)
+        role = self._args.tool_role
+        messages = [{**m, "role": role} if m["role"] == "tool" else m for m in messages]
+        if episode.trajectory is None:
+            return self._tokenizer.apply_chat_template([*episode.messages, *messages], tools, variables)
+        turn = episode.turn if role == "tool" else {k: v for k, v in episode.turn.items() if k != "tool_calls"}
+        last = episode.trajectory.token_ids[-1]
+        return self._renderer.after_turn(episode.messages, turn, messages, last, tools, variables)
+
+    def _on_all_ranks(self, said):
+        """Return the lead rank's list on every rank of the replica."""
+        if self._group is None:
+            return said
+        numbers = [len(said)]
+        for key, what, _, tokens in said:
+            numbers += [key, what, len(tokens), *tokens]
+        size = torch.tensor(len(numbers))
+        dist.broadcast(size, self._source, group=self._group)
+        flat = torch.tensor(numbers) if self._pool is not None else torch.empty(int(size), dtype=torch.int64)
+        dist.broadcast(flat, self._source, group=self._group)
+        if self._pool is not None:
+            return said
+        values, answers = iter(flat.tolist()), []
+        for _ in range(next(values)):
+            key, what, count = next(values), next(values), next(values)
+            answers.append((key, what, None, [next(values) for _ in range(count)]))  # rewards are the lead rank's
+        return answers
+
+    def _at_a_limit(self, episode: _Episode, num_tokens: int) -> bool:
+        """Return whether an episode cannot go on after ``num_tokens`` tokens of the environment."""
+        too_many = episode.environment_tokens + num_tokens > self._args.max_environment_tokens
+        return episode.all_sampled or too_many or episode.turns >= self._args.max_turns
+
+    def _end(self, number: int, reason: str) -> Completion:
+        episode = self._episodes.pop(number)
+        if self._pool is not None:
+            self._pool.end(number)
+        trajectory = episode.trajectory or Completion(number, [], None, reason, [])
+        rewards = [reward for reward in episode.rewards if reward is not None]
+        return replace(
+            trajectory,
+            finish_reason=reason,
+            prompt_ids=episode.request.prompt_ids,
+            turns=max(episode.turns, 1),
+            environment_reward=float(np.sum(rewards)) if rewards else None,
+            messages=[*episode.messages, episode.turn] if self._pool is not None else None,
+        )
+
+    def abort(self, ids: Iterable[int]) -> None:
+        ids = list(ids)
+        self._engine.abort([number for number in ids if number in self._generating])
+        for number in ids:
+            self._generating.discard(number)
+            self._waiting.discard(number)
+            self._immediate.discard(number)
+            self._episodes.pop(number, None)
+            if self._pool is not None:
+                self._pool.end(number)
+
+    def failures(self) -> list[str]:
+        """Return one line for each reason for which environments have failed since the last call, on the lead rank."""
+        failures, self._failures = self._failures, {}
+        return [
+            f"the environment failed in {count} episode{'s' * (count > 1)}: {reason}; not scored, and not in the loss"
+            for reason, count in failures.items()
+        ]

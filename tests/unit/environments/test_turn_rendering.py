@@ -1,0 +1,126 @@
+"""Tokens behind a sampled turn: prompt, sampled ids and what is appended are the template's rendering of the whole."""
+
+from types import SimpleNamespace
+
+import pytest
+from instruct_models import NAMES, build_tokenizer
+
+from megatron_grpo.data.end_of_turn import end_token_ids
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.utils.errors import GrpoError
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculate",
+            "description": "Calculate.",
+            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+        },
+    }
+]
+# Whose templates show tools' answers under the role tool; the others' refuse it, or leave the answers out.
+WITH_TOOLS = {
+    "GLM-4.5-Air": "<|observation|>",
+    "Kimi-K2-Instruct": "<|im_end|>",
+    "Llama-3.1-8B-Instruct": "<|eot_id|>",
+    "Llama-3.2-3B-Instruct": "<|eot_id|>",
+    "Mistral-Nemo-Instruct-2407": "</s>",
+    "Qwen2.5-7B-Instruct": "<|im_end|>",
+    "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",
+    "Qwen3-8B": "<|im_end|>",
+    "gpt-oss-20b": "<|call|>",
+}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Return (tokenizer, renderer) of a published model, each built once."""
+    built = {}
+
+    def build(name):
+        if name not in built:
+            directory = tmp_path_factory.mktemp(name)
+            build_tokenizer(name, directory)
+            tokenizer = HuggingFaceTokenizer(directory)
+            given = {"stop_token_ids": None, "stop_words": None, "ignore_eos": False, "load_hf": None}
+            ends = end_token_ids(SimpleNamespace(**given, tokenizer_model=directory), tokenizer)
+            built[name] = tokenizer, TurnRenderer(tokenizer, ends)
+        return built[name]
+
+    return build
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"GLM-4.5-Air"}))
+def test_users_turns(name, published):
+    """Six turns of text; GLM-4.5's template removes reasoning from earlier turns, so its text is another."""
+    tokenizer, renderer = published(name)
+    messages = [{"role": "user", "content": "one and one?"}]
+    ids = tokenizer.apply_chat_template(messages)
+    for number in range(6):
+        text, new = f"it is {number}", [{"role": "user", "content": f"and {number} more?"}]
+        turn = {"role": "assistant", "content": text}
+        whole = tokenizer.apply_chat_template([*messages, turn, *new])
+        for end in renderer._end_token_ids:
+            tail = renderer.after_turn(messages, turn, new, end)
+            sampled = whole[len(ids) : len(whole) - len(tail)]
+            if sampled[-1:] == [end]:
+                break
+        else:  # the template's end of a turn is no end token of the model: gpt-oss's <|end|> and <|return|>
+            assert name == "gpt-oss-20b"
+        assert whole[len(whole) - len(tail) :] == tail
+        assert text in tokenizer.decode(whole[: len(whole) - len(tail)])
+        assert new[0]["content"] in tokenizer.decode(tail) and text not in tokenizer.decode(tail)
+        messages += [turn, *new]
+        ids = whole
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_tools_answers(name, published):
+    tokenizer, renderer = published(name)
+    messages = [{"role": "user", "content": "one and one?"}]
+    call = {"name": "calculate", "arguments": {"expression": "1+1"}}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": call}],
+    }
+    answer = [{"role": "tool", "name": "calculate", "tool_call_id": "call00001", "content": "it is 2"}]
+    end = tokenizer.special_tokens[WITH_TOOLS[name]]
+    tail = renderer.after_turn(messages, turn, answer, end, TOOLS)
+    whole = tokenizer.apply_chat_template([*messages, turn, *answer], TOOLS)
+    assert whole[len(whole) - len(tail) :] == tail
+    assert whole[len(whole) - len(tail) - 1] == end, "the sampled end is not repeated"
+    text = tokenizer.decode(tail, skip_special_tokens=False)
+    assert "it is 2" in text and "1+1" not in text
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b-it", "phi-4", "Mixtral-8x7B-Instruct-v0.1"])
+def test_a_template_without_tools_is_refused(name, published):
+    tokenizer, renderer = published(name)
+    messages, turn = [{"role": "user", "content": "hi"}], {"role": "assistant", "content": "x"}
+    with pytest.raises(GrpoError, match="chat template"):
+        renderer.after_turn(messages, turn, [{"role": "tool", "content": "2"}], tokenizer.eos_id)
+
+
+def test_a_cut_turn_gets_its_end(published):
+    """A stop word ends a turn without an end token: the template's is appended, and was not sampled."""
+    tokenizer, renderer = published("Qwen3-8B")
+    turn, new = {"role": "assistant", "content": "x"}, [{"role": "user", "content": "y"}]
+    tail = renderer.after_turn([{"role": "user", "content": "hi"}], turn, new, tokenizer.encode("x")[-1])
+    assert tokenizer.decode(tail, False) == "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_another_end_than_the_templates(published):
+    """Llama's <|eom_id|> stands for <|eot_id|>; GLM's end is the role of the next message, which stays."""
+    messages, turn = [{"role": "user", "content": "hi"}], {"role": "assistant", "content": "x"}
+    new = [{"role": "user", "content": "y"}]
+    tokenizer, renderer = published("Llama-3.1-8B-Instruct")
+    tail = renderer.after_turn(messages, turn, new, tokenizer.special_tokens["<|eom_id|>"])
+    assert tokenizer.decode(tail, False).startswith("<|start_header_id|>user")
+    tokenizer, renderer = published("GLM-4.5-Air")
+    ended = tokenizer.special_tokens
+    assert tokenizer.decode(renderer.after_turn(messages, turn, new, ended["<|user|>"]), False).startswith("\ny")
+    other = renderer.after_turn(messages, turn, new, ended["<|observation|>"])
+    assert tokenizer.decode(other, False).startswith("<|user|>\ny")

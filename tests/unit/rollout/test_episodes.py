@@ -1,0 +1,137 @@
+"""Episodes over a scripted engine: response masks, limits, rewards, faults, prompts of a reset."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.environments.pool import Answer
+from megatron_grpo.rollout.engine import Completion, Request, generate
+from megatron_grpo.rollout.episodes import Episodes
+
+END = 9
+
+
+class Script:
+    """An engine that says the given turns, one a step, and notes what it was asked to continue."""
+
+    def __init__(self, turns):
+        self.turns, self.running, self.seen = {k: list(v) for k, v in turns.items()}, [], []
+
+    def submit(self, requests):
+        self.running += requests
+
+    def poll(self):
+        if not self.running:
+            return []
+        request = self.running.pop(0)
+        whole = request.with_begun_in_prompt()
+        self.seen.append((request.id, list(whole.prompt_ids), whole.sampling.max_tokens))
+        ids = self.turns[request.id].pop(0)[: whole.sampling.max_tokens]
+        reason = "stop" if ids[-1] == END else "length"
+        made = Completion(request.id, ids, [-1.0] * len(ids), reason, [3] * len(ids))
+        return [made.after(request.begun)]
+
+    def abort(self, ids):
+        self.running = [request for request in self.running if request.id not in ids]
+
+
+class Said:
+    """A pool that gives prepared answers, each at the second look."""
+
+    def __init__(self, answers):
+        self.answers, self.waiting, self.ended = {k: list(v) for k, v in answers.items()}, [], []
+
+    def begin(self, key, name, row):
+        self.waiting.append([1, key])
+
+    def step(self, key, turn):
+        self.last = turn
+        self.waiting.append([1, key])
+
+    def poll(self, wait=0.0):
+        ready = [key for left, key in self.waiting if left <= 0]
+        self.waiting = [[left - 1, key] for left, key in self.waiting if left > 0]
+        return [Answer(key, **self.answers[key].pop(0)) for key in ready]
+
+    def end(self, key):
+        self.ended.append(key)
+
+
+def run(turns, answers, max_tokens=20, **given):
+    flags = {"environment": "calculator", "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
+    flags |= {"max_turns": 5, "max_environment_tokens": 50, "chat_template_kwargs": None, "tool_role": "tool"}
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens=True: " ".join(map(str, ids)),
+        apply_chat_template=lambda messages, tools, variables: [100 + len(messages)],
+    )
+    renderer = SimpleNamespace(after_turn=lambda before, turn, new, last, tools, variables: [70, len(before), 71])
+    engine, pool = Script(turns), Said(answers)
+    episodes = Episodes(engine, pool, renderer, None, tokenizer, SimpleNamespace(**flags | given))
+    requests = [Request(key, [1, 2], Sampling(max_tokens, log_probs=True), row={"prompt": "p"}) for key in turns]
+    done = {completion.id: completion for completion in generate(episodes, requests)}
+    assert done.keys() == turns.keys() and sorted(pool.ended) == sorted(turns)
+    return done, engine.seen, episodes
+
+
+MESSAGE = [{"role": "user", "content": "go on"}]
+RESET, MORE, DONE = {}, {"messages": MESSAGE, "reward": 0.5}, {"done": True, "reward": 1.0}
+
+
+def test_three_turns():
+    done, seen, _ = run({4: [[5, END], [6, END], [7, 8, END]]}, {4: [RESET, MORE, MORE, DONE]})
+    completion = done[4]
+    assert completion.token_ids == [5, END, 70, 1, 71, 6, END, 70, 3, 71, 7, 8, END]
+    assert completion.response_mask == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    assert [math.isnan(x) for x in completion.log_probs] == [m == 0 for m in completion.response_mask]
+    assert completion.turns == 3 and completion.environment_reward == 2.0 and completion.finish_reason == "stop"
+    assert [m["role"] for m in completion.messages] == ["user", "assistant", "user", "assistant", "user", "assistant"]
+    # Each turn continues from the very tokens so far; the limit counts sampled tokens only.
+    assert seen == [(4, [1, 2, *completion.token_ids[:n]], left) for n, left in ((0, 20), (5, 18), (10, 16))]
+
+
+def test_the_batch_of_episodes():
+    done, _, _ = run({0: [[5, END], [6, END]], 1: [[5, END]]}, {0: [RESET, MORE, DONE], 1: [RESET, {"error": "lost"}]})
+    completions = [done[0], done[1]]
+    assert completions[1].finish_reason == "failed"
+    batch = RolloutBatch.from_completions(
+        [[1, 2]] * 2,
+        [c.token_ids for c in completions],
+        [c.log_probs for c in completions],
+        [c.weight_versions for c in completions],
+        [0, 0],
+        [0, 0],
+        [0, 1],
+        [FinishReason[c.finish_reason.upper()] for c in completions],
+        response_masks=[c.response_mask for c in completions],
+        turns=[c.turns for c in completions],
+    )
+    assert batch.response_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0]
+    assert batch.response_lengths.tolist() == [4, 0] and batch.turns.tolist() == [2, 1]
+    assert np.isnan(batch.rollout_log_probs[batch.response_mask == 0][:5]).all()
+
+
+def test_limits():
+    turns = {0: [[5, END]] * 9, 1: [[5] * 30], 2: [[5, 6, 7, 8, 5, END]], 3: [[5, 6, END], [7, 8, 5, END]]}
+    answers = {key: [RESET, *[MORE] * 9] for key in turns}
+    done, _, _ = run(turns, answers, max_tokens=6, max_turns=3, max_environment_tokens=4)
+    assert {key: c.finish_reason for key, c in done.items()} == dict.fromkeys(turns, "length")
+    assert done[0].token_ids == [5, END, 70, 1, 71, 5, END], "the second answer does not fit into 4 tokens"
+    assert done[1].token_ids == [5] * 6 and done[1].turns == 1
+    assert done[3].token_ids == [5, 6, END, 70, 1, 71, 7, 8, 5] and done[3].num_sampled == 6
+    done, _, _ = run({0: [[5, END]] * 9}, {0: [RESET, *[MORE] * 9]}, max_turns=2)
+    assert done[0].turns == 2 and done[0].environment_reward == 1.0
+
+
+def test_messages_of_a_reset_are_the_prompts():
+    done, seen, _ = run({0: [[5, END]]}, {0: [{"messages": MESSAGE}, DONE]})
+    assert done[0].prompt_ids == [102] and seen[0][1] == [102] and done[0].response_mask is None
+
+
+def test_others_generate_while_one_waits():
+    _, seen, episodes = run({0: [[5, END]] * 2, 1: [[6, END]] * 2}, {0: [RESET, MORE, DONE], 1: [RESET, MORE, DONE]})
+    assert len(seen) == 4 and episodes.failures() == []
+    _, _, episodes = run({0: [[5, END]]}, {0: [{"error": "no connection\ntrace"}]})
+    assert ["failed in 1 episode: no connection" in line for line in episodes.failures()] == [True]
