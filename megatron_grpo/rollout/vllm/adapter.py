@@ -73,8 +73,8 @@ def base_model(worker) -> Iterator[torch.nn.Module]:
 def load_adapter(worker, adapter: Adapter) -> None:
     """Put ``adapter`` into a worker's slot in place of the last one; GrpoError if a layer has no slot.
 
-    vLLM loads the first one. If it is then where this module expects it, bit by bit, later ones are copied there at
-    once: vLLM takes four kernels for each matrix.
+    vLLM loads the first one without a B of zeros. If it is then where this module expects it, bit by bit, later ones
+    are copied there at once: vLLM takes four kernels for each matrix.
     """
     manager = _manager(worker)
     slots, shapes = _slots_of(manager), [(name, tensor.shape) for name, tensor in adapter.items()]
@@ -83,7 +83,9 @@ def load_adapter(worker, adapter: Adapter) -> None:
         torch._foreach_copy_(held, sent)
     else:
         _load_with_vllm(manager, adapter)
-        slots.proven = None if compare_adapter(worker, adapter) else shapes
+        # A B of zeros, as at the start, would equal the slot of any other layer.
+        moved = all(bool(tensor.any()) for name, tensor in adapter.items() if name.endswith(B))
+        slots.proven = shapes if moved and not compare_adapter(worker, adapter) else None
     # vLLM skips the preparation of its kernels for a batch like the last one, but sleep level 2 has dropped it.
     manager._last_mapping = None
 
