@@ -186,7 +186,7 @@ class Producer:
         sampling = group.prompt.sampling(training_sampling(self._args, batch + 1))
         tokens = len(begun.token_ids) if begun is not None else 0
         seed = request_seed(rollout_seed(self._args.seed, batch + 1), place_in_batch * self._size + place, tokens)
-        return Request(number, group.prompt.ids, sampling, begun, seed)
+        return Request(number, group.prompt.ids, sampling, begun, seed=seed)
 
     def _step(self) -> None:
         for completion in self._engine.poll():
