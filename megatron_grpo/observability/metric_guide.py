@@ -141,6 +141,8 @@ REMEDIES = {
     "reward/failures": "Above 0: the log names the function and the completion. Fix the function, or raise "
     "--reward-timeout; such completions are excluded, not scored 0.",
     "sampling/": "Many replaced or aborted groups: prompts are too easy or too hard; change the data.",
+    "environment/": "Failed episodes: the log names the reasons; mend the environment, or raise --environment-timeout. "
+    "As many turns as --max-turns: the policy does not come to an end.",
     "stream/": "The trainer waits long: give more --rollout-ranks. The engines are idle: give fewer, or raise "
     "--max-staleness.",
     "staleness/": "Large, with mismatch/effective_sample_size below about 0.9: lower --max-staleness or --lr.",

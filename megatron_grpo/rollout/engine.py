@@ -48,8 +48,8 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: Sampling
     begun: "Completion | None" = None
-    row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
     seed: int | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
 
     @property
     def begun_ids(self) -> Sequence[int]:

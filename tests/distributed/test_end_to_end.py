@@ -43,9 +43,14 @@ OF_AN_UPDATE = (
     {name for name in METRICS if "<" not in name}
     - OF_A_ROLLOUT
     - OF_AN_EVALUATION
-    - {name for name in METRICS if name.startswith(("memory/", "sampling/", "lora/", "staleness/"))}
+    - {
+        name
+        for name in METRICS
+        if name.startswith(("memory/", "sampling/", "lora/", "staleness/", "stream/", "environment/"))
+    }
     - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}
-    - {"params_norm", "time/sync", "time/save", "time/offload", "moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
+    - {"params_norm", "time/sync", "time/save", "time/offload", "time/ledger"}
+    - {"moe/balance_loss", "reward/kl_penalty", "teacher/kl"}
 )
 
 

@@ -6,6 +6,9 @@ Every process draws other tokens, so that a group that was generated again can b
 import json
 import os
 import shutil
+import signal
+import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -137,3 +140,39 @@ def save(root: Path, number: int, drawn: int, groups: PartialRollouts | None) ->
         groups.save(temporary, groups.state)
     (temporary / "position.json").write_text(json.dumps(position))
     os.rename(temporary, directory)
+
+
+def serve():
+    """Run for each line of stdin, [root, partial, kill], in a forked process, and print its exit status."""
+    for line in sys.stdin:
+        root, partial, kill = json.loads(line)
+        child = os.fork()
+        if child:
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        os.dup2(2, 1)
+        try:
+            if kill is not None:
+                fatal(*kill)
+            run(Path(root), partial)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+
+def fatal(name, at, after):
+    """Let the ``at``-th call of a function of os or of the engine end the process, before or after it does its work."""
+    owner = os if name == "fsync" else Engine
+    function, calls = getattr(owner, name), iter(range(1, 10**6))
+
+    def killing(*words):
+        now = next(calls) == at
+        if now and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*words)
+        if now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, killing)

@@ -232,7 +232,7 @@ def test_no_function_changes_the_batch_that_it_receives():
 def test_metrics_of_reward_functions():
     batch = rollout([[1, NAN], [0, 2], [1, 6], [2, NAN]])
     trainer = Namespace(
-        args=Namespace(reward_funcs=["right", "style"]),
+        args=Namespace(environment=None, reward_funcs=["right", "style"]),
         reward_failures=0,
         memory={},
         sampling_metrics={},

@@ -439,7 +439,7 @@ def test_load_refuses_what_is_not_a_rollout(tmp_path):
         ("response_mask", np.full(9, 2, np.uint8), "response_mask is 0 or 1"),
         ("rollout_log_probs", np.full(9, 0.5, np.float32), "log-probabilities are not above 0"),
         ("sample_ids", np.array([1, 0, 1]), "sample_ids are unique"),
-        ("finish_reasons", np.array([0, 1, 3], np.uint8), "finish_reasons are known, but not at index 2"),
+        ("finish_reasons", np.array([0, 1, 4], np.uint8), "finish_reasons are known, but not at index 2"),
         ("turns", np.array([1, 0, 1], np.int32), "turns is at least 1"),
         ("advantages", np.float32([0, NAN, 0]), "advantages are finite, but not at index 1"),
         ("weights", np.float32([np.inf, 0, 0]), "weights are finite, but not at index 0"),

@@ -1,13 +1,14 @@
 """A run that is killed at any moment goes on with every finished group: none is lost, none is trained on twice.
 
-Processes are forked from this one, and kill themselves with SIGKILL.
+Processes kill themselves with SIGKILL.
 """
 
 import json
 import os
 import random
 import signal
-import traceback
+import subprocess
+import sys
 from collections import Counter
 
 import ledger_run
@@ -21,36 +22,23 @@ from megatron_grpo.rollout.ledger.recording import recorded_prompt
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
 
 
-def start(root, partial, kill=None):
-    """Run in a new process; ``kill`` is (function of os or of the engine, at which call, before or after it)."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        if kill is not None:
-            fatal(*kill)
-        ledger_run.run(root, partial)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+@pytest.fixture(scope="module")
+def start():
+    """Return a function that runs ledger_run.py in a new process, up to a kill, and returns the exit status."""
+    # The process of the tests cannot fork: libraries that other tests have imported have threads.
+    command, path = [sys.executable, "-c", "import ledger_run; ledger_run.serve()"], os.pathsep.join(sys.path)
+    forker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
 
+    def run(root, partial, kill=None):
+        forker.stdin.write(json.dumps([str(root), partial, kill]) + "\n")
+        forker.stdin.flush()
+        return int(forker.stdout.readline())
 
-def fatal(name, at, after):
-    """Let the ``at``-th call of a function end the process, before or after it does its work."""
-    owner = os if name == "fsync" else ledger_run.Engine
-    function, calls = getattr(owner, name), iter(range(1, 10**6))
-
-    def killing(*words):
-        now = next(calls) == at
-        if now and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*words)
-        if now:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, killing)
+    yield run
+    forker.stdin.close()
+    assert forker.wait() == 0
 
 
 def tokens(found, keys):
@@ -78,7 +66,7 @@ def check(root, finished):
     assert finished.keys() <= {*consumed, *(last[1] if last else ())}
 
 
-def kills_and_check(root, partial, kills):
+def kills_and_check(start, root, partial, kills):
     """Kill a run at each of these moments, in turn, then let it end; return the number of kills that came in time."""
     (root / "ledger").mkdir()
     finished, count = {}, 0
@@ -96,21 +84,23 @@ def kills_and_check(root, partial, kills):
 
 
 @MODES
-def test_killed_before_each_fsync(tmp_path, partial):
+def test_killed_before_each_fsync(start, tmp_path, partial):
     """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves."""
     for at in range(1, 200):
         root = tmp_path / str(at)
         root.mkdir()
-        if not kills_and_check(root, partial, [("fsync", at, False)]):
+        if not kills_and_check(start, root, partial, [("fsync", at, False)]):
             break
     assert at > 4 * BATCHES  # a run has more than four of them for each batch
 
 
 @MODES
-def test_killed_again_and_again(tmp_path, partial):
+def test_killed_again_and_again(start, tmp_path, partial):
     """Twenty kills at random steps of the engine, of one run after the other: each run is killed up to five times."""
     rng, count = random.Random(1), 0
     while count < 20:
         root = tmp_path / str(count)
         root.mkdir()
-        count += kills_and_check(root, partial, [("poll", rng.randint(1, 14), rng.random() < 0.5) for _ in range(5)])
+        count += kills_and_check(
+            start, root, partial, [("poll", rng.randint(1, 14), rng.random() < 0.5) for _ in range(5)]
+        )

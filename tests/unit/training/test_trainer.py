@@ -18,7 +18,8 @@ def check(versions, gap, synced=4, bf16=False, flags=()):
     trainer = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced_iteration=synced)
     trainer.rollouts, trainer.replays = 1, lambda batch: False
     row = {} if gap is None else {"mismatch/mean_abs": gap}
-    Trainer.check_engine(trainer, SimpleNamespace(weight_version=np.array(versions)), row)
+    batch = SimpleNamespace(weight_version=np.array(versions), response_mask=np.ones(len(versions)))
+    Trainer.check_engine(trainer, batch, row)
 
 
 @pytest.mark.parametrize("gap, bf16", [(None, False), (1e-6, False), (0.01, True)])
