@@ -176,10 +176,7 @@ class RewardPool:
         Without ``member`` the sample is a group of its own. No function scores a sample with the finish reason "failed"
         (an environment failed); a group-wise function gets the others of its group.
         """
-        assert key not in self._samples, f"two samples with the key {key!r}"
-        number = self._samples[key] = self._next_number
-        self._next_number += 1
-        self._rows[number] = key, sample, [math.nan] * len(self.names)
+        number = self._add(key, sample, [math.nan] * len(self.names))
         functions = self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
         failed = sample.finish_reason == "failed"
         self._missing[number] = 0 if failed else len(functions)
@@ -200,10 +197,15 @@ class RewardPool:
 
     def give(self, key: Hashable, sample: Sample, rewards: Sequence[float]) -> None:
         """Submit one sample whose rewards are known."""
+        self._missing[self._add(key, sample, [float(reward) for reward in rewards])] = 0
+
+    def _add(self, key: Hashable, sample: Sample, rewards: list[float]) -> int:
+        """Return the number of a new sample."""
         assert key not in self._samples, f"two samples with the key {key!r}"
-        self._samples[key] = len(self._rows)
-        self._rows.append((key, sample, [float(reward) for reward in rewards]))
-        self._missing.append(0)
+        number = self._samples[key] = self._next_number
+        self._next_number += 1
+        self._rows[number] = key, sample, rewards
+        return number
 
     def _enqueue(self, number: int, functions: list[int]) -> None:
         for kind in self._kinds:

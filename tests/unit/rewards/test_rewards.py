@@ -436,6 +436,18 @@ def test_scoring_while_others_are_generated(make_pool):
     assert pool.score(samples("value 1"))[0].tolist() == [[1.0]] and pool.failures == []
 
 
+def test_known_rewards_and_failed_episodes_are_not_scored(make_pool):
+    """A resume gives rewards of the ledger; an episode whose environment failed has none, and its group goes on."""
+    pool = make_pool("act", "rank")
+    pool.submit(0, Sample("", "value 1", {}), GroupMember("a", 0, 3))
+    pool.submit(1, Sample("", "value 2", {}, finish_reason="failed"), GroupMember("a", 1, 3))
+    pool.give(2, Sample("", "known", {}), [7.0, 8.0])
+    pool.submit(3, Sample("", "value 3", {}), GroupMember("a", 2, 3))
+    assert pool.scored([1, 2])
+    values = pool.finish([2, 1, 0, 3])
+    np.testing.assert_array_equal(values, [[7, 8], [math.nan, math.nan], [1, 0], [3, 1]])
+
+
 def test_a_stream_of_groups_is_taken_group_by_group(make_pool, tmp_path):
     """The rewards of a group do not wait for those of another, and the pool forgets what was taken."""
     pool = make_pool("act", workers=2, timeout=600.0, retries=0)
