@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_grpo.checkpointing import checksums
 from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
+from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 
@@ -228,17 +229,17 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     """Make the written directory the newest checkpoint; delete the oldest beyond ``keep`` (None: keep all)."""
     _write(temporary / ARGS, json.dumps(args, indent=1, sort_keys=True))
     _write(temporary / MANIFEST, json.dumps(_manifest(temporary), indent=1))
-    _sync(temporary)
+    flush_to_disk(temporary)
 
     final, root = temporary.with_suffix(""), temporary.parent
     old = final.with_suffix(".old")
     if final.exists():
         os.replace(final, old)  # os.replace needs an empty target directory; find() accepts this name, too
     os.replace(temporary, final)
-    _sync(root)
+    flush_to_disk(root)
     _write(root / (LATEST + ".tmp"), str(int(final.name.removeprefix("iter_"))))
     os.replace(root / (LATEST + ".tmp"), root / LATEST)
-    _sync(root)
+    flush_to_disk(root)
     _remove(old)
     if keep is not None:
         others = [directory for directory in iterations(root) if directory != final]
@@ -261,7 +262,7 @@ def _manifest(temporary: Path) -> dict[str, Any]:
         if data.get(name, size) != size:
             raise GrpoError(f"checkpoint {temporary} cannot be written: {name} has {size} of {data[name]} bytes")
         files[name] = size, None if name in data else checksums.of_file(file)
-        _sync(file)
+        flush_to_disk(file)
     if missing := data.keys() - files.keys():
         raise GrpoError(f"checkpoint {temporary} cannot be written: {min(missing)} is not there")
     manifest = {"iteration": _number(temporary), "files": files}
@@ -308,16 +309,7 @@ def _list_others(root: str | Path, besides: Path | None = None) -> str:
 
 def _write(file: Path, text: str) -> None:
     file.write_text(text + "\n", encoding="utf-8")
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's content, or a directory's entries, to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_to_disk(file)
 
 
 def _remove(directory: Path) -> None:

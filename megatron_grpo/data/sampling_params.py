@@ -28,6 +28,11 @@ class Sampling:
     log_probs: bool = False
     kept_token_ids: bool = False  # return the tokens that top_k, top_p and min_p keep; needs log_probs
 
+    @property
+    def num_kept(self) -> int:
+        """Columns of the kept token ids; 0 without them."""
+        return self.top_k if self.kept_token_ids else 0
+
 
 def uses_engine_log_probs(args: Namespace) -> str | None:
     """Return a given flag that needs the rollout log-probabilities of every sampled token; None without one."""

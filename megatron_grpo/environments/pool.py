@@ -22,7 +22,7 @@ from typing import Any
 from megatron_grpo.environments.registry import Turn
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.process_tree import end_supervised
+from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 
 _START_LIMIT = 120.0  # s, for imports on a slow disk
 _GRACE = 10.0  # s beyond the time limit of a call, after which its process is stuck
@@ -60,7 +60,7 @@ class _Episode:
     turns: list[dict[str, Any]] = field(default_factory=list)  # all so far, the last one answered or under way
     snapshot: Any = None
     call: int = 0  # number of the call under way; replies to others are late
-    repeats: bool = False  # the call is a "begin" whose reply is no answer: the step follows
+    repeats: bool = False  # the call is a "begin" before a repeated step: its reply is no answer
     lost: bool = False  # its process has ended: the next step begins it again
     waits_since: float | None = None
     tries: int = 0
@@ -154,14 +154,7 @@ class EnvironmentPool:
     # ---- processes
 
     def _start(self) -> _Worker:
-        root = str(Path(__file__).resolve().parents[2])
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", "megatron_grpo.environments.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # Ctrl-C reaches only the trainer
-        )
+        process = start_supervised("megatron_grpo.environments.worker")
         with contextlib.suppress(BrokenPipeError):  # _read finds a dead process
             process.stdin.write(json.dumps(self._setup).encode() + b"\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]

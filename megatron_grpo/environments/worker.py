@@ -63,7 +63,7 @@ class _Episodes:
     def __init__(self, report: Report, timeout: float):
         self._report, self._timeout = report, timeout
         self._episodes: dict[int, Environment] = {}
-        self._stuck = 0  # threads whose call has timed out
+        self._stuck = 0  # threads that go on after the time limit of their call
 
     async def answer(self, command: str, key: int, call: int, *content: Any) -> None:
         try:

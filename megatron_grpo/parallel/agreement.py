@@ -1,10 +1,13 @@
-"""Agreement of all ranks about a lost engine, in bounded time: some of them may never answer."""
+"""Agreement of ranks: about a lost engine, in bounded time (some may never answer), and about what a lead rank says."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -44,6 +47,21 @@ def raised_on_every_rank() -> Iterator[None]:
         cause = cause or error
     if lost:
         raise rebuilt(store.get(key).decode()) from cause
+
+
+def of_lead(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the JSON value of the group's first rank on all its ranks; None is a group of one rank. Collective."""
+    if group is None or group.size() == 1:
+        return value
+    leads, source = group.rank() == 0, dist.get_process_group_ranks(group)[0]
+    data = json.dumps(value).encode() if leads else b""
+    size = torch.tensor(len(data))
+    dist.broadcast(size, source, group=group)
+    text = (
+        torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if leads else torch.empty(int(size), dtype=torch.uint8)
+    )
+    dist.broadcast(text, source, group=group)
+    return json.loads(bytes(text.numpy()))
 
 
 def peer_has_ended(error: BaseException) -> bool:

@@ -176,10 +176,7 @@ def led_by_rank_0(meanwhile: Callable[[], None] = lambda: None) -> Iterator[None
             store.set(key, outcome)
         return
     yield
-    began = time.monotonic()
-    while not store.check([key]):  # store.wait has a time-out and prints warnings
-        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
-        meanwhile()
+    _wait_until(lambda: store.check([key]), meanwhile)
     if outcome := store.get(key).decode():
         raise rebuilt(outcome)
 
@@ -204,11 +201,17 @@ def all_finish() -> Iterator[None]:
         if outcome:
             store.set(f"{key}/error", outcome)
         store.add(key, 1)
-    began = time.monotonic()
-    while store.add(key, 0) < dist.get_world_size() and not store.check([f"{key}/error"]):
-        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+    _wait_until(lambda: store.add(key, 0) >= dist.get_world_size() or store.check([f"{key}/error"]))
     if store.check([f"{key}/error"]):
         raise rebuilt(store.get(f"{key}/error").decode())
+
+
+def _wait_until(holds: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Poll the store; its own wait has a time-out and prints warnings."""
+    began = time.monotonic()
+    while not holds():
+        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+        meanwhile()
 
 
 def set_random_seed(seed: int) -> None:

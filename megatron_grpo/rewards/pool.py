@@ -25,7 +25,7 @@ from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.process_tree import end_supervised
+from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 
 _CHUNK = 64  # calls per message: makes the cost of a message small
 _START_LIMIT = 120.0  # s, for imports on a slow disk
@@ -300,15 +300,7 @@ class RewardPool:
         return self._pending
 
     def _start(self, kind: _Kind) -> _Worker:
-        root = str(Path(__file__).resolve().parents[2])
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", kind.module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # Ctrl-C reaches only the trainer
-        )
-        worker = _Worker(process, kind)
+        worker = _Worker(start_supervised(kind.module), kind)
         with contextlib.suppress(BrokenPipeError):  # _read detects a dead process
             worker.tasks.write(pickle.dumps((kind.functions, *self._setup)))
             worker.tasks.flush()

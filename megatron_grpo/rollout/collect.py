@@ -100,8 +100,7 @@ def collect_rollout(
         places = selection.places() if selection is not None else range(len(prompts))
         spoken = [completion for completion in spoken if members[completion.id].group in places]
         spoken.sort(key=lambda completion: (places[members[completion.id].group], members[completion.id].place))
-        num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
-        mine = to_batch(prompts, spoken, members, places, num_kept)
+        mine = to_batch(prompts, spoken, members, places, plan.sampling.num_kept)
         if recording is not None:
             recording.append_scored(scorer, wait=True)
             recording.placed({number: places[number] for number in {members[c.id].group for c in spoken}})

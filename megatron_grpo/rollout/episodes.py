@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools
@@ -24,6 +22,7 @@ from megatron_grpo.environments.pool import Answer, EnvironmentPool
 from megatron_grpo.environments.registry import Message, Turn, environment_of, tools_of
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request
 from megatron_grpo.utils.errors import GrpoError
 
@@ -66,7 +65,6 @@ class Episodes:
     ):
         self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
         self._tokenizer, self._args, self._group = tokenizer, args, group
-        self._source = 0 if group is None else dist.get_process_group_ranks(group)[0]
         self._episodes: dict[int, _Episode] = {}
         self._generating: set[int] = set()
         self._waiting: set[int] = set()  # for the environment
@@ -136,7 +134,7 @@ class Episodes:
         """Apply the answers that have come; all ranks of the replica apply the same ones."""
         said = self._answers() if self._pool is not None else []
         ended, continued = [], []
-        for number, what, reward, tokens in self._on_all_ranks(said):
+        for number, what, reward, tokens in of_lead(said, self._group):
             self._waiting.remove(number)
             self._immediate.discard(number)
             episode = self._episodes[number]
@@ -199,25 +197,6 @@ class Episodes:
         last = episode.trajectory.token_ids[-1]
         return self._renderer.after_turn(episode.messages, turn, messages, last, tools, variables)
 
-    def _on_all_ranks(self, said):
-        """Return the lead rank's list on every rank of the replica."""
-        if self._group is None:
-            return said
-        numbers = [len(said)]
-        for key, what, _, tokens in said:
-            numbers += [key, what, len(tokens), *tokens]
-        size = torch.tensor(len(numbers))
-        dist.broadcast(size, self._source, group=self._group)
-        flat = torch.tensor(numbers) if self._pool is not None else torch.empty(int(size), dtype=torch.int64)
-        dist.broadcast(flat, self._source, group=self._group)
-        if self._pool is not None:
-            return said
-        values, answers = iter(flat.tolist()), []
-        for _ in range(next(values)):
-            key, what, count = next(values), next(values), next(values)
-            answers.append((key, what, None, [next(values) for _ in range(count)]))  # rewards are the lead rank's
-        return answers
-
     def _at_a_limit(self, episode: _Episode, num_tokens: int) -> bool:
         """Return whether an episode cannot go on after ``num_tokens`` tokens of the environment."""
         too_many = episode.environment_tokens + num_tokens > self._args.max_environment_tokens
@@ -234,7 +213,7 @@ class Episodes:
             finish_reason=reason,
             prompt_ids=episode.request.prompt_ids,
             turns=max(episode.turns, 1),
-            environment_reward=float(np.sum(rewards)) if rewards else None,
+            environment_reward=sum(rewards) if rewards else None,
             messages=[*episode.messages, episode.turn] if self._pool is not None else None,
         )
 

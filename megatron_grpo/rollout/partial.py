@@ -91,9 +91,8 @@ def collect_partial_rollout(
         places = {number: partial.replica + i * partial.num_replicas for i, number in enumerate(taken)}
         if recording is not None:
             recording.placed(places, {number: groups[number].birth for number in taken})
-        num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
         prompts = {number: groups[number].prompt for number in taken}
-        batch = to_batch(prompts, completions, members, places, num_kept)
+        batch = to_batch(prompts, completions, members, places, plan.sampling.num_kept)
         if scorer is not None:
             batch.rewards = np.concatenate([rewards[:0], *(group.rewards for group in mine)])
         batch, failures = exchange(batch, needs), missing_rewards(scorer)

@@ -5,6 +5,7 @@ continues every completion after its recorded tokens.
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
 from megatron_grpo.utils.errors import GrpoError
 
 DIRECTORY = "unfinished"  # subfolder of a checkpoint
+PromptOf = Callable[[int, list[int]], Prompt]  # of a row and the token ids that a file has
 
 
 @dataclass(frozen=True)
@@ -93,31 +95,49 @@ class PartialRollouts:
 
     def save(self, directory: Path, state: Unfinished) -> None:
         """Write the file of this replica into a checkpoint, on its lead rank."""
-        directory.mkdir(exist_ok=True)
-        with open(directory / f"{self.replica:05d}.npz", "wb") as file:
-            np.savez(file, **to_arrays(state.groups))
+        write_groups(directory, self.replica, state.groups)
 
     def load(self, directory: Path, position: Mapping[str, int], dataset: PromptDataset) -> None:
         """Continue with the groups of a checkpoint; GrpoError if they are another run's or the data has changed."""
-        flags = {
-            "num_groups": "the prompts of a rollout (--generation-batch-size / --num-generations)",
-            "num_generations": "--num-generations",
-            "max_staleness": "--max-staleness",
-            "num_replicas": "the number of engine replicas",
-        }
-        for name, what in flags.items():
-            if position[name] != getattr(self, name):
-                raise GrpoError(
-                    f"the checkpoint holds unfinished completions, and {what} was {position[name]} and is now "
-                    f"{getattr(self, name)}: restore it, or load only the weights with --finetune"
-                )
-        file = directory / f"{self.replica:05d}.npz"
-        try:
-            with np.load(file, allow_pickle=False) as content:
-                groups = from_arrays({name: content[name] for name in content.files}, prompts_of(dataset))
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
+        names = ("num_groups", "num_generations", "max_staleness", "num_replicas")
+        check_same_run(position, {name: getattr(self, name) for name in names})
+        groups = read_groups(directory, self.replica, prompts_of(dataset))
         self.state = Unfinished(groups, position["started"], position["version"])
+
+
+def check_same_run(was: Mapping[str, Any], now: Mapping[str, int]) -> None:
+    """Raise GrpoError if a checkpoint with unfinished groups has other numbers than this run."""
+    flags = {
+        "num_groups": "the prompts of a rollout (--generation-batch-size / --num-generations)",
+        "num_generations": "--num-generations",
+        "max_staleness": "--max-staleness",
+        "num_replicas": "the number of engine replicas",
+    }
+    for name, number in now.items():
+        if was[name] != number:
+            raise GrpoError(
+                f"the checkpoint holds unfinished completions, and {flags[name]} was {was[name]} and is now {number}: "
+                "restore it, or load only the weights with --finetune"
+            )
+
+
+def write_groups(directory: Path, replica: int, groups: Mapping[int, Group]) -> None:
+    """Write the groups of a replica into a checkpoint, and flush them to the disk; raises OSError."""
+    directory.mkdir(exist_ok=True)
+    with open(directory / f"{replica:05d}.npz", "wb") as file:
+        np.savez(file, **to_arrays(groups))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_groups(directory: Path, replica: int, prompt_of: PromptOf) -> dict[int, Group]:
+    """Return the groups of a replica in a checkpoint; GrpoError if the file cannot be read."""
+    file = directory / f"{replica:05d}.npz"
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            return from_arrays({name: content[name] for name in content.files}, prompt_of)
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
 
 
 def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
@@ -156,9 +176,6 @@ def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
         arrays["expert_lengths"] = np.array(lengths, np.int64)
         arrays["routed_experts"] = np.concatenate(experts)
     return arrays
-
-
-PromptOf = Callable[[int, list[int]], Prompt]  # of a row and the token ids that a file has
 
 
 def prompts_of(dataset: PromptDataset) -> PromptOf:

@@ -209,9 +209,8 @@ class Trainer:
         if plan.recording is not None:
             with self.timers("ledger"):
                 metrics = self.sampling_metrics | self.sync_metrics
-                num_kept = plan.sampling.top_k if plan.sampling.kept_token_ids else 0
                 sampler = self.sampler.state_dict()
-                plan.recording.close(sampler, metrics, self.reward_failures, num_kept, self.partial)
+                plan.recording.close(sampler, metrics, self.reward_failures, plan.sampling.num_kept, self.partial)
         return batch
 
     def _collect_recorded(self, record: BatchRecord, needs: Needs) -> RolloutBatch:
@@ -258,8 +257,7 @@ class Trainer:
         self.sampling_metrics = metrics | staleness
         if self.ledger is not None and dist.get_rank() == 0:
             sampling = training_sampling(self.args, self.rollouts)
-            num_kept = sampling.top_k if sampling.kept_token_ids else 0
-            rest = self.sampler.state_dict(), self.sampling_metrics, self.reward_failures, num_kept, None
+            rest = self.sampler.state_dict(), self.sampling_metrics, self.reward_failures, sampling.num_kept, None
             self.ledger.record(BatchRecord(self.rollouts - 1, engine.taken, *rest))
         return batch
 

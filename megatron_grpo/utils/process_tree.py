@@ -129,6 +129,18 @@ def supervise() -> None:
     os._exit(code)
 
 
+def start_supervised(module: str) -> subprocess.Popen[bytes]:
+    """Start ``python -m module``, which calls `supervise`, with pipes for its standard input and output."""
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-u", "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+        start_new_session=True,  # Ctrl-C reaches only the trainer
+    )
+
+
 def end_supervised(workers: Sequence[Any], owner: int | None = None) -> None:
     """End the ``process`` (subprocess.Popen) of workers that call `supervise`, with all their descendants.
 

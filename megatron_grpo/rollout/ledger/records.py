@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
 
 MAGIC = b"\x93grpoled"
@@ -45,7 +46,7 @@ class RecordFile:
         self.path, self._end = path, 0
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by `close`)
         try:
-            _sync_directory(path.parent)
+            flush_to_disk(path.parent)
         except OSError:
             self._file.close()
             raise
@@ -169,11 +170,3 @@ def _damaged(file: Path, offset: int, problem: str) -> str:
         f"{file} is damaged: the record at byte {offset} cannot be read, and {problem}; restore the file, or move its "
         "directory away (the run then goes on from its checkpoint alone)"
     )
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.parallel.initialize import host_group
 
 Message = dict[str, Any]
@@ -52,13 +52,4 @@ def reports(replica: int) -> str:
 
 def agreed(message: Message | None) -> Message | None:
     """Return the message of this process group's rank 0 on all its ranks. Collective."""
-    if dist.get_world_size() == 1:
-        return message
-    data = b"" if message is None else json.dumps(message).encode()
-    size = torch.tensor(len(data))
-    dist.broadcast(size, src=0, group=host_group())
-    if not size:
-        return None
-    text = torch.tensor(list(data) or [0] * int(size), dtype=torch.uint8)
-    dist.broadcast(text, src=0, group=host_group())
-    return json.loads(bytes(text.tolist()))
+    return of_lead(message, host_group())

@@ -22,8 +22,8 @@ from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.conductor import Conductor
 from megatron_grpo.rollout.stream.messages import Message
+from megatron_grpo.rollout.unfinished import check_same_run
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import describe
 
 BETWEEN_LOOKS = 0.005  # seconds between two looks for reports
@@ -110,8 +110,7 @@ class PlacedEngines:
 
     def _receive(self, sampling: Any, needs: Needs) -> RolloutBatch:
         """Return what the replicas send. Collective over all ranks."""
-        num_kept = sampling.top_k if sampling.kept_token_ids else 0
-        return exchange(to_batch({}, [], {}, {}, num_kept), needs, self._joint.group)
+        return exchange(to_batch({}, [], {}, {}, sampling.num_kept), needs, self._joint.group)
 
     def generate(
         self, plan: RolloutPlan, needs: Needs, data: str = "valid", scored: bool = True
@@ -221,17 +220,8 @@ class PlacedEngines:
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Continue with the groups of a checkpoint; GrpoError if they are another run's."""
-        flags = {
-            "num_groups": "the prompts of a rollout (--generation-batch-size / --num-generations)",
-            "max_staleness": "--max-staleness",
-            "num_replicas": "the number of engine replicas",
-        }
-        for name, what in flags.items():
-            if state[name] != getattr(self.conductor, name):
-                raise GrpoError(
-                    f"the checkpoint holds unfinished completions, and {what} was {state[name]} and is now "
-                    f"{getattr(self.conductor, name)}: restore it, or load only the weights with --finetune"
-                )
+        names = ("num_groups", "max_staleness", "num_replicas")
+        check_same_run(state, {name: getattr(self.conductor, name) for name in names})
         self.conductor.load_state_dict(state)
         self._tell({"do": "load", "directory": str(directory.absolute())})
 

@@ -5,7 +5,6 @@ a replica run the same loop, with equal commands before the same step. The lead 
 """
 
 import json
-import os
 import signal
 import time
 from argparse import Namespace
@@ -30,8 +29,7 @@ from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
-from megatron_grpo.rollout.unfinished import Group, from_arrays, prompts_of, to_arrays, with_completion
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
 
 FIRST_OF_JOB = 2**48  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
@@ -300,8 +298,7 @@ class Producer:
         sampling: Sampling,
         rewards: Sequence[np.ndarray],
     ) -> None:
-        num_kept = sampling.top_k if sampling.kept_token_ids else 0
-        batch = to_batch(prompts, completions if self._is_lead else [], members, places, num_kept)
+        batch = to_batch(prompts, completions if self._is_lead else [], members, places, sampling.num_kept)
         if self._is_lead and rewards:
             batch.rewards = np.concatenate(rewards)
         exchange(batch, nothing, self._joint.group)
@@ -395,23 +392,14 @@ class Producer:
             self._ledger.roll()
         if self._is_lead:
             try:
-                directory.mkdir(exist_ok=True)
-                with open(directory / f"{self._replica:05d}.npz", "wb") as file:
-                    np.savez(file, **to_arrays(groups))
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_groups(directory, self._replica, groups)
             except OSError as raised:
                 error = f"the unfinished completions cannot be written: {raised}"
         self._report({"do": "saved", "error": error})
 
     def _load(self, directory: Path) -> None:
         """Continue with the groups of a checkpoint; complete ones are reported again."""
-        file = directory / f"{self._replica:05d}.npz"
-        try:
-            with np.load(file, allow_pickle=False) as content:
-                groups = from_arrays({name: content[name] for name in content.files}, self._prompts)
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            raise GrpoError(f"cannot read the unfinished completions {file}: {error}") from error
+        groups = read_groups(directory, self._replica, self._prompts)
         for number, group in groups.items():
             self._add(number, group)
             if group.rewards is not None:

@@ -481,7 +481,7 @@ def _sampling_params(sampling: Sampling):
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         ignore_eos=True,  # stop_token_ids has all end tokens; vLLM would add the default one of the family
-        logprobs=(sampling.top_k if sampling.kept_token_ids else 0) if sampling.log_probs else None,
+        logprobs=sampling.num_kept if sampling.log_probs else None,
         flat_logprobs=True,  # one list of numbers instead of an object and a dictionary per token
         detokenize=bool(sampling.stop),
         structured_outputs=(

@@ -159,7 +159,7 @@ class VllmServer(Server):
             "max_tokens": sampling.max_tokens,
             **sampling_parameters(sampling),
             "ignore_eos": True,  # stop_token_ids has all end tokens; the server must add none
-            "logprobs": (sampling.top_k if sampling.kept_token_ids else 0) if sampling.log_probs else None,
+            "logprobs": sampling.num_kept if sampling.log_probs else None,
             "structured_outputs": json.loads(sampling.structured_outputs) if sampling.structured_outputs else None,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
