@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N tools/benchmark/update.py --completions 256 --tokens 512 MODEL_AND_LAYOUT_FLAGS
 
 Flags are those of pretrain_grpo.py; the weights are random, and every completion has the same length. The first update
-of --updates is left out of the median. With --kernels N one more update is profiled, and the N kinds of kernels with the
-largest time are listed, with the share of the update in which no kernel runs. Prints a Markdown table of rank 0.
+of --updates is left out of the median. With --kernels N one more update is profiled: the N kinds of kernels with the
+largest time are listed. Prints a Markdown table of rank 0.
 """
 
 import argparse
