@@ -44,7 +44,8 @@ TOOL_TEXTS = [
 TOOL_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
-    """<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>"""
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{{ eos_token if message.role == 'assistant' else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
