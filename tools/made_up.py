@@ -55,7 +55,8 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
     """Make up completions for two updates, with rollout log-probabilities and with advantages equal to the rewards.
 
     The lengths vary widely, or each completion has ``length`` tokens together with its prompt. With --environment a
-    completion has up to four turns, and one of eight has failed. With a replayed --top-k every token has its own
+    completion has up to four turns, of which some are samples of their own with --on-rewritten-history split, and one
+    of eight has failed. With a replayed --top-k every token has its own
     number of kept tokens, and every fourth completion has the whole vocabulary.
     """
     rng = np.random.default_rng(0)
@@ -82,6 +83,7 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
         sample_ids=np.arange(n),
         finish_reasons=reasons,
         response_masks=masks,
+        sample_starts=_sample_starts(masks) if args.on_rewritten_history == "split" else None,
         kept_token_ids=_kept_token_ids(args, completions) if replays_top_k(args) else None,
     )
     batch.advantages = rng.standard_normal(n).astype(np.float32)
@@ -96,6 +98,12 @@ def _turns(number: int, length: int) -> list[int]:
     for _ in range(rng.integers(1, 5)):
         mask += [1] * rng.integers(1, 9) + [0] * rng.integers(1, 6)
     return [*mask, *[1] * length][:length]
+
+
+def _sample_starts(masks: list[list[int]]) -> list[list[int]]:
+    """Return where samples of a completion begin: with the environment's tokens, in two completions of three."""
+    edges = [np.flatnonzero(np.diff(mask) == -1) + 1 for mask in masks]
+    return [places.tolist() if number % 3 else [] for number, places in enumerate(edges)]
 
 
 def _kept_token_ids(args, completions: list[list[int]]) -> list[np.ndarray]:

@@ -31,6 +31,13 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         None,
         "format of the policy's tool calls, by vLLM's names: hermes, llama3_json, mistral, deepseek_v3 [no tool calls]",
     ),
+    (
+        "--on-rewritten-history",
+        ("keep", "split", "refuse"),
+        "keep",
+        "when the chat template renders earlier turns otherwise than they were sampled: go on from the sampled tokens, "
+        "split the episode into samples that share its reward, or end the run",
+    ),
     ("--tool-role", TOOL_ROLES, TOOL_ROLES[0], "role of tools' answers, for chat templates without the role tool"),
 )
 
@@ -47,6 +54,13 @@ def check_environments(args: Namespace) -> None:
         return
     if args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--environment needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
+    if args.on_rewritten_history == "split":
+        for given, what in (
+            (args.context_parallel_size > 1, "--context-parallel-size above 1"),
+            (args.teacher_server, "--teacher-server"),
+        ):
+            if given:
+                raise GrpoError(f"--on-rewritten-history split cannot be used with {what} yet: leave one of them out")
     for given, what in (
         (args.partial_rollouts, "--partial-rollouts"),
         (args.rollout_ranks, "--rollout-ranks"),

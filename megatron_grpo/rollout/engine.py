@@ -50,6 +50,7 @@ class Request:
     begun: "Completion | None" = None
     seed: int | None = None
     row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
+    sampled_before: int = 0  # tokens of the draw in earlier samples (`Completion.sample_starts`): another seed
 
     @property
     def begun_ids(self) -> Sequence[int]:
@@ -113,6 +114,9 @@ class Completion:
     turns: int = 1
     environment_reward: float | None = None
     messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
+    # One draw can consist of several samples: sequences that do not see each other. Where each further one begins, with
+    # its prompt (response mask 0); None where the run makes only single samples.
+    sample_starts: list[int] | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -132,6 +136,17 @@ class Completion:
             kept_token_ids=kept,
             response_mask=[*(self.response_mask or [1] * len(self.token_ids)), *[0] * len(tokens)],
         )
+
+    @staticmethod
+    def joined(samples: "Sequence[Completion]") -> "Completion":
+        """Return the samples of one draw, each with its ``prompt_ids``, as one completion after the first's prompt."""
+        whole = replace(samples[0], sample_starts=[])
+        for sample in samples[1:]:
+            begun = whole.with_environment_tokens(list(sample.prompt_ids or ()))
+            starts = [*(whole.sample_starts or ()), len(whole.token_ids)]
+            mask = [*(begun.response_mask or ()), *(sample.response_mask or [1] * len(sample.token_ids))]
+            whole = replace(sample.after(begun), prompt_ids=whole.prompt_ids, response_mask=mask, sample_starts=starts)
+        return whole
 
     def after(self, begun: "Completion | None") -> "Completion":
         """Return the completion of the tokens of ``begun`` and then of this one."""
