@@ -139,6 +139,10 @@ def _register(spec: EnvironmentSpec) -> None:
 
 def get_environment(name: str) -> EnvironmentSpec:
     """Return the environment of a name; GrpoError for an unknown one."""
+    if name not in _registry and name.startswith("agent:"):
+        from megatron_grpo.environments.agent import AgentProgram
+
+        _register(EnvironmentSpec(name, lambda: AgentProgram(name.removeprefix("agent:"))))
     if name not in _registry and name in _BUILTIN:
         importlib.import_module(_BUILTIN[name])
     if name not in _registry:

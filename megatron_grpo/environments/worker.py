@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megatron_grpo.environments import agent
 from megatron_grpo.environments.registry import Environment, Reply, ToolCall, Turn, get_environment
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, begin
@@ -38,6 +39,8 @@ def main() -> None:
         load_plugins(setup["plugins"])
         for name in setup["names"]:
             get_environment(name)
+            if name.startswith(agent.PREFIX):
+                agent.load(name.removeprefix(agent.PREFIX))
     except GrpoError as error:
         report(["fatal", str(error)])
         return

@@ -119,6 +119,11 @@ class Completion:
     sample_starts: list[int] | None = None
 
     @property
+    def mask(self) -> list[int]:
+        """``response_mask``, of ones where it is None."""
+        return [1] * len(self.token_ids) if self.response_mask is None else self.response_mask
+
+    @property
     def num_sampled(self) -> int:
         """Number of tokens that the policy sampled."""
         return len(self.token_ids) if self.response_mask is None else sum(self.response_mask)
@@ -134,7 +139,7 @@ class Completion:
             log_probs=None if self.log_probs is None else [*self.log_probs, *[math.nan] * len(tokens)],
             weight_versions=[*self.weight_versions, *[version] * len(tokens)],
             kept_token_ids=kept,
-            response_mask=[*(self.response_mask or [1] * len(self.token_ids)), *[0] * len(tokens)],
+            response_mask=[*self.mask, *[0] * len(tokens)],
         )
 
     @staticmethod
@@ -144,8 +149,7 @@ class Completion:
         for sample in samples[1:]:
             begun = whole.with_environment_tokens(list(sample.prompt_ids or ()))
             starts = [*(whole.sample_starts or ()), len(whole.token_ids)]
-            mask = [*(begun.response_mask or ()), *(sample.response_mask or [1] * len(sample.token_ids))]
-            whole = replace(sample.after(begun), prompt_ids=whole.prompt_ids, response_mask=mask, sample_starts=starts)
+            whole = replace(sample.after(begun), prompt_ids=whole.prompt_ids, sample_starts=starts)
         return whole
 
     def after(self, begun: "Completion | None") -> "Completion":
@@ -154,7 +158,7 @@ class Completion:
             return self
         if not self.token_ids:
             return replace(begun, finish_reason=self.finish_reason)
-        log_probs, kept, mask = self.log_probs, self.kept_token_ids, begun.response_mask
+        log_probs, kept, masks = self.log_probs, self.kept_token_ids, (begun.response_mask, self.response_mask)
         if log_probs is not None and begun.log_probs is not None:
             log_probs = [*begun.log_probs, *log_probs]
         if kept is not None and begun.kept_token_ids is not None:
@@ -165,7 +169,7 @@ class Completion:
             log_probs=log_probs,
             weight_versions=[*begun.weight_versions, *self.weight_versions],
             kept_token_ids=kept,
-            response_mask=None if mask is None else [*mask, *[1] * len(self.token_ids)],
+            response_mask=None if masks == (None, None) else [*begun.mask, *self.mask],
         )
 
 

@@ -29,6 +29,26 @@ from megatron_grpo.utils.errors import GrpoError
 _CONTINUES, _ENDS, _FAILS, _SPLITS = range(4)
 
 
+class FailureCounts:
+    """Episodes that failed since the last report, by reason."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, error: str) -> None:
+        """Count a failure by the first line of its error."""
+        reason = error.partition("\n")[0]
+        self._counts[reason] = self._counts.get(reason, 0) + 1
+
+    def lines(self, what: str) -> list[str]:
+        """Return one line for each reason, and count anew."""
+        counts, self._counts = self._counts, {}
+        return [
+            f"{what} failed in {count} episode{'s' * (count > 1)}: {reason}; not scored, and not in the loss"
+            for reason, count in counts.items()
+        ]
+
+
 class HistoryRewritten(GrpoError):
     """The chat template renders what was sampled otherwise (--on-rewritten-history refuse)."""
 
@@ -75,7 +95,7 @@ class Episodes:
         self._generating: set[int] = set()
         self._waiting: set[int] = set()  # for the environment
         self._immediate: set[int] = set()  # those of them whose environment answers at once
-        self._failures: dict[str, int] = {}  # reason -> episodes since the last report, on the lead rank
+        self._failures = FailureCounts()
 
     def __getattr__(self, name: str) -> Any:
         """Weights, memory and the rest are the engine's own matter."""
@@ -206,8 +226,7 @@ class Episodes:
                 episode.messages += answer.messages
                 return answer.key, what, answer.reward, tokens
         if error is not None:
-            reason = error.partition("\n")[0]
-            self._failures[reason] = self._failures.get(reason, 0) + 1
+            self._failures.add(error)
             return answer.key, _FAILS, None, []
         return answer.key, _ENDS if answer.done else _CONTINUES, answer.reward, []
 
@@ -278,8 +297,4 @@ class Episodes:
 
     def failures(self) -> list[str]:
         """Return one line for each reason for which environments have failed since the last call, on the lead rank."""
-        failures, self._failures = self._failures, {}
-        return [
-            f"the environment failed in {count} episode{'s' * (count > 1)}: {reason}; not scored, and not in the loss"
-            for reason, count in failures.items()
-        ]
+        return self._failures.lines("the environment")
