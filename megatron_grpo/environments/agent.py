@@ -18,7 +18,6 @@ from typing import Any
 from megatron_grpo.environments.registry import Environment, Reply, Turn
 from megatron_grpo.utils.errors import GrpoError
 
-PREFIX = "agent:"  # of the environment's name
 URL = "agent_base_url"  # of the row
 
 

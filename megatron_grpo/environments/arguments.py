@@ -2,11 +2,11 @@
 
 from argparse import Namespace
 
-from megatron_grpo.environments.agent import PREFIX
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
 from megatron_grpo.utils.rules import flag
 
+AGENT = "agent:"  # begins the environment's name of --agent
 TOOL_ROLES = ("tool", "user", "observation", "ipython", "function")
 
 ENVIRONMENTS: tuple[FlagRow, ...] = (
@@ -56,7 +56,7 @@ def check_environments(args: Namespace) -> None:
             raise GrpoError(
                 "--agent cannot be used with --environment or --max-turns: the program decides; leave them out"
             )
-        args.environment = f"{PREFIX}{args.agent}"
+        args.environment = f"{AGENT}{args.agent}"
     if args.environment is None:
         for name, *_ in ENVIRONMENTS:
             dest = name[2:].replace("-", "_")

@@ -1,5 +1,6 @@
 """Agent programs over a scripted engine: OpenAI's own client, a real pool of processes, samples of branches, limits."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -120,7 +121,7 @@ def texts(tokenizer, completion):
     """Return (prompt, text) of each sample, with what the policy sampled in brackets."""
     edges = [0, *completion.sample_starts, len(completion.token_ids)]
     found = []
-    for number, (begin, end) in enumerate(zip(edges, edges[1:])):
+    for number, (begin, end) in enumerate(itertools.pairwise(edges)):
         text, before = "" if number else tokenizer.decode(list(completion.prompt_ids)), 0
         for token, sampled in zip(completion.token_ids[begin:end], completion.response_mask[begin:end]):
             text += "]" if before and not sampled else "[" if sampled and not before else ""
