@@ -29,7 +29,7 @@ from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
-from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
@@ -42,7 +42,7 @@ PROBE_LENGTH, PROBE_TOKENS = 16, 4  # tokens of the prompt that probes the adapt
 PROBE_DIFFERENCE = 1e-3  # nats; a random adapter changes log-probabilities by far more
 
 
-class VllmColocate:
+class VllmColocate(TakesTurns):
     """Engine that runs vLLM in the training processes (``--rollout-engine vllm --vllm-mode colocate``).
 
     ``hf_config`` is the model's ``config.json``. `update_weights` loads the weights; no file of weights is read.
@@ -54,6 +54,7 @@ class VllmColocate:
         self.has_weights = False
         self._awake = True
         self._version = 0
+        self._loads = 0  # of weights or an adapter; a version comes again after --on-bad-update restore
         self._sleep_level = args.sleep_level
         self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
@@ -81,7 +82,7 @@ class VllmColocate:
         for request in requests:
             whole = request.with_begun_in_prompt()
             # The salt is part of the key of a prefix: a request never hits keys and values of earlier weights.
-            prompt = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"version {self._version}"}
+            prompt = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"load {self._loads}"}
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
@@ -207,12 +208,14 @@ class VllmColocate:
             if not tokens:
                 not_begun.append(under_way.request)
         self._version = version
+        self._loads += 1
         self.has_weights = True
         self.abort(request.id for request in not_begun)
         self.submit(not_begun)  # with the salt of the new version
 
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
-        self._load_adapter(adapter, f"update {version}")
+        self._loads += 1
+        self._load_adapter(adapter, f"load {self._loads}")
         if self._adapter_like.keys() != adapter.keys():
             self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
         self._version = version
