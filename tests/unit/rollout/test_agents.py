@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -93,17 +94,26 @@ def tokenizer(tmp_path_factory):
     return HuggingFaceTokenizer(directory)
 
 
-@pytest.fixture
-def run(tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "programs.py").write_text(PROGRAMS)
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """One process for all programs: each test has another."""
+    directory = tmp_path_factory.mktemp("programs")
+    (directory / "programs.py").write_text(PROGRAMS)
+    names = re.findall(r"^(?:async )?def (\w+)\(base_url", PROGRAMS, re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        made = EnvironmentPool([f"agent:programs:{name}" for name in names], timeout=30, retries=1)
+    yield made
+    made.close()
 
+
+@pytest.fixture
+def run(tokenizer, pool):
     def start(program, max_tokens=60, max_environment_tokens=60, history="keep", **row):
-        name = f"agent:programs:{program}"
-        pool = EnvironmentPool([name], timeout=30, retries=1)
         args = SimpleNamespace(
-            environment=name, end_token_ids=(256,), on_rewritten_history=history, tool_role="tool",
-            chat_template_kwargs=None, max_prompt_length=20, max_environment_tokens=max_environment_tokens,
+            environment=f"agent:programs:{program}", end_token_ids=(256,), on_rewritten_history=history,
+            tool_role="tool", chat_template_kwargs=None, max_prompt_length=20,
+            max_environment_tokens=max_environment_tokens,
         )  # fmt: skip
         parser = ToolCallParser("hermes", tokenizer.backend)
         agents = Agents(Script(tokenizer), pool, TurnRenderer(tokenizer, (256,)), parser, tokenizer, args)
@@ -111,7 +121,6 @@ def run(tokenizer, tmp_path, monkeypatch):
             (done,) = generate(agents, [Request(5, [1, 2], Sampling(max_tokens, log_probs=True), row=row)])
         finally:
             agents.close()
-            pool.close()
         return done, agents.failures()
 
     return start
