@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.lora.table import Pair, rows
 from megatron_grpo.models.experts import grouped_matmul
+from megatron_grpo.models.fp8_weight import Fp8Weight
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -211,7 +212,8 @@ class Adapter(nn.Module):
         if not self.grouped:
             return base.weight.detach()[None]
         if hasattr(base, "weight"):
-            return base.weight.detach()[first:last]
+            weight = base.weight.detach()
+            return weight.of_experts(first, last) if isinstance(weight, Fp8Weight) else weight[first:last]
         return torch.stack([getattr(base, f"weight{place}").detach() for place in range(first, last)])
 
     def set_norms(self) -> None:
