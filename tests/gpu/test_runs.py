@@ -44,8 +44,30 @@ def check(task: Path, save: Path, nproc: int, *flags: str, model: str = "qwen3")
     assert (save / "hf_model/model.safetensors").exists()
 
 
-def test_one_gpu(task, tmp_path):
-    check(task, tmp_path / "run", 1)
+@pytest.mark.parametrize("save", [[], ["--async-save"]])
+def test_one_gpu(task, tmp_path, save):
+    check(task, tmp_path / "run", 1, *save)
+
+
+def test_an_environment(tmp_path):
+    """Episodes of several turns; a model of a byte tokenizer, in which every tenth byte ends a turn."""
+    data, model, save = tmp_path / "train.jsonl", tmp_path / "model", tmp_path / "run"
+    rows = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(16)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = "--tokenizer bytes --steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --num-layers 4"
+    command = [sys.executable, REPO / "tools/make_tiny_model.py", "--save", model, *shape.split()]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    flags = """--max-prompt-length 40 --max-completion-length 30 --max-environment-tokens 50 --environment echo
+        --max-turns 4 --reward-funcs environment --num-generations 4 --micro-batch-size 8 --global-batch-size 32
+        --lr 1e-3 --train-iters 2 --transformer-impl local --no-shuffle""".split()
+    flags += ["--external-plugins", REPO / "tests/data/echo_environment.py", "--stop-token-ids", *range(0, 250, 10)]
+    places = ["--load-hf", model, "--tokenizer-model", model, "--train-data-path", data, "--save", save]
+    output = torchrun(1, "pretrain_grpo.py", *places, *flags, *GPU, *engine_flags(64))
+    assert "the environment failed in 4 episodes: raised OSError: no connection" in output
+    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 2 and metrics[0]["environment/failed"] == 4 / 32
+    assert metrics[0]["environment/turns"] > 1.5 and metrics[0]["environment/tokens"] > 10
+    assert all(row["mismatch/mean_abs"] < 0.02 for row in metrics)
 
 
 @pytest.mark.parametrize("sync", ["adapter", "merged"])

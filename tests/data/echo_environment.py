@@ -1,0 +1,18 @@
+"""Environment for tests: three turns, each rewarded by its letters; the row that says 3 has no environment."""
+
+from megatron_grpo.environments.registry import Environment, Reply, register_environment
+
+
+@register_environment("echo")
+class Echo(Environment):
+    immediate = True
+
+    def reset(self, row):
+        if row["messages"][0]["content"] == "say 3":
+            raise OSError("no connection")
+
+    def step(self, turn):
+        reward = sum(character.isalpha() for character in turn.text) / 10
+        if turn.number == 3:
+            return Reply(reward=reward, done=True)
+        return Reply([{"role": "user", "content": f"{len(turn.text)}"}], reward=reward)

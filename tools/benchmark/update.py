@@ -1,0 +1,99 @@
+"""Measure updates of made-up completions, without engine and data: seconds, tokens/s, peak memory, and kernels.
+
+    torchrun --nproc-per-node N tools/benchmark/update.py --completions 256 --tokens 512 MODEL_AND_LAYOUT_FLAGS
+
+Flags are those of pretrain_grpo.py; the weights are random, and every completion has the same length. The first update
+of --updates is left out of the median. With --kernels N one more update is profiled: the N kinds of kernels with the
+largest time are listed. Prints a Markdown table of rank 0.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_up
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import pretrain_grpo
+from megatron_grpo.algorithm.losses import LOSSES
+from megatron_grpo.algorithm.updates import divide_rollout
+from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.training.entry_point import run
+
+
+def timed(call) -> float:
+    """Return the seconds of a call, with the device's work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def kernels(call, count: int) -> None:
+    """Print the kinds of kernels of a call that take most of the time."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        seconds = timed(call)
+    table = {}
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            calls, total = table.get(event.name, (0, 0.0))
+            table[event.name] = calls + 1, total + event.time_range.elapsed_us() / 1e6
+    busy = sum(total for _, total in table.values())
+    number = sum(calls for calls, _ in table.values())
+    print_rank_0(f"\nprofiled update: {seconds:.3f} s, {number:,} kernels and copies of {busy:.3f} s")
+    print_rank_0("\n| s | calls | us a call | kernel |\n|--:|--:|--:|---|")
+    for name, (calls, total) in sorted(table.items(), key=lambda row: -row[1][1])[:count]:
+        print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` |")
+
+
+def main() -> None:
+    """Parse the command line, measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--completions", type=int, default=64, metavar="N", help="completions of an update [64]")
+    parser.add_argument(
+        "--tokens", type=int, default=512, metavar="N", help="tokens of a completion and its prompt [512]"
+    )
+    parser.add_argument("--updates", type=int, default=4, metavar="N", help="updates, at least two [4]")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="kinds of kernels to list [0: none]")
+    options, flags = parser.parse_known_args()
+    size = ["--max-prompt-length", "1", "--max-completion-length", str(options.tokens - 1), "--beta", "0"]
+    size += ["--global-batch-size", str(options.completions), "--num-generations", "2", "--steps-per-generation", "1"]
+    args = made_up.parse([*size, *flags], int(os.environ.get("WORLD_SIZE", "1")))
+    initialize_distributed(args)
+    trainer = made_up.trainer(args)
+    rows, seconds = [], []
+    for number in range(options.updates + bool(options.kernels)):
+        batch = made_up.rollout(args, options.tokens)
+        divided = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[:1]
+        batch = made_up.share(args, batch, divided)
+
+        def update(batch=batch, chosen=divided[0]) -> None:
+            rows.append(pretrain_grpo.update(args, trainer, batch, chosen))
+
+        if number == options.updates:
+            kernels(update, options.kernels)
+        else:
+            made_up.peak_memory(reset=True)
+            seconds.append(timed(update))
+    peak, middle = made_up.peak_memory() / 1024, median(seconds[1:])
+    tokens = rows[1]["tokens/update"]
+    print_rank_0("\n| update s | first | tokens/s | peak GiB | loss | gradient norm |\n|--:|--:|--:|--:|--:|--:|")
+    cells = f"{tokens / middle:,.0f} | {peak:.1f} | {rows[1]['loss']:.5f} | {rows[1]['grad_norm']:.4f}"
+    print_rank_0(f"| {middle:.3f} | {seconds[0]:.2f} | {cells} |")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    run(main)
