@@ -126,8 +126,8 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "--lora-weight-sync",
         LORA_SYNC,
         None,
-        "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it "
-        "[adapter where the engine can hold it]",
+        "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it [adapter where an "
+        "engine in the training processes can hold it]",
     ),
     ("--no-check-lora-sync", bool, False, "do not read the adapter back from the engine after every sync"),
     ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
@@ -274,7 +274,8 @@ def _check_servers(args: Namespace) -> None:
 def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
     if args.weight_sync_method is None:
         # The machine of a dry run need not be that of the run.
-        args.weight_sync_method = "nccl" if torch.cuda.is_available() or args.dry_run else "checkpoint"
+        on_gpus = torch.cuda.is_available() or args.dry_run
+        args.weight_sync_method = "nccl" if on_gpus and args.lora_weight_sync != "adapter" else "checkpoint"
     method = args.weight_sync_method
     if method == "ipc":
         if kind != "sglang":
@@ -363,15 +364,20 @@ def check_lora_weight_sync(args: Namespace) -> None:
     reason = adapter_refused(args)
     if args.lora_weight_sync == "adapter" and reason:
         raise GrpoError(f"--lora-weight-sync adapter: {reason}; give merged, or leave it out")
-    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason else "adapter")
+    # A server takes adapters only if it has been started for them.
+    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason or has_servers(args) else "adapter")
     if args.no_check_lora_sync and args.lora_weight_sync == "merged":
         raise GrpoError("--no-check-lora-sync needs --lora-weight-sync adapter: merged weights are not read back")
 
 
 def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
-    if has_servers(args):
-        return "servers receive whole weights"
+    if args.rollout_engine == "sglang":
+        return "SGLang's servers receive whole weights"
+    if has_servers(args) and args.weight_sync_method != "checkpoint":
+        return f"servers read an adapter's files, and --weight-sync-method is {args.weight_sync_method}, not checkpoint"
+    if has_servers(args) and args.lora_base_dtype == "fp8":
+        return "servers hold the base of their own files, and not the one of --lora-base-dtype fp8"
     if args.rollout_ranks:
         return "engines of --rollout-ranks receive whole weights"
     if args.lora_rank > LARGEST_SLOT:
@@ -403,10 +409,15 @@ def lora_note(args: Namespace) -> str | None:
     """Return the line that says what the engine receives of a LoRA run; None without adapters or engine weights."""
     if not args.lora_weight_sync:
         return None
+    if args.lora_weight_sync == "adapter" and has_servers(args):
+        checked = "" if args.no_check_lora_sync else ", which must change their log-probabilities at every sync"
+        return f"LoRA: the servers load the adapter from files{checked}; their base is their own"
     if args.lora_weight_sync == "adapter":
         checked = "" if args.no_check_lora_sync else ", and it is read back after every sync"
         return f"LoRA: the engine receives the adapter alone{checked}"
     reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
+    if has_servers(args) and not reason:
+        reason = "servers load adapters only with --lora-weight-sync adapter"
     return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 
 
