@@ -23,7 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("thorough", max_examples=100, **patient)
     settings.register_profile("quick", max_examples=25, **patient)
     settings.load_profile("thorough" if ranks.thorough else "quick")
-    if getattr(config.option, "numprocesses", None):  # the lanes share these processes
+    on_gpu = config.args == ["tests/gpu"]  # these tests start torchrun itself
+    if getattr(config.option, "numprocesses", None) and not on_gpu:  # the lanes share these processes
         ranks.start_warm_ranks()
 
 

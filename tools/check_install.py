@@ -232,7 +232,9 @@ def run_apart(name: str, cure: str) -> str:
         texts = []
         for file in (out, err):
             file.seek(0)
-            texts.append([line.strip() for line in file.read().splitlines() if line.strip()])
+            # torch writes "[rank0]: " before the lines of an exception
+            lines = (re.sub(r"^\[rank\d+\]:", "", line).strip() for line in file.read().splitlines())
+            texts.append(list(filter(None, lines)))
     lines, errors = texts
     if status:
         raised = [line for line in errors if re.match(r"[\w.]*(Error|Exception)\b", line)]

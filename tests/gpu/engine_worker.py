@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
+from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.attach import attach, local_adapter
@@ -26,8 +27,9 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
-from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rewards.pool import GroupMember
+from megatron_grpo.rollout.collect import collect_rollout, to_batch
+from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
@@ -41,7 +43,7 @@ from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
 
 PROMPTS, GENERATIONS, TOKENS = 8, 4, 32
-FLAGS = f"""--bf16 --max-prompt-length 24 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
+FLAGS = f"""--bf16 --max-prompt-length 72 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
     --global-batch-size {PROMPTS * GENERATIONS} --micro-batch-size {PROMPTS * GENERATIONS // 2}
     --vllm-max-num-seqs 64 --vllm-gpu-memory-utilization 0.1 --steps-per-generation 1""".split()
 
@@ -59,7 +61,7 @@ class Worker:
         self.offloader = Offloader(model, optimizer, True, True, True)
         self.engine = build_engine(args, model, SimpleNamespace(decode=None))
         self.trainer = SimpleNamespace(args=args, model=model, engine=self.engine, timers=Timers(), iteration=1)
-        ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, 24).tolist()
+        ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, 72).tolist()
         # All alike: completions of one prompt can be equal by equal random numbers only.
         self.prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i in range(PROMPTS)]
 
@@ -84,9 +86,17 @@ class Worker:
         """Mean |log p(trainer) - log p(engine)| over sampled tokens, nats."""
         for chunk in unwrap_model(self.trainer.model):
             chunk.temperature = temperature
-        batch = self.rollout(11, temperature)
+        return self.distance(self.rollout(11, temperature))
+
+    def distance(self, batch: RolloutBatch) -> float:
         ours = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
         return float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
+
+    @torch.no_grad()
+    def change_weights(self) -> None:
+        for chunk in self.trainer.model:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.flip(0))  # other weights of the same size
 
     # ---- cases
 
@@ -123,17 +133,23 @@ class Worker:
         self.found["queued"] = answers
 
     def cache(self) -> None:
-        """New weights while a request runs: its keys and values cannot be dropped."""
-        try:
-            with self.engine.rollout(7):
-                self.engine.submit([Request(0, self.prompts[0].ids, Sampling(TOKENS))])
-                for _ in range(3):
-                    self.engine.poll()
-                Trainer.sync(self.trainer)
-            self.found["cache"] = None
-        except GrpoError as error:
-            self.found["cache"] = str(error)
-        self.engine.abort([0])
+        """New weights while a request runs, which keeps keys and values of the old ones: the next requests use none."""
+        prompt, count = self.prompts[0], PROMPTS * GENERATIONS
+        sampling = Sampling(TOKENS, self.args.temperature, log_probs=True)
+        with self.engine.rollout(7):
+            self.engine.submit([Request(0, prompt.ids, sampling)])
+            for _ in range(3):
+                self.engine.poll()
+            self.change_weights()
+            Trainer.sync(self.trainer)
+            numbers = range(1, count + 1)
+            self.engine.submit([Request(number, prompt.ids, sampling) for number in numbers])
+            done: dict[int, Completion] = {}
+            while len(done) < count + 1:
+                done |= {completion.id: completion for completion in self.engine.poll()}
+        members = {number: GroupMember(0, number - 1, count) for number in numbers}
+        batch = to_batch([prompt], [done[number] for number in numbers], members, [0], 0)
+        self.found["cache"] = self.distance(batch)
 
     def temperatures(self) -> None:
         self.found["mismatch"] = {str(t): self.mismatch(t) for t in (1.0, 0.7)}
@@ -144,18 +160,14 @@ class Worker:
         sampling = Sampling(TOKENS, args.temperature, args.top_p, args.top_k, log_probs=True, kept_token_ids=True)
         plan = RolloutPlan(self.prompts, GENERATIONS, sampling, 11)
         batch, _ = collect_rollout(self.engine, plan, None, None, self.trainer.timers)
-        ours = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
-        gap = float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
+        gap = self.distance(batch)
         sizes = (batch.kept_token_ids[batch.response_mask == 1] >= 0).sum(1)
         self.found["kept tokens"] = [gap, int(sizes.min()), int(sizes.max())]
 
     def weights(self) -> None:
         """Weights that have changed reach the engine, and only with a sync."""
         before = self.mismatch(1.0)
-        with torch.no_grad():
-            for chunk in self.trainer.model:
-                for parameter in chunk.parameters():
-                    parameter.add_(0.5 * parameter.flip(0))
+        self.change_weights()
         stale = self.mismatch(1.0)
         Trainer.sync(self.trainer)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]

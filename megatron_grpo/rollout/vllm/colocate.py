@@ -51,6 +51,7 @@ class VllmColocate:
         self.has_weights = False
         self._awake = True
         self._version = 0
+        self._loads = 0  # of weights or an adapter; a version comes again after --on-bad-update restore
         self._sleep_level = args.sleep_level
         self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
@@ -78,7 +79,7 @@ class VllmColocate:
         for request in requests:
             whole = request.with_begun_in_prompt()
             # The salt is part of the key of a prefix: a request never hits keys and values of earlier weights.
-            prompt = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"version {self._version}"}
+            prompt = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"load {self._loads}"}
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
@@ -204,6 +205,7 @@ class VllmColocate:
             if not tokens:
                 not_begun.append(under_way.request)
         self._version = version
+        self._loads += 1
         self.has_weights = True
         self.abort(request.id for request in not_begun)
         self.submit(not_begun)  # with the salt of the new version
@@ -213,7 +215,8 @@ class VllmColocate:
         return self.has_weights
 
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
-        self._load_adapter(adapter, f"update {version}")
+        self._loads += 1
+        self._load_adapter(adapter, f"load {self._loads}")
         if self._adapter_like.keys() != adapter.keys():
             self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
         self._version = version
