@@ -391,7 +391,7 @@ def adapter_refused(args: Namespace) -> str | None:
     if args.vllm_quantization:
         return "--vllm-quantization quantizes the weights that are sent"
     if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
-        return "vLLM's CPU build has no adapters for mixtures of experts"
+        return "vLLM runs mixtures of experts with adapters on GPUs alone"
     in_float32 = args.vllm_dtype == "float32" or not (args.vllm_dtype or args.bf16 or args.fp16)
     if in_float32 and torch.cuda.is_available():
         return "vLLM's kernels for adapters are for 16 bits"
@@ -399,7 +399,7 @@ def adapter_refused(args: Namespace) -> str | None:
     if any(is_router(layers[name]) for name in modules):
         return "vLLM has no adapters of routers"
     if any(".experts." in name or ".shared_expert" in name for name in modules):
-        return "adapters of experts are not among those that this program loads into vLLM"
+        return "adapters of experts cannot be read back from the slots of vLLM's fused experts"
     if args.model_family in ("glm", "glm4") and any(name.endswith(".gate_up_proj") for name in modules):
         return f"vLLM has no adapter of {args.model_family}'s gate_up_proj"
     return None

@@ -30,6 +30,7 @@ def test_the_servers_log_probabilities_are_the_trainers(tmp_path):
     assert "LoRA: the servers load the adapter from files" in done.stdout
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
-    assert all(0 < row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in metrics)
+    assert all(0 < row["mismatch/mean_abs"] < 1e-5 for row in metrics)
+    assert all(row["grad_norm"] > 1 for row in metrics[:3])  # so that every sync brings another adapter
     # Four versions; seven probes of one kind of layers, one without any, after which the first came again.
     assert (tmp_path / "log").read_text().count("Loaded new LoRA adapter") == 4 + 8 + 1

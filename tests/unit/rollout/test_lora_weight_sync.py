@@ -15,7 +15,7 @@ MERGED = {
     "--lora-use-dora": "vLLM has no DoRA",
     "--lora-rank 520 --hidden-size 1024 --lora-target-modules q_proj --kv-channels 128": "largest rank",
     "--lora-modules-to-save lm_head --untie-embeddings-and-output-weights": "--lora-modules-to-save",
-    MOE: "vLLM's CPU build has no adapters for mixtures of experts",
+    MOE: "vLLM runs mixtures of experts with adapters on GPUs alone",
     f"{MOE} --dry-run": "adapters of experts",
     f"{MOE} --dry-run --lora-target-modules all-router": "vLLM has no adapters of routers",
 }
