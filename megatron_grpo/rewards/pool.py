@@ -49,6 +49,18 @@ class Failure:
     traceback: str = ""
 
 
+def print_first_failures(failures: Iterable[Failure], printed: set[str], rank: int) -> None:
+    """Print the first failure of each reward that is not in ``printed``, and add its name there."""
+    for failure in failures:
+        if failure.reward not in printed:
+            printed.add(failure.reward)
+            print(
+                f"[rank {rank}] reward {failure.reward} could not score {failure.source}: {failure.reason} (completion "
+                f"{failure.completion!r}); such completions count as not scored, see reward/failures",
+                flush=True,
+            )
+
+
 class GroupMember(NamedTuple):
     """The group of a sample: all completions of one prompt, which a group-wise function scores in one call."""
 

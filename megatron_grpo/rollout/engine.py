@@ -160,6 +160,7 @@ class Engine(Protocol):
     replica: int | None  # None on a rank that generates nothing and waits for the others
     num_replicas: int
     is_lead: bool  # True on the one rank per replica that reports its results
+    streams: bool  # True for engines on ranks of their own, which generate while the trainer updates: stream/placed.py
     has_weights: bool  # False at the start and after --sleep-level 2: call ``update_weights`` first
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -211,8 +212,21 @@ class Engine(Protocol):
         The second number is of memory that torch still counts as allocated.
         """
 
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of the requests between two rollouts, equal on all ranks. Collective."""
+
     def close(self) -> None:
         """Free resources that outlive the process; the engine is unusable afterwards."""
+
+
+class TakesTurns:
+    """What engines have in common that generate only within a rollout: nothing runs between two of them."""
+
+    streams = False
+
+    def position(self) -> dict[str, Any]:
+        """See `Engine.position`."""
+        return {}
 
 
 class InterruptibleEngine(Engine, Protocol):
@@ -228,7 +242,7 @@ class InterruptibleEngine(Engine, Protocol):
         """
 
 
-class NoEngine:
+class NoEngine(TakesTurns):
     """What a run has in place of an engine whose rollouts are read from a ledger (--replay-rollouts)."""
 
     replica, num_replicas, is_lead, has_weights = None, 0, False, False

@@ -44,7 +44,7 @@ def collect_partial_rollout(
     assert partial is not None
     groups, num_generations, recording = partial.with_new(plan.prompts), plan.num_generations, plan.recording
     if recording is not None:
-        groups |= recording.known({number: group for number, group in groups.items() if not group.complete})
+        groups |= recording.ledger.known({number: group for number, group in groups.items() if not group.complete})
     # The id of a request is unique over the run: unfinished completions keep it.
     members = {
         number * num_generations + place: GroupMember(number, place, num_generations)

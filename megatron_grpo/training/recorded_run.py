@@ -1,6 +1,5 @@
 """The ledger at the start of a run: is it of the same run, what does it hold, and where does the run go on?"""
 
-import time
 from argparse import Namespace
 from collections.abc import Collection
 from dataclasses import replace
@@ -78,6 +77,8 @@ def run_flags(args: Namespace) -> dict[str, Any]:
     decays = args.lr_decay_style != "constant" or args.weight_decay_incr_style != "constant" or args.lr_warmup_fraction
     if decays and args.lr_decay_iters is None:
         flags["train_iters"] = args.train_iters
+    if args.rollout_ranks:  # their number is free; which groups have started is recorded in another way
+        flags["rollout_ranks"] = True
     return flags
 
 
@@ -121,30 +122,15 @@ def open_ledger(args: Namespace, batch: int, engine: Engine) -> tuple[Ledger | N
     return ledger, Replay(ledger.content)
 
 
-def open_placed_ledger(args: Namespace, batch: int, store: dist.Store) -> Ledger | None:
-    """Return the trainers' part of the ledger of a run with --rollout-ranks, which generates from ``batch`` on.
-
-    The engine ranks wait for it: `producer_ledger`. Collective over the trainers.
-    """
+def ledger_of_replica(args: Namespace, replica: int, is_lead: bool) -> Ledger | None:
+    """Return the ledger that the trainers have opened, on a rank of an engine replica, whose lead rank appends."""
     if not args.ledger:
         return None
-    found = read_ledger(args, batch * args.updates_per_rollout)
-    leads, stop = dist.get_rank() == 0, args.on_save_error == "stop"
-    ledger = Ledger(Path(args.ledger), found, batch, run_flags(args), None, leads, stop)
-    checkpoint.on_rank_0(ledger.begin, batch)
-    if leads:
-        store.set("ledger", str(ledger.attempt))
-    return ledger
-
-
-def producer_ledger(args: Namespace, store: dist.Store, replica: int) -> Ledger | None:
-    """Return the part of the ledger to which the lead rank of an engine replica appends; wait for the trainers'."""
-    if not args.ledger:
-        return None
-    while not store.check(["ledger"]):  # the trainers build their model first, which has no bound
-        time.sleep(0.05)
-    earlier = Content(nexts=(0,) * int(store.get("ledger")))
-    return Ledger(Path(args.ledger), earlier, 0, {}, replica, False, args.on_save_error == "stop")
+    found = content.read(Path(args.ledger))
+    *earlier, next_batch = found.nexts
+    found = replace(found, nexts=tuple(earlier))
+    producer, stop = replica if is_lead else None, args.on_save_error == "stop"
+    return Ledger(Path(args.ledger), found, next_batch, {}, producer, leads=False, stop=stop)
 
 
 def open_replay(args: Namespace, batch: int) -> Replay:
@@ -159,7 +145,7 @@ def open_replay(args: Namespace, batch: int) -> Replay:
     if args.train_only:
         changed = changed_flags({dest: found.run.get(dest) for dest in OF_DATA}, {dest: now[dest] for dest in OF_DATA})
     else:
-        changed = changed_flags(found.run, now, (*ORIGIN, *DATA))
+        changed = changed_flags(found.run, now, (*ORIGIN, *DATA, "rollout_ranks"))
     if changed:
         why = "the groups have these properties" if args.train_only else "a replay repeats the run with its own flags"
         raise GrpoError(f"{name} {directory}: {why}, but {'; '.join(changed)}: give them as before")

@@ -50,6 +50,7 @@ from megatron_grpo.rollout.arguments import lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.stream.messages import wait_for_trainers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
@@ -61,7 +62,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader
-from megatron_grpo.training.recorded_run import open_ledger, open_placed_ledger, open_replay, producer_ledger
+from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger, open_replay
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
@@ -192,12 +193,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
     engine: Engine
-    ledger = None
     if roles is not None:
-        ledger = open_placed_ledger(args, position.get("rollouts", 0), roles.store)
         engine = memory.engine = PlacedEngines(args, roles, dataset, sampler, early_exit.check_wait)
         before_exit(engine.close)
-        engine.wait_for_start()
+        ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
+        engine.start()
         _continue_groups(args, engine, position)
     else:
         with (
@@ -209,11 +209,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
                 engine = memory.engine = build_episodes(args, engine, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
-    if roles is not None:
-        replay = None
-    elif recorded_in(args):
+    if recorded_in(args):
         ledger, replay = None, open_replay(args, position.get("rollouts", 0))
-    else:
+    elif roles is None:
         ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
     scorer = None
     progress.step("rewards")
@@ -270,7 +268,8 @@ def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptD
     """Run an engine replica on this rank until the trainer ends it."""
     engine = build_engine(args, [], tokenizer)
     scorer = build_scorer(args, models) if engine.is_lead else None
-    ledger = producer_ledger(args, roles.store, roles.role.replica) if engine.is_lead else None
+    wait_for_trainers(roles.store)
+    ledger = ledger_of_replica(args, roles.role.replica, engine.is_lead)
     Producer(args, engine, scorer, tokenizer, train, valid, roles, ledger).run()
     engine.close()
     if ledger is not None:
@@ -291,7 +290,7 @@ def _continue_groups(args, engine: PlacedEngines, position: dict[str, Any]) -> N
             raise GrpoError(
                 f"{args.load} lacks the unfinished completions ({DIRECTORY}/): load only the weights with --finetune"
             )
-        engine.load(directory, position["stream"])
+        engine.restore(position["stream"], directory)
 
 
 def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:

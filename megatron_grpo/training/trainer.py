@@ -37,7 +37,7 @@ from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
-from megatron_grpo.rewards.pool import RewardPool
+from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.rollout.collect import Needs, collect_rollout, everything
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
@@ -49,7 +49,6 @@ from megatron_grpo.rollout.ledger.recording import Recording
 from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.partial import collect_partial_rollout, staleness_metrics
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
-from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts, Unfinished, prompts_of
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
@@ -143,7 +142,7 @@ class Trainer:
         seed = rollout_seed(args.seed, self.rollouts)
         if recorded is not None:
             return RolloutPlan([], args.num_generations, sampling, seed, recorded=recorded)
-        if isinstance(self.engine, PlacedEngines):  # they have prompts already
+        if self.engine.streams:  # it has prompts already
             return RolloutPlan((), args.num_generations, sampling, seed)
         num_groups = args.generation_batch_size // args.num_generations
         resample_times = args.max_resample_times if args.dynamic_sample else 0
@@ -168,15 +167,15 @@ class Trainer:
         """Return the completions of a plan with their rewards, and the tokens of those that this rank computes.
 
         ``divide`` divides the completions into updates; None for an evaluation, which needs no tokens.
-        A plan without prompts is for the next batch of engines on ranks of their own.
+        A plan without prompts is for the next batch of an engine that streams.
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
         needs = partial(self.computes, divide=divide)
         if plan.recorded is not None:
             return self._collect_recorded(plan.recorded, needs)
-        if isinstance(self.engine, PlacedEngines):
+        if self.engine.streams:
             with self.timers("rollout"):
-                return self._collect_placed(self.engine, plan, needs)
+                return self._collect_from_stream(plan, needs)
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         show = self.logger.rollout_progress(self.engine.num_replicas)
 
@@ -198,15 +197,8 @@ class Trainer:
             self.sampler.give_back([plan.prompts[number].id for number in unused])
         for line in self.engine.failures() if isinstance(self.engine, Episodes) else []:
             print(f"[rank {dist.get_rank()}] {line}", flush=True)
-        for failure in self.scorer.failures if self.scorer is not None else []:
-            if failure.reward not in self.failed_rewards:
-                self.failed_rewards.add(failure.reward)
-                print(
-                    f"[rank {dist.get_rank()}] reward {failure.reward} could not score {failure.source}: "
-                    f"{failure.reason} (completion {failure.completion!r}); such completions count as not scored, "
-                    "see reward/failures",
-                    flush=True,
-                )
+        if self.scorer is not None:
+            print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
         if plan.recording is not None:
             with self.timers("ledger"):
                 metrics = self.sampling_metrics | self.sync_metrics
@@ -224,7 +216,9 @@ class Trainer:
         self.reward_failures = record.reward_failures
         if self.partial is not None:
             groups = self.replay.unfinished(record.number, self.partial.replica, prompts_of(self.dataset))
-            self.partial.state = Unfinished(groups, record.partial["started"], record.partial["version"])
+            self.partial.state = Unfinished(groups, record.started["started"], record.started["version"])
+        elif self.engine.streams:
+            self.engine.restore(record.started)
         return batch
 
     def computes(self, batch: RolloutBatch, divide: Divide | None) -> Bool:
@@ -249,17 +243,19 @@ class Trainer:
                 computes[model.own_completions(lengths)] = True
         return computes
 
-    def _collect_placed(self, engine: PlacedEngines, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
+    def _collect_from_stream(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         if plan.prompts:
-            batch, self.reward_failures = engine.generate(plan, needs)
+            batch, self.reward_failures = self.engine.generate(plan, needs)
             return batch
-        batch, self.reward_failures, metrics = engine.take(needs)
+        batch, self.reward_failures, metrics = self.engine.take(needs)
         staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         self.sampling_metrics = metrics | staleness
-        if self.ledger is not None and dist.get_rank() == 0:
-            sampling = training_sampling(self.args, self.rollouts)
-            rest = self.sampler.state_dict(), self.sampling_metrics, self.reward_failures, sampling.num_kept, None
-            self.ledger.record(BatchRecord(self.rollouts - 1, engine.taken, *rest))
+        if self.ledger is not None:
+            with self.timers("ledger"):
+                started, taken, num_kept = self.engine.position(), self.engine.taken, plan.sampling.num_kept
+                if taken is not None:
+                    rest = started["sampler"], self.sampling_metrics, self.reward_failures, num_kept, started["stream"]
+                    self.ledger.record(BatchRecord(self.rollouts - 1, taken, *rest))
         return batch
 
     # ---- the engine
@@ -292,7 +288,7 @@ class Trainer:
         only without --offload-model. If the engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
         """
         memory = {"train": self._memory()}
-        position = None if isinstance(self.engine, PlacedEngines) else self._position()  # its engines go on meanwhile
+        position = None if self.engine.streams else self._position()  # a stream goes on meanwhile
         probe = None
         self._offload(self.state_offloader)
         try:
@@ -314,7 +310,7 @@ class Trainer:
                     probe_adapter(self.engine)
                 self.adapter_probed = True
             # Beside --max-staleness hardly a token of a batch is of the newest weights (`check_engine`).
-            stale = isinstance(self.engine, PlacedEngines) and self.args.max_staleness > 0
+            stale = self.engine.streams and self.args.max_staleness > 0
             # Servers that load an adapter have read the base themselves.
             unknown_base = probes_adapter and has_servers(self.args)
             if new_weights and (self.args.check_weight_sync or stale or unknown_base):
@@ -359,7 +355,7 @@ class Trainer:
         """Return completions of the first prompts of the data by every replica."""
         with self.timers("sync"):
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
-            if isinstance(self.engine, PlacedEngines):
+            if self.engine.streams:
                 plan = weight_check.probe_plan(self.args, prompts, self.engine.num_replicas)
                 return self.engine.generate(plan, everything, data="train", scored=False)[0]
             return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
@@ -386,7 +382,7 @@ class Trainer:
         able = device_answers()
         if able:
             try:
-                if not isinstance(self.engine, PlacedEngines):  # it has groups to save
+                if not self.engine.streams:  # which has groups to save
                     self.engine.close()  # frees its memory
                 self._reload()
             except (GrpoError, RuntimeError) as reason:
@@ -577,9 +573,7 @@ class Trainer:
             "tokens": self.tokens,
             "bad_updates": self.bad_updates.state_dict(),
         }
-        if isinstance(self.engine, PlacedEngines):
-            position |= self.engine.position()
-            position["rollouts"] = position["stream"]["version"]  # a rollout that a signal ends has no number
+        position |= self.engine.position()
         return position if self.partial is None else position | {"partial": self.partial.state}
 
     def save(self, position: dict[str, Any] | None = None, last: bool = False) -> None:
@@ -596,7 +590,7 @@ class Trainer:
             position = position | {"partial": self.partial.position(unfinished)}
             if self.engine.is_lead:
                 save_unfinished = lambda directory: self.partial.save(directory / DIRECTORY, unfinished)  # noqa: E731
-        if isinstance(self.engine, PlacedEngines) and dist.get_rank() == 0:
+        if self.engine.streams and dist.get_rank() == 0:
             save_unfinished = lambda directory: self.engine.save(directory / DIRECTORY)  # noqa: E731
         began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):

@@ -107,7 +107,7 @@ def run(root: Path, partial: bool) -> None:
             batch, drawn = replay.collect(record, everything), record.sampler["drawn"]
             if groups is not None:
                 left = replay.unfinished(number, 0, lambda row, ids: prompts(1, first=row)[0])
-                groups.state = Unfinished(left, record.partial["started"], record.partial["version"])
+                groups.state = Unfinished(left, record.started["started"], record.started["version"])
         else:
             new = prompts(groups.prompts_to_draw() if groups is not None else GROUPS, first=100 + drawn)
             drawn += len(new)

@@ -48,7 +48,8 @@ class BatchRecord:
     metrics: dict[str, float]  # of the rollout, as far as they do not follow from the batch
     reward_failures: int
     num_kept: int  # columns of the kept token ids of --top-k; 0 without them
-    partial: dict[str, int] | None  # position of the groups of --partial-rollouts
+    # Which groups have started: `PartialRollouts.position`, or that of the conductor; None if all are in the batch.
+    started: dict[str, Any] | None
 
     def head(self) -> dict[str, Any]:
         """Return the record as JSON's types."""
@@ -57,7 +58,7 @@ class BatchRecord:
     @classmethod
     def from_head(cls, head: Mapping[str, Any]) -> "BatchRecord":
         """Undo `head`."""
-        names = ("number", "sampler", "metrics", "reward_failures", "num_kept", "partial")
+        names = ("number", "sampler", "metrics", "reward_failures", "num_kept", "started")
         return cls(groups=tuple(GroupKey(*key) for key in head["groups"]), **{name: head[name] for name in names})
 
 

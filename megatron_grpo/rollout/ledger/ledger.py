@@ -7,12 +7,14 @@ flushes them, while the engine generates. Rank 0 appends the batches. All ranks 
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.ledger import records
 from megatron_grpo.rollout.ledger.content import VERSION, BatchRecord, Content, GroupKey, Place
 from megatron_grpo.rollout.unfinished import Group, PromptOf, from_arrays, to_arrays
@@ -135,9 +137,17 @@ class Ledger:
         """Return whether one of these groups could not be written."""
         return not self._lost.isdisjoint(keys)
 
-    def load(self, keys: Collection[GroupKey], prompt_of: PromptOf) -> dict[GroupKey, Group]:
-        """Return recorded groups of this ledger."""
-        return load(self.content, keys, prompt_of)
+    def known(self, groups: Mapping[int, Group]) -> dict[int, Group]:
+        """Return those of ``groups``, by number, that an earlier attempt has finished and scored."""
+        numbers = [n for n, group in groups.items() if GroupKey(group.birth, n) in self.content.groups]
+        keys = [GroupKey(groups[number].birth, number) for number in numbers]
+        found = load(self.content, keys, recorded_prompt)
+        known = {}
+        for number, key in zip(numbers, keys, strict=True):
+            prompt = groups[number].prompt
+            if found[key].prompt.ids == prompt.ids and len(found[key].completions) == len(groups[number].completions):
+                known[number] = replace(found[key], prompt=prompt)
+        return known
 
     # ---- batches
 
@@ -185,6 +195,11 @@ def load(content: Content, keys: Collection[GroupKey], prompt_of: PromptOf) -> d
         groups = from_arrays(records.read_arrays(place.file, place.offset), prompt_of)
         found |= {key: groups[key.number] for key in wanted}
     return found
+
+
+def recorded_prompt(row: int, ids: list[int]) -> Prompt:
+    """Return the prompt of a recorded group without its row, for which the data would be read."""
+    return Prompt(row, ids, {}, f"row {row} of the recorded run")
 
 
 def set_aside(directory: Path) -> Path:

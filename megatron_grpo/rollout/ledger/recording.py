@@ -19,26 +19,14 @@ class Recording:
     """The rollout for batch number ``batch``, on one rank."""
 
     def __init__(self, ledger: Ledger, batch: int):
-        self._ledger, self._batch = ledger, batch
+        self.ledger, self._batch = ledger, batch
         self._begun: dict[int, Group] = {}  # groups of which some completions are finished
         self._waiting: list[tuple[int, Group]] = []  # complete groups that are being scored
         self._places: dict[int, GroupKey] = {}  # of this replica's groups in the batch
 
-    def known(self, groups: Mapping[int, Group]) -> dict[int, Group]:
-        """Return those of ``groups`` that an earlier attempt has finished and scored."""
-        numbers = [n for n, group in groups.items() if GroupKey(group.birth, n) in self._ledger.content.groups]
-        keys = [GroupKey(groups[number].birth, number) for number in numbers]
-        found = self._ledger.load(keys, recorded_prompt)
-        known = {}
-        for number, key in zip(numbers, keys, strict=True):
-            prompt = groups[number].prompt
-            if found[key].prompt.ids == prompt.ids and len(found[key].completions) == len(groups[number].completions):
-                known[number] = replace(found[key], prompt=prompt)
-        return known
-
     def known_of(self, prompts: Sequence[Prompt], num_generations: int) -> dict[int, Group]:
         """Return the known groups of a rollout that finishes every group that it starts."""
-        return self.known(
+        return self.ledger.known(
             {n: Group(prompt, self._batch, (None,) * num_generations) for n, prompt in enumerate(prompts)}
         )
 
@@ -54,7 +42,7 @@ class Recording:
 
     def complete(self, number: int, group: Group) -> None:
         """Take a complete group, whose completions were submitted to the scorer under their ids."""
-        if self._ledger.appends:
+        if self.ledger.appends:
             self._waiting.append((number, group))
 
     def append_scored(self, scorer: RewardPool | None, wait: bool = False) -> None:
@@ -71,7 +59,7 @@ class Recording:
                 waiting.append((number, group))
         self._waiting = waiting
         if scored:
-            self._ledger.append(self._batch, scored)
+            self.ledger.append(self._batch, scored)
 
     def placed(self, places: Mapping[int, int], births: Mapping[int, int] | None = None) -> None:
         """Take the places in the batch of this replica's groups, by their numbers."""
@@ -90,7 +78,7 @@ class Recording:
 
         The arguments are those of `BatchRecord`; ``partial``: the groups of the run, after the batch was taken.
         """
-        ledger = self._ledger
+        ledger = self.ledger
         if partial is not None and ledger.appends:
             ledger.append_unfinished(self._batch, partial.replica, partial.state.groups)
         ledger.flush()
@@ -131,8 +119,3 @@ class KnownFirst:
     def abort(self, ids: Iterable[int]) -> None:
         """See `Engine.abort`."""
         self._engine.abort([number for number in ids if number in self._running])
-
-
-def recorded_prompt(row: int, ids: list[int]) -> Prompt:
-    """Return the prompt of a recorded group without its row, for which the data would be read."""
-    return Prompt(row, ids, {}, f"row {row} of the recorded run")

@@ -11,8 +11,7 @@ from megatron_grpo.rewards.pool import GroupMember
 from megatron_grpo.rollout.collect import Needs, exchange, to_batch
 from megatron_grpo.rollout.ledger import records
 from megatron_grpo.rollout.ledger.content import BatchRecord, Content
-from megatron_grpo.rollout.ledger.ledger import load
-from megatron_grpo.rollout.ledger.recording import recorded_prompt
+from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 from megatron_grpo.rollout.unfinished import Group, PromptOf, from_arrays
 from megatron_grpo.utils.errors import GrpoError
 

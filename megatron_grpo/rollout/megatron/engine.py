@@ -25,7 +25,7 @@ from megatron_grpo.models.kv_cache import KVCache, Step, generating
 from megatron_grpo.parallel.agreement import raised_on_every_rank
 from megatron_grpo.parallel.arguments import generating_width
 from megatron_grpo.parallel.rank_groups import replica_group
-from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure
+from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, lost_on_failure
 from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
 from megatron_grpo.utils import progress
@@ -34,7 +34,7 @@ from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
 
-class MegatronEngine:
+class MegatronEngine(TakesTurns):
     """Engine that generates with ``model``, the trainer's chunks on this rank, without a copy of the weights."""
 
     has_weights = True

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import device_answers
 from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
-from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.engine import Completion, Request, TakesTurns
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.utils.errors import EngineLost
@@ -32,7 +32,7 @@ class WeightTransfer(Protocol):
         """Free all resources."""
 
 
-class ServerEngine:
+class ServerEngine(TakesTurns):
     """Engine over running servers (``--vllm-mode server``, ``--rollout-engine sglang``).
 
     Every request has its own seed, so samples do not depend on the server or its load, except for rounding: logits

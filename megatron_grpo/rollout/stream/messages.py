@@ -1,6 +1,7 @@
 """Messages between trainer rank 0 and the lead rank of each engine replica, through the store of the launch."""
 
 import json
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,17 @@ class Receiver:
         self._store.delete_key(key)
         self._received += 1
         return message
+
+
+def trainers_are_ready(store: dist.Store) -> None:
+    """Let the engine ranks go on: the ledger is open."""
+    store.set("ready", "")
+
+
+def wait_for_trainers(store: dist.Store) -> None:
+    """Wait on an engine rank for `trainers_are_ready`: the trainers build their model first, which has no bound."""
+    while not store.check(["ready"]):
+        time.sleep(0.05)
 
 
 def commands(replica: int) -> str:

@@ -39,6 +39,7 @@ class PlacedEngines:
     replica: None = None  # a trainer generates nothing
     is_lead = False
     has_weights = False
+    streams = True
 
     def __init__(
         self,
@@ -67,12 +68,14 @@ class PlacedEngines:
         self._idle_seconds = 0.0  # of all replicas
         self.waited = 0.0  # seconds for the newest batch
         self._ended = False
-        self.taken: tuple[GroupKey, ...] = ()  # groups of the newest batch, on rank 0
+        self._lost: set[int] = set()  # complete groups that could not be written into the ledger
+        self.taken: tuple[GroupKey, ...] | None = ()  # groups of the newest batch, on rank 0; None: one of them is lost
 
-    def wait_for_start(self) -> None:
-        """Wait until all replicas have started. Collective."""
+    def start(self) -> None:
+        """Let the engine ranks read the ledger, which is open now; wait until all replicas have started. Collective."""
         with led_by_rank_0(self._watch_signals):
             if self._leads:
+                messages.trainers_are_ready(self._joint.store)
                 self._reported("started")
 
     # ---- batches
@@ -92,6 +95,8 @@ class PlacedEngines:
                     self._start_groups()
                 self._tell({"do": "fetch", "groups": [group.number for group in taken]})
                 self.taken = tuple(GroupKey(group.birth, group.number) for group in taken)
+                if not self._lost.isdisjoint(key.number for key in self.taken):
+                    self.taken = None
                 idle, self._idle_seconds = self._idle_seconds, self._idle()
                 metrics = [self._failures, {"stream/trainer_wait": time.monotonic() - began}]
                 metrics[1]["stream/engine_idle"] = (self._idle_seconds - idle) / self.num_replicas
@@ -162,7 +167,11 @@ class PlacedEngines:
                 if report["do"] != "complete":
                     self._reports[replica].append(report)
                     continue
+                if report["group"] not in self.conductor.open:
+                    continue  # from before `restore`
                 self._failures += report["failures"]
+                if not report["written"]:
+                    self._lost.add(report["group"])
                 if self.conductor.finish(report["group"], report["has_signal"]):
                     self._senders[replica].send({"do": "drop", "groups": [report["group"]]})
 
@@ -206,8 +215,12 @@ class PlacedEngines:
     # ---- checkpoints
 
     def position(self) -> dict[str, Any]:
-        """Return the state of sampler and conductor, equal on all trainers. Collective."""
-        state = [{"sampler": self._sampler.state_dict(), "stream": self.conductor.state_dict()}]
+        """Return the state of sampler and conductor, equal on all trainers. Collective.
+
+        A rollout that a signal has ended does not count.
+        """
+        stream = self.conductor.state_dict()
+        state = [{"sampler": self._sampler.state_dict(), "stream": stream, "rollouts": stream["version"]}]
         dist.broadcast_object_list(state, src=0, group=host_group())
         return state[0]
 
@@ -218,12 +231,19 @@ class PlacedEngines:
             if report["error"]:
                 raise OSError(report["error"])
 
-    def load(self, directory: Path, state: dict[str, Any]) -> None:
-        """Continue with the groups of a checkpoint; GrpoError if they are another run's."""
+    def restore(self, state: dict[str, Any], directory: Path | None = None) -> None:
+        """Continue with the groups of a checkpoint in ``directory``, or with those that a batch of the ledger left.
+
+        ``state`` is that of the conductor. GrpoError if the groups are another run's.
+        """
         names = ("num_groups", "max_staleness", "num_replicas")
         check_same_run(state, {name: getattr(self.conductor, name) for name in names})
         self.conductor.load_state_dict(state)
-        self._tell({"do": "load", "directory": str(directory.absolute())})
+        open_groups = [asdict(group) for group in self.conductor.open.values()]
+        for replica, sender in enumerate(self._senders):
+            groups = [group for group in open_groups if group["replica"] == replica]
+            place = None if directory is None else str(directory.absolute())
+            sender.send({"do": "hold", "groups": groups, "directory": place})
 
     # ---- what an engine has that sleeps
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint
-from megatron_grpo.rewards.pool import Failure, GroupMember, RewardPool
+from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
@@ -138,8 +139,8 @@ class Producer:
                     self._publish()
                 case "save":
                     self._save(Path(message["directory"]))
-                case "load":
-                    self._load(Path(message["directory"]))
+                case "hold":
+                    self._hold(message["groups"], message["directory"])
                 case "end":
                     self._ended = True
 
@@ -148,17 +149,38 @@ class Producer:
             self._outbox.send(message)
 
     def _start(self, groups: Sequence[Mapping[str, int]]) -> None:
-        for group in groups:
-            prompt = self._data["train"][group["row"]]
-            assert prompt is not None, f"row {group['row']} was drawn, and is left out here"
-            self._add(group["number"], Group(prompt, group["birth"], (None,) * self._size))
+        self._add({group["number"]: self._new(group) for group in groups})
 
-    def _add(self, number: int, group: Group) -> None:
-        """Add a group and queue its completions that are not finished."""
-        self._groups[number] = group
-        for place, completion in enumerate(group.completions):
-            if completion is None or completion.finish_reason == "abort":
-                self._waiting.append(number * self._size + place)
+    def _new(self, group: Mapping[str, int]) -> Group:
+        prompt = self._data["train"][group["row"]]
+        assert prompt is not None, f"row {group['row']} was drawn, and is left out here"
+        return Group(prompt, group["birth"], (None,) * self._size)
+
+    def _hold(self, groups: Sequence[Mapping[str, int]], directory: str | None) -> None:
+        """Continue with these groups and no others; what they have so far is in the checkpoint ``directory``, or here.
+
+        A resume does this at the checkpoint, and then after each batch that the ledger has.
+        """
+        if self._running:
+            self._pause()
+        self._waiting.clear()
+        begun = read_groups(Path(directory), self._replica, self._prompts) if directory else self._groups
+        self._groups = {}
+        self._add({group["number"]: begun.get(group["number"]) or self._new(group) for group in groups})
+
+    def _add(self, groups: dict[int, Group]) -> None:
+        """Add groups, and queue their completions that are not finished; the ledger can have whole groups of them."""
+        known = {} if self._ledger is None else self._ledger.known(groups)
+        for number, group in (groups | known).items():
+            self._groups[number] = group
+            if group.rewards is not None:
+                self._finish_group(number, 0, written=number in known)
+            elif not group.complete:
+                unfinished = (c is None or c.finish_reason == "abort" for c in group.completions)
+                ids = range(number * self._size, (number + 1) * self._size)
+                self._waiting.extend(compress(ids, unfinished))
+            elif number not in self._scoring:
+                self._submit(number)
 
     # ---- generation
 
@@ -236,7 +258,7 @@ class Producer:
                 self._scoring.remove(number)
                 rewards, failures = taken
                 self._groups[number] = replace(self._groups[number], rewards=rewards)
-                self._print_failures(failures)
+                print_first_failures(failures, self._failed_rewards, self._joint.rank)
                 self._finish_group(number, len(failures))
         self._report_written()
         job = self._job
@@ -245,11 +267,11 @@ class Producer:
             if taken is not None:
                 job.rewards, failures = taken
                 job.failures = len(failures)
-                self._print_failures(failures)
+                print_first_failures(failures, self._failed_rewards, self._joint.rank)
 
-    def _finish_group(self, number: int, failures: int) -> None:
-        """Report a scored group; with a ledger, after the group is on the disk."""
-        if self._ledger is None:
+    def _finish_group(self, number: int, failures: int, written: bool = False) -> None:
+        """Report a scored group; with a ledger, after the group is on the disk, where it can be ``written`` already."""
+        if written or self._ledger is None or not self._ledger.appends:
             self._report_group(number, failures)
             return
         group = self._groups[number]
@@ -263,19 +285,14 @@ class Producer:
             write, number, failures = self._written.popleft()
             if write.exception() is not None:
                 self._ledger.flush()  # says so; the run goes on, and this batch cannot be replayed
-            self._report_group(number, failures)
+            self._report_group(number, failures, written=write.exception() is None)
 
-    def _report_group(self, number: int, failures: int) -> None:
+    def _report_group(self, number: int, failures: int, written: bool = True) -> None:
         rewards = self._groups[number].rewards
         assert rewards is not None
         signal_there = has_signal(combine_rewards(rewards, self._args.reward_weights))
-        self._report({"do": "complete", "group": number, "has_signal": signal_there, "failures": failures})
-
-    def _print_failures(self, failures: Sequence[Failure]) -> None:
-        for failure in failures:
-            if failure.reward not in self._failed_rewards:
-                self._failed_rewards.add(failure.reward)
-                print(f"[rank {self._joint.rank}] {failure}", flush=True)
+        report = {"do": "complete", "group": number, "has_signal": signal_there, "failures": failures}
+        self._report(report | {"written": written})
 
     # ---- a batch of the trainer
 
@@ -396,16 +413,6 @@ class Producer:
             except OSError as raised:
                 error = f"the unfinished completions cannot be written: {raised}"
         self._report({"do": "saved", "error": error})
-
-    def _load(self, directory: Path) -> None:
-        """Continue with the groups of a checkpoint; complete ones are reported again."""
-        groups = read_groups(directory, self._replica, self._prompts)
-        for number, group in groups.items():
-            self._add(number, group)
-            if group.rewards is not None:
-                self._finish_group(number, 0)
-            elif group.complete:
-                self._submit(number)
 
     # ---- signs of life
 

@@ -29,7 +29,7 @@ from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
-from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
@@ -39,7 +39,7 @@ from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 
 
-class VllmColocate:
+class VllmColocate(TakesTurns):
     """Engine that runs vLLM in the training processes (``--rollout-engine vllm --vllm-mode colocate``).
 
     ``hf_config`` is the model's ``config.json``. `update_weights` loads the weights; no file of weights is read.

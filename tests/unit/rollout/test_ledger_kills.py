@@ -16,8 +16,7 @@ import pytest
 from ledger_run import BATCHES, GROUPS
 
 from megatron_grpo.rollout.ledger import content
-from megatron_grpo.rollout.ledger.ledger import load
-from megatron_grpo.rollout.ledger.recording import recorded_prompt
+from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
 

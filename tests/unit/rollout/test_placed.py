@@ -2,7 +2,9 @@
 
 import contextlib
 import datetime
+import json
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import good_args
@@ -18,10 +20,13 @@ from megatron_grpo.parallel.roles import Joint, Role, check_hosts, role_of
 from megatron_grpo.rewards.pool import Failure
 from megatron_grpo.rollout.collect import everything
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.ledger import content, ledger
+from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan
-from megatron_grpo.rollout.stream import placed
+from megatron_grpo.rollout.stream import messages, placed
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
+from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.errors import GrpoError, Preempted
 from megatron_grpo.weights.stream import Described
 
@@ -124,7 +129,7 @@ class Scorer:
 class Launch:
     """A trainer in this thread, and two engine replicas in threads of their own."""
 
-    def __init__(self, monkeypatch, flags, without_signal=0):
+    def __init__(self, monkeypatch, flags, without_signal=0, batch=0):
         self.args = good_args.validated(f"{FLAGS} {flags}", world_size=1)
         self.args.end_token_ids = ()
         monkeypatch.setattr(placed, "describe", lambda args: DESCRIBED)
@@ -139,15 +144,14 @@ class Launch:
             thread.join()
         tokenizer = SimpleNamespace(decode=str)
         for number, engine in enumerate(self.engines):
-            made = Producer(
-                self.args, engine, Scorer(without_signal), tokenizer, Rows(), Rows(), self.joints[number + 1]
-            )
-            thread = threading.Thread(target=self._run, args=(made,), daemon=True)
+            parts = self.args, engine, Scorer(without_signal), tokenizer, Rows(), Rows(), self.joints[number + 1]
+            thread = threading.Thread(target=self._run, args=(number, parts), daemon=True)
             thread.start()
             self.threads.append(thread)
         self.sampler = PromptSampler(ROWS, 1, shuffle=False)
         self.trainer = PlacedEngines(self.args, self.joints[0], Rows(), self.sampler, self._check)
-        self.trainer.wait_for_start()
+        self.ledger, self.replay = recorded_run.open_ledger(self.args, batch, self.trainer)
+        self.trainer.start()
 
     def _connect(self, rank):
         seconds = datetime.timedelta(seconds=60)
@@ -156,9 +160,13 @@ class Launch:
         role = Role(None, 0, 1) if rank == 0 else Role(rank - 1, 0, 1)
         self.joints[rank] = Joint(role, rank, 1, 2, self.store, group, weights)
 
-    def _run(self, made):
+    def _run(self, replica, parts):
         try:
-            made.run()
+            messages.wait_for_trainers(parts[-1].store)
+            ledger = recorded_run.ledger_of_replica(self.args, replica, is_lead=True)
+            Producer(*parts, ledger).run()
+            if ledger is not None:
+                ledger.close()
         except BaseException as error:
             self.errors.append(error)
             raise
@@ -272,7 +280,7 @@ def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp
 
     again = launch("--max-staleness 3")
     again.sampler.load_state_dict(position["sampler"])
-    again.trainer.load(tmp_path / "unfinished", position["stream"])
+    again.trainer.restore(position["stream"], tmp_path / "unfinished")
     for version in range(1, 6):
         again.publish(version)
         batch, _, _ = again.trainer.take(everything)
@@ -282,11 +290,85 @@ def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp
     assert max(trained) < position["stream"]["started"] + 20
 
 
+class RecordedRun:
+    """A run with a ledger and checkpoints in ``root``: each start goes on where kills have left it."""
+
+    def __init__(self, launch, root, flags="", **more):
+        self.root, self.saved = root, root / "position.json"
+        position = json.loads(self.saved.read_text()) if self.saved.exists() else {"rollouts": 0}
+        self.number = position["rollouts"]
+        self.run = launch(f"--max-staleness 3 --ledger {root}/ledger {flags}", batch=self.number, **more)
+        if self.number:
+            self.run.sampler.load_state_dict(position["sampler"])
+            self.run.trainer.restore(position["stream"], root / f"checkpoint-{self.number}")
+
+    def step(self):
+        """Train on one batch; return its tokens by row, and whether the ledger had it."""
+        record = self.run.replay.get(self.number)
+        if record is None:
+            self.run.publish(self.number)
+            batch, failures, metrics = self.run.trainer.take(everything)
+            started = self.run.trainer.position()
+            rest = started["sampler"], metrics, failures, 0, started["stream"]
+            self.run.ledger.record(BatchRecord(self.number, self.run.trainer.taken, *rest))
+        else:
+            batch = self.run.replay.collect(record, everything)
+            self.run.sampler.load_state_dict(record.sampler)
+            self.run.trainer.restore(record.started)
+        self.number += 1
+        starts = batch.cu_seqlens
+        tokens = [batch.tokens[starts[i] : starts[i + 1]].tolist() for i in range(batch.num_completions)]
+        return {row: tokens[i * SIZE : (i + 1) * SIZE] for i, row in enumerate(numbers_of(batch))}, record is not None
+
+    def save(self):
+        self.run.trainer.save(self.root / f"checkpoint-{self.number}")
+        self.saved.write_text(json.dumps(self.run.trainer.position()))
+        self.run.ledger.roll()
+
+    def kill(self):
+        """End the run; what it had in memory is lost."""
+        self.run.end()
+        self.run.ledger.close()
+
+
+@pytest.mark.parametrize("flags", ["", "--dynamic-sample", "--weight-update keep"])
+def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, tmp_path, flags):
+    """Kills after batches 3, 4, 4 and 7 with checkpoints at 2 and, while recorded batches are used, at 3."""
+    trained, used, finished = {}, [], {}
+    for until, saves in ((3, (2,)), (4, ()), (5, (3,)), (7, ()), (9, ())):
+        more = {"without_signal": 3} if "dynamic" in flags else {}
+        run = RecordedRun(launch, tmp_path, flags, **more)
+        while run.number < until:
+            number = run.number
+            tokens, recorded = run.step()
+            assert trained.setdefault(number, tokens) == tokens  # trained again: the same
+            used.append(recorded)
+            if run.number in saves:
+                run.save()
+        run.kill()
+        found = content.read(tmp_path / "ledger")
+        groups = ledger.load(found, found.groups, ledger.recorded_prompt)
+        for key, group in groups.items():
+            whole = [[*group.prompt.ids, *completion.token_ids] for completion in group.completions]
+            assert finished.setdefault(key, whole) == whole  # generated once
+    assert (
+        used
+        == [False] * 3 + [True, False] + [True, True, False] + [True, True, False, False] + [True] * 4 + [False] * 2
+    )
+    rows = Counter(row for tokens in trained.values() for row in tokens)
+    assert set(rows.values()) == {1} and len(rows) == 36
+    consumed = {key for record in found.batches.values() for key in record.groups}
+    left = finished.keys() - consumed
+    open_groups = {group["number"] for group in found.batches[8].started["open"]}
+    dropped = range(3) if flags == "--dynamic-sample" else ()
+    assert {key.number for key in left} <= open_groups | {*dropped} | {key.number for key in left if key.birth == 9}
+
+
 def test_another_runs_groups_are_refused(launch):
     run = launch("--max-staleness 2")
     state = run.trainer.conductor.state_dict() | {"max_staleness": 1}
     with pytest.raises(GrpoError, match="--max-staleness was 1 and is now 2"):
-        run.trainer.load("nowhere", state)
+        run.trainer.restore(state)
 
 
 @pytest.mark.parametrize("where", ["trainer", "engine"])

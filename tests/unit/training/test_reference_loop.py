@@ -26,7 +26,7 @@ from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.reference_model import SwappedReference
-from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.engine import Completion, TakesTurns
 from megatron_grpo.rollout.plan import rollout_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
@@ -60,7 +60,7 @@ REWARDS = RNG.normal(size=PROMPTS * GROUP).round(2)
 REWARDS[:GROUP] = 1.0  # a group without a signal
 
 
-class Script:
+class Script(TakesTurns):
     """An engine that says COMPLETIONS, last first, and a scorer that knows REWARDS."""
 
     replica, num_replicas, is_lead, has_weights = 0, 1, True, False

@@ -57,7 +57,7 @@ class Lost:
     def __init__(self, tmp_path, newest: int | None, save=True, reload_fails=False):
         self.args, self.background_saves = SimpleNamespace(save=str(tmp_path) if save else None), None
         self.iteration, self.done, self._reload_fails = 4, [], reload_fails
-        self.engine = SimpleNamespace(close=lambda: self.done.append("close"))
+        self.engine = SimpleNamespace(streams=False, close=lambda: self.done.append("close"))
         if newest is not None:
             self.write(newest)
 
@@ -129,7 +129,7 @@ class Recorder:
 def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
     trainer = Recorder("trainer", notes, iteration=3, synced_iteration=3, _memory=lambda: 0.0)
     trainer.args = SimpleNamespace(check_weight_sync=check, lora_weight_sync=None)
-    trainer.engine = Recorder("engine", notes, has_weights=has_weights)
+    trainer.engine = Recorder("engine", notes, has_weights=has_weights, streams=False)
     trainer.device_memory = DeviceMemory(trainer.args)
     trainer.state_offloader, trainer.weight_offloader = "state", "weights"
     trainer._offload = lambda what: notes.append(f"offload {what}")
