@@ -18,7 +18,7 @@ from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.servers.engine import ServerEngine
+from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
 from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
@@ -29,23 +29,26 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 def build_vllm_servers(args) -> ServerEngine:
     """Return the engine of ``--vllm-mode server``."""
     servers = [VllmServer(url, args) for url in args.vllm_server_base_url]
-    return ServerEngine(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs)
+    receivers = receiving_ranks(args)
+    transfer = build_transfer(args)
+    return ServerEngine(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, receivers=receivers)
 
 
 class VllmServer(Server):
     """One vLLM server."""
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
+    shared = (*Server.shared, "model")
 
     def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
         self._args = args
-        self._model = ""  # the model's name at the server
+        self.model = ""  # the model's name at the server
 
     async def check(self) -> None:
         args = self._args
         card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
-        self._model = card["id"]
+        self.model = card["id"]
         longest = longest_sequence(args)
         if card["max_model_len"] < longest:
             raise Fault(
@@ -152,7 +155,7 @@ class VllmServer(Server):
         version = self.version
         assert version is not None
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt,
             "n": len(requests),
             "seed": seed,  # of the first sample; the server adds 1 for each further one
