@@ -63,16 +63,16 @@ class AdapterServers(ServerEngine):
 
     has_base = True
 
-    def __init__(self, servers, args):
+    def __init__(self, servers, args, receivers: int):
         self._vocab_size, self._longest = args.vocab_size, longest_sequence(args)
         # On rank 0: the adapter that the servers have, and the one with which they made these completions (by URL).
         self._newest: Adapter = {}
         self._proven: tuple[Adapter, dict[str, Completion]] = {}, {}
         self._files = AdapterFiles(args)
-        super().__init__(servers, self._files, args.vllm_server_timeout, args.vllm_max_num_seqs)
+        super().__init__(servers, self._files, args.vllm_server_timeout, args.vllm_max_num_seqs, receivers=receivers)
 
     def update_adapter(self, adapter: Adapter, version: int) -> None:
-        if self._pool:
+        if self._leader:
             self._newest = {name: tensor.to("cpu", copy=True) for name, tensor in adapter.items()}
         self.update_weights(iter(adapter.items()), version)
 
@@ -80,7 +80,7 @@ class AdapterServers(ServerEngine):
         """Return one line for each server that computes bit for bit what it computed with another adapter."""
         lines: list[str] = []
         with led_by_rank_0():
-            if self._pool:
+            if self._leader:
                 last, before = self._proven
                 now = self._complete()
                 lines = [
@@ -97,31 +97,31 @@ class AdapterServers(ServerEngine):
     def probe_adapter(self) -> list[str]:
         silent: list[str] = []
         with led_by_rank_0():
-            if self._pool:
+            if self._leader:
                 without = self._probe(None)
                 for kind in kinds(self._newest):
                     completions = self._probe(kind)
                     same = [url for url in completions if url in without and not differ(completions[url], without[url])]
                     silent += [f"{kind} of {url}" for url in same]
-                self._files.send(iter(self._newest.items()), self._version, self._pool)
+                self._files.send(iter(self._newest.items()), self._version, self._leader)
         return silent
 
     def _probe(self, kind: str | None) -> dict[str, Completion]:
         """Return the servers' completions with an adapter that is random on the layers of one kind and 0 elsewhere."""
-        assert self._pool
+        assert self._leader
         adapter = random_adapter(self._newest, kind, torch.device("cpu"))
-        self._files.send(iter(adapter.items()), self._version, self._pool)
+        self._files.send(iter(adapter.items()), self._version, self._leader)
         return self._complete()
 
     def _complete(self) -> dict[str, Completion]:
         """Return a greedy completion of one prompt by each server, by its URL."""
-        assert self._pool
+        assert self._leader
         found: dict[str, Completion] = {}
 
         async def complete(server) -> None:
             (found[server.url],) = await server.generate([probe_request(self._vocab_size, self._longest)], 0)
 
-        self._pool.each(complete, "complete a prompt")
+        self._leader.each(complete, "complete a prompt")
         return found
 
 

@@ -18,7 +18,7 @@ from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.servers.engine import ServerEngine
+from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
 from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
 from megatron_grpo.rollout.vllm.adapter import slot_rank
 from megatron_grpo.rollout.vllm.adapter_servers import AdapterServers
@@ -31,26 +31,29 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 def build_vllm_servers(args) -> ServerEngine:
     """Return the engine of ``--vllm-mode server``."""
     servers = [VllmServer(url, args) for url in args.vllm_server_base_url]
+    receivers = receiving_ranks(args)
     if args.lora_weight_sync == "adapter":
-        return AdapterServers(servers, args)
-    return ServerEngine(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs)
+        return AdapterServers(servers, args, receivers)
+    transfer = build_transfer(args)
+    return ServerEngine(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, receivers=receivers)
 
 
 class VllmServer(Server):
     """One vLLM server."""
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
+    shared = (*Server.shared, "model", "adapter")
 
     def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
         self._args = args
-        self._model = ""  # the model's name at the server
-        self._adapter: str | None = None  # name of the adapter that completes requests
+        self.model = ""  # the model's name at the server
+        self.adapter: str | None = None  # name of the adapter that completes requests
 
     async def check(self) -> None:
         args = self._args
         card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
-        self._model = card["id"]
+        self.model = card["id"]
         longest = longest_sequence(args)
         if card["max_model_len"] < longest:
             raise Fault(
@@ -174,7 +177,7 @@ class VllmServer(Server):
         version = self.version
         assert version is not None
         body = {
-            "model": self._adapter or self._model,
+            "model": self.adapter or self.model,
             "prompt": prompt,
             "n": len(requests),
             "seed": seed,  # of the first sample; the server adds 1 for each further one
@@ -218,7 +221,7 @@ class VllmServer(Server):
         """Load the adapter of PEFT's files under ``name``, and complete requests with it; call `finish_update` next."""
         body = {"lora_name": name, "lora_path": directory}
         await self.call("POST", "/v1/load_lora_adapter", body, timeout=timeout)
-        last, self._adapter = self._adapter, name
+        last, self.adapter = self.adapter, name
         if last:  # unknown to a server that has restarted
             await self.call_if_able("POST", "/v1/unload_lora_adapter", {"lora_name": last}, PROBE_TIMEOUT)
 
