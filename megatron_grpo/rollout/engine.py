@@ -197,6 +197,10 @@ class Engine(Protocol):
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Load new weights (Hugging Face names, full tensors); later completions carry ``version``."""
 
+    @property
+    def has_base(self) -> bool:
+        """Whether the engine has the weights below an adapter; else call ``update_weights`` before `update_adapter`."""
+
     def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
         """Load a LoRA adapter beside the weights (format of rollout/vllm/adapter.py); completions carry ``version``."""
 

@@ -48,6 +48,9 @@ GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss -
 LORA = """--lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear all-router
  --lora-modules-to-save lm_head embed_tokens input_layernorm"""
 ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', '')} {LORA}"
+# A base in 8 bits: shards that end within a block of the whole matrix.
+FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
+ --moe-shared-expert-intermediate-size 144"""
 OVERLAP = check_parallel.OVERLAP
 LAYOUTS = {
     "dense": [
@@ -121,6 +124,12 @@ LAYOUTS = {
         f"TP2 SP EP2 ETP2: {BUDGET} --moe-grouped-gemm",
         f"PP2 EP2: {BUDGET} --use-distributed-optimizer",
     ],
+    "fp8_base": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP: {BUDGET} --moe-grouped-gemm",
+        f"TP2 SP EP2 ETP2: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
+        f"PP2 EP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
     "gpt_oss": [
         f"TP1: {BUDGET}",
         f"TP2 SP EP2: {BUDGET}",
@@ -153,8 +162,10 @@ PAIRWISE = {
     "latent": [LAYOUTS["latent"][0], LAYOUTS["latent"][2], LAYOUTS["latent"][4]],
     "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
     "dora": LAYOUTS["dora"][:2],
+    "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][0], LAYOUTS["gpt_oss"][1], LAYOUTS["gpt_oss"][3]],
 }
+FP8 = pytest.param("fp8_base", marks=pytest.mark.slow)
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
@@ -210,13 +221,14 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "adapters", "dora", "gpt_oss"])
+@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "adapters", "dora", FP8, "gpt_oss"])
 def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
-    balanced by a bias, and multi-token prediction; adapters of all its layers; biases, windows and sinks.
+    balanced by a bias, and multi-token prediction; adapters of all its layers, on a base in 8 bits, too; biases,
+    windows and sinks.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}
-    flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora"}
+    flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))
     assert status == 0, printed
 

@@ -2,13 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +11,7 @@ import pytest
 import torch
 from importance_sampling_loops import check_against_loops
 from ranks import run_torchrun
+from real_server import real_server
 from rollout_worker import GENERATIONS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED, lengths
 from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
@@ -103,21 +99,8 @@ def vllm_server(model: str, out: Path):
     shutil.copytree(model, source)
     weights = load_file(source / "model.safetensors")
     save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, source / "model.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(source)]
-    command += f"--host 127.0.0.1 --port {port} --dtype float32 --max-model-len 400 --enforce-eager".split()
-    command += "--logprobs-mode raw_logprobs --no-enable-chunked-prefill".split()
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    with open(out / "server.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            yield f"http://127.0.0.1:{port}"  # the trainer waits for it
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+    with real_server(source, out / "server.log", "--logprobs-mode raw_logprobs", VLLM_API_KEY=KEY) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

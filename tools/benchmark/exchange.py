@@ -4,7 +4,7 @@
 
 Every rank starts as an engine replica that has made an equal part of the rollout, and wants another part, as the
 data-parallel rank that trains it. Compared are three cases: an equal part for each rank, an equal part with one rank
-that has made the whole rollout (as rank 0 over inference servers), and the whole rollout for each rank, as without a
+that has made the whole rollout, and the whole rollout for each rank, as without a
 division. Memory is the peak of a rank's process during the exchange above its memory before, without the completions
 that it has made; the largest and the smallest of all ranks.
 """

@@ -33,9 +33,9 @@ ROWS = {"warmup": 20_000, "train": 20_000, "valid": 300, "test": 500}
 SHAPE = """--tokenizer bytes --max-position-embeddings 64 --num-layers 3 --hidden-size 64 --ffn-hidden-size 160
     --num-attention-heads 2 --num-query-groups 2 --lr 3e-3 --stop-accuracy 0.3 --quiet"""
 FLAGS = """--transformer-impl local --num-generations 8 --global-batch-size 256 --micro-batch-size 256
-    --max-prompt-length 25 --max-completion-length 32 --vllm-max-num-seqs 256 --reward-funcs exact_match
-    --loss-type dapo --lr 1.5e-4 --lr-decay-style constant --lr-warmup-iters 10 --clip-grad 1.0 --weight-decay 0
-    --val-before-train --eval-interval 25 --no-save-hf --num-completions-to-log 0 --mismatch-limit 5"""
+    --max-prompt-length 25 --max-completion-length 32 --vllm-max-num-seqs 2304 --reward-funcs exact_match
+    --loss-type dapo --lr 5e-4 --lr-decay-style constant --lr-warmup-iters 10 --clip-grad 1.0 --weight-decay 0
+    --val-before-train --eval-interval 20 --no-save-hf --num-completions-to-log 0 --mismatch-limit 5"""
 CORRECTION = "--rollout-importance-sampling-mode token_truncate"
 
 
@@ -106,8 +106,9 @@ def result(save: Path, updates: int) -> dict[str, float] | None:
     of_updates = [row for row in rows if "tokens/update" in row]
     mean = lambda name: sum(row.get(name, 0.0) for row in of_updates) / len(of_updates)  # noqa: E731
     return {
-        "half": greedy[updates // 2 // 25 * 25],
+        "half": greedy[updates // 2],
         "final": greedy[updates],
+        "reward": sum(row["reward/mean"] for row in of_updates[-20:]) / 20,
         "staleness": mean("staleness/mean"),
         "sample size": mean("mismatch/effective_sample_size"),
         "seconds": sum(row["time/step"] for row in of_updates) - sum(row.get("time/eval", 0.0) for row in of_updates),
@@ -126,9 +127,9 @@ def mean_and_error(values: list[float]) -> str:
 def table(root: Path, updates: int) -> str:
     """Return a Markdown table of the runs that have ended."""
     lines = [
-        f"| K | importance weights | seeds | greedy accuracy at half | after {updates} updates | mean staleness "
-        "| effective sample size | seconds |",
-        "|--:|---|--:|---|---|--:|--:|--:|",
+        f"| K | importance weights | seeds | greedy accuracy at half | after {updates} updates "
+        "| mean reward of the last 20 updates | mean staleness | effective sample size | seconds |",
+        "|--:|---|--:|---|---|---|--:|--:|--:|",
     ]
     kinds = {}
     for path in root.glob("staleness_*_seed_*"):
@@ -140,11 +141,9 @@ def table(root: Path, updates: int) -> str:
         columns = {name: [run[name] for run in runs] for name in runs[0]}
         means = {name: sum(values) / len(values) for name, values in columns.items()}
         weights = "–" if staleness == 0 else "at most 2" if corrected else "none"
-        lines.append(
-            f"| {staleness} | {weights} | {len(runs)} | {mean_and_error(columns['half'])} "
-            f"| {mean_and_error(columns['final'])} | {means['staleness']:.2f} | {means['sample size']:.2f} "
-            f"| {means['seconds']:.0f} |"
-        )
+        measured = [mean_and_error(columns[name]) for name in ("half", "final", "reward")]
+        measured += [f"{means['staleness']:.2f}", f"{means['sample size']:.2f}", f"{means['seconds']:.0f}"]
+        lines.append(f"| {staleness} | {weights} | {len(runs)} | {' | '.join(measured)} |")
     return "\n".join(lines)
 
 
@@ -161,7 +160,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of all runs")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8], metavar="K", help="[0 1 4 8]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N", help="[1 2 3 4 5]")
-    parser.add_argument("--updates", type=int, default=100, metavar="N", help="of each run [100]")
+    parser.add_argument("--updates", type=int, default=80, metavar="N", help="of each run, a multiple of 40 [80]")
     parser.add_argument("--table", action="store_true", help="print the table, and run nothing")
     args = parser.parse_args(own)
     root = args.directory.resolve()

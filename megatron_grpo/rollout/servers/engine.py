@@ -1,6 +1,7 @@
-"""Engine over inference servers: rank 0 drives all servers, the other ranks wait."""
+"""Engine over inference servers: every receiving rank sends its share of the prompts, and rank 0 leads the servers."""
 
 import contextlib
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import device_answers
-from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
+from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
@@ -32,8 +33,19 @@ class WeightTransfer(Protocol):
         """Free all resources."""
 
 
+def receiving_ranks(args: Namespace) -> int:
+    """Return how many ranks send requests to servers: one for each part of the data."""
+    width = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return dist.get_world_size() // width
+
+
 class ServerEngine(TakesTurns):
     """Engine over running servers (``--vllm-mode server``, ``--rollout-engine sglang``).
+
+    ``receivers`` ranks, which divide the world evenly, send requests to all servers, each for its share of the prompts:
+    they are this engine's replicas, and each scores what it receives. Every one has at most its part of
+    ``max_in_flight`` completions at a server. Rank 0 alone checks the servers, sends weights and readmits servers; the
+    others take the state of the servers from it at the start of a rollout.
 
     Every request has its own seed, so samples do not depend on the server or its load, except for rounding: logits
     depend on the batch in which a request is computed, and servers choose batches freely. A sample can therefore
@@ -47,16 +59,20 @@ class ServerEngine(TakesTurns):
         timeout: float,
         max_in_flight: int,
         sleep_level: int = 0,
+        receivers: int = 1,
     ):
-        self.is_lead = dist.get_rank() == 0
-        self.replica, self.num_replicas = 0 if self.is_lead else None, 1
+        width = dist.get_world_size() // receivers
+        self.is_lead, self.num_replicas = dist.get_rank() % width == 0, receivers
+        self.replica = dist.get_rank() // width if self.is_lead else None
         self.has_weights = False
         self._transfer, self._sleep_level = transfer, sleep_level
         self._seed = self._version = 0
-        self._pool = ServerPool(servers, timeout, max_in_flight) if self.is_lead else None
+        of_each = -(-max_in_flight // receivers)
+        self._pool = ServerPool(servers, timeout, of_each, max_in_flight) if self.is_lead else None
+        self._leader = self._pool if dist.get_rank() == 0 else None
         with led_by_rank_0():
-            if self._pool:
-                self._pool.check()
+            if self._leader:
+                self._leader.check()
         self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -72,11 +88,17 @@ class ServerEngine(TakesTurns):
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
-        """Context of one rollout with ``seed``; the other ranks leave it when rank 0 does."""
+        """Context of one rollout with ``seed``; all ranks leave it together."""
         self._seed = seed
         with led_by_rank_0():
-            if self._pool:
-                self._pool.refresh()
+            if self._leader:
+                self._leader.refresh()
+        if self.num_replicas > 1:
+            states = [self._leader.states() if self._leader else []]
+            dist.broadcast_object_list(states, src=0, group=host_group())
+            if self._pool and not self._leader:
+                self._pool.adopt(states[0])
+        with all_finish():
             try:
                 yield
             finally:
@@ -87,8 +109,8 @@ class ServerEngine(TakesTurns):
         with led_by_rank_0():
             answers = True
             try:
-                if self._pool:
-                    self._transfer.send(weights, version, self._pool)
+                if self._leader:
+                    self._transfer.send(weights, version, self._leader)
             except EngineLost:
                 answers = device_answers()  # not after a blocked NCCL call
                 raise
@@ -102,16 +124,16 @@ class ServerEngine(TakesTurns):
         before: dict[str, dict[str, str] | None] = {}
         after: dict[str, dict[str, str] | None] = {}
         with led_by_rank_0():
-            if self._pool:
-                self._pool.each(partial(_read_checksums, before))
+            if self._leader:
+                self._leader.each(partial(_read_checksums, before))
             has_checksums = torch.tensor(bool(before) and None not in before.values())
         dist.broadcast(has_checksums, src=0, group=host_group())
         if not has_checksums:
             return None
         self.update_weights(weights, self._version)
         with led_by_rank_0():
-            if self._pool:
-                self._pool.each(partial(_read_checksums, after))
+            if self._leader:
+                self._leader.each(partial(_read_checksums, after))
         return [line for url in after for line in _changed(url, before[url] or {}, after[url] or {})]
 
     def wake_weights(self) -> None:
@@ -120,9 +142,9 @@ class ServerEngine(TakesTurns):
         Sets ``has_weights`` on all ranks; it is False if a restarted or readmitted server needs a sync.
         """
         with led_by_rank_0():
-            current = torch.tensor(self._pool.refresh() if self._pool else False)
-            if self._pool:
-                self._pool.each(lambda server: server.wake("weights"), "wake up")
+            current = torch.tensor(self._leader.refresh() if self._leader else False)
+            if self._leader:
+                self._leader.each(lambda server: server.wake("weights"), "wake up")
         dist.broadcast(current, src=0, group=host_group())
         self.has_weights = bool(current)
 
@@ -131,15 +153,15 @@ class ServerEngine(TakesTurns):
 
     def wake_cache(self) -> None:
         with led_by_rank_0():
-            if self._pool:
-                self._pool.each(lambda server: server.wake("kv_cache"), "wake up")
+            if self._leader:
+                self._leader.each(lambda server: server.wake("kv_cache"), "wake up")
 
     def sleep(self) -> None:
         """Free the servers' device memory as --sleep-level says; without it they keep their memory."""
         if self._sleep_level:
             with led_by_rank_0():
-                if self._pool:
-                    self._pool.sleep(keeps_weights=self._sleep_level < 2)
+                if self._leader:
+                    self._leader.sleep(keeps_weights=self._sleep_level < 2)
 
     def close(self) -> None:
         self._transfer.close()

@@ -37,14 +37,16 @@ class Job:
 class ServerPool:
     """Servers of a run, driven by one process; the event loop runs only within the method calls.
 
-    A server receives at most ``max_in_flight`` completions at a time. A failed server is probed a few times. A server
+    A server receives at most ``max_in_flight`` completions at a time, or a single job of at most ``job_size`` requests
+    of one prompt (``max_in_flight`` if None). A failed server is probed a few times. A server
     is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it has restarted and so lost
     its weights. Requests of an excluded server go to the others. `refresh` readmits servers that answer. The methods
     raise EngineLost if no server is left.
     """
 
-    def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int):
+    def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int, job_size: int | None = None):
         self.servers, self.timeout, self.max_in_flight = servers, timeout, max_in_flight
+        self._job_size = job_size or max_in_flight
         self._loop = asyncio.new_event_loop()
         self._queue: deque[Job] = deque()
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
@@ -101,6 +103,16 @@ class ServerPool:
             server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
         versions = {server.version for server in self.serving()}
         return len(versions) == 1 and None not in versions
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return what another process must know of each server to send requests to it."""
+        return [{name: getattr(server, name) for name in server.shared} for server in self.servers]
+
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """Set the state of each server to that of the process that has probed it (`states`)."""
+        for server, state in zip(self.servers, states, strict=True):
+            vars(server).update(state)
+            server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
 
     @staticmethod
     async def _status_with_retries(server: Server) -> Status:
@@ -193,7 +205,7 @@ class ServerPool:
         """
         group: list[Request] = []
         for request in [*requests, None]:
-            if group and (request is None or len(group) == self.max_in_flight or not _same_job(group[0], request)):
+            if group and (request is None or len(group) == self._job_size or not _same_job(group[0], request)):
                 words = np.random.SeedSequence([seed, group[0].id]).generate_state(1)
                 self._queue.append(Job(group, int(words[0]) // 2))
                 group = []
@@ -322,7 +334,7 @@ class ServerPool:
     def _exclude(self, server: Server, reason: str) -> None:
         """Exclude a server until the next sync; put its requests at the front of the queue."""
         if server.exclusion_reason is None:
-            print_rank_0(f"server {server.url} is excluded until the next weight sync: {reason}")
+            print(f"server {server.url} is excluded until the next weight sync: {reason}", flush=True)
         server.exclusion_reason, server.version, server.failures = reason, None, 0
         for task, (job, owner) in list(self._running.items()):
             if owner is server:

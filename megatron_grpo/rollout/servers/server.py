@@ -22,6 +22,9 @@ class Status(NamedTuple):
 class Server(Client, ABC):
     """One inference server with its state; every request raises Fault if it fails."""
 
+    # Attributes that `check`, `refresh` and a weight update set in one process, and other processes take from it.
+    shared: tuple[str, ...] = ("version", "process", "exclusion_reason")
+
     tensor_parallel_size: int = 1
     version: int | None = None  # of the weights; None: the server lacks this run's weights and must not generate
     process: str = ""  # the server process that holds the weights

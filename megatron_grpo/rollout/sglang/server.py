@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer
+from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer, receiving_ranks
 from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
 from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
@@ -33,7 +33,10 @@ def build_sglang_servers(args) -> ServerEngine:
             transfer = SglangIpcTransfer()
         case _:
             transfer = SglangNcclTransfer()
-    return ServerEngine(servers, transfer, args.sglang_server_timeout, args.vllm_max_num_seqs, args.sleep_level)
+    receivers = receiving_ranks(args)
+    return ServerEngine(
+        servers, transfer, args.sglang_server_timeout, args.vllm_max_num_seqs, args.sleep_level, receivers
+    )
 
 
 class SglangServer(Server):

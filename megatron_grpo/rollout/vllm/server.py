@@ -18,8 +18,10 @@ from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.servers.engine import ServerEngine
+from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
 from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
+from megatron_grpo.rollout.vllm.adapter import slot_rank
+from megatron_grpo.rollout.vllm.adapter_servers import AdapterServers
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
@@ -29,23 +31,29 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 def build_vllm_servers(args) -> ServerEngine:
     """Return the engine of ``--vllm-mode server``."""
     servers = [VllmServer(url, args) for url in args.vllm_server_base_url]
-    return ServerEngine(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs)
+    receivers = receiving_ranks(args)
+    if args.lora_weight_sync == "adapter":
+        return AdapterServers(servers, args, receivers)
+    transfer = build_transfer(args)
+    return ServerEngine(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, receivers=receivers)
 
 
 class VllmServer(Server):
     """One vLLM server."""
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
+    shared = (*Server.shared, "model", "adapter")
 
     def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
         self._args = args
-        self._model = ""  # the model's name at the server
+        self.model = ""  # the model's name at the server
+        self.adapter: str | None = None  # name of the adapter that completes requests
 
     async def check(self) -> None:
         args = self._args
         card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
-        self._model = card["id"]
+        self.model = card["id"]
         longest = longest_sequence(args)
         if card["max_model_len"] < longest:
             raise Fault(
@@ -98,6 +106,9 @@ class VllmServer(Server):
                 f"it cannot receive weights by --weight-sync-method {args.weight_sync_method}: start it with "
                 f"""--weight-transfer-config '{{"backend": "{wanted}"}}'"""
             )
+        sends_adapter = args.lora_weight_sync == "adapter"
+        if sends_adapter:
+            self._check_adapters(config.get("lora_config"), environment)
         if config["device_config"]["device"] != "cpu":
             return
         if config["scheduler_config"]["enable_chunked_prefill"]:
@@ -105,6 +116,8 @@ class VllmServer(Server):
                 "vLLM's CPU build crashes when it splits a prompt that has a seed: start it with "
                 "--no-enable-chunked-prefill"
             )
+        if sends_adapter:
+            return
         # rollout/vllm/load_weights.py handles these models in a training process; a stock server does not.
         if args.num_experts:
             raise Fault("vLLM's CPU build cannot reload experts as a server: use --vllm-mode colocate, or a GPU")
@@ -121,6 +134,18 @@ class VllmServer(Server):
                 "latent attention on vLLM's CPU build: start it with VLLM_MLA_DISABLE=1 and --compilation-config "
                 """'{"custom_ops": ["-rotary_embedding"]}'"""
             )
+
+    def _check_adapters(self, config: dict[str, Any] | None, environment: dict[str, Any]) -> None:
+        rank = slot_rank(self._args.lora_rank)
+        if config is None:
+            raise Fault(f"it takes no adapters: start it with --enable-lora --max-lora-rank {rank}")
+        if config["max_lora_rank"] < self._args.lora_rank:
+            raise Fault(
+                f"its --max-lora-rank is {config['max_lora_rank']}, but --lora-rank is {self._args.lora_rank}: start "
+                f"it with --max-lora-rank {rank}"
+            )
+        if not environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            raise Fault("it loads no adapters while it runs: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
 
     async def _check_model(self) -> None:
         """Compare layers, width and vocabulary with the model that the server prints; Fault if they differ."""
@@ -152,7 +177,7 @@ class VllmServer(Server):
         version = self.version
         assert version is not None
         body = {
-            "model": self._model,
+            "model": self.adapter or self.model,
             "prompt": prompt,
             "n": len(requests),
             "seed": seed,  # of the first sample; the server adds 1 for each further one
@@ -191,6 +216,14 @@ class VllmServer(Server):
     async def load_weights(self, directory: str, timeout: float) -> None:
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self.call("POST", "/collective_rpc", body, timeout=timeout)
+
+    async def load_adapter(self, name: str, directory: str, timeout: float) -> None:
+        """Load the adapter of PEFT's files under ``name``, and complete requests with it; call `finish_update` next."""
+        body = {"lora_name": name, "lora_path": directory}
+        await self.call("POST", "/v1/load_lora_adapter", body, timeout=timeout)
+        last, self.adapter = self.adapter, name
+        if last:  # unknown to a server that has restarted
+            await self.call_if_able("POST", "/v1/unload_lora_adapter", {"lora_name": last}, PROBE_TIMEOUT)
 
     async def finish_update(self, version: int) -> None:
         # reset_external also clears caches that the server's own flags offload or transfer.
