@@ -40,6 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, as chat templates expect them
@@ -139,6 +140,10 @@ def _register(spec: EnvironmentSpec) -> None:
 
 def get_environment(name: str) -> EnvironmentSpec:
     """Return the environment of a name; GrpoError for an unknown one."""
+    if name not in _registry and name.startswith(AGENT):
+        from megatron_grpo.environments.agent import AgentProgram
+
+        _register(EnvironmentSpec(name, lambda: AgentProgram(name.removeprefix(AGENT))))
     if name not in _registry and name in _BUILTIN:
         importlib.import_module(_BUILTIN[name])
     if name not in _registry:

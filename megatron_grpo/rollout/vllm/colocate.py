@@ -83,7 +83,7 @@ class VllmColocate(TakesTurns):
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
-                own = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
+                own = request_seed(self._rollout_seed, request.id, request.sampled_before + len(request.begun_ids))
                 sampling.seed = own if request.seed is None else request.seed
             engine_id = f"{self._submitted}-{request.id}"
             self._under_way[request.id] = _UnderWay(engine_id, request)
