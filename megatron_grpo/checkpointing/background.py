@@ -121,7 +121,7 @@ class BackgroundSaves:
         return self._buffers[number]
 
     def submit(self, args: dict[str, Any], keep: int | None) -> None:
-        """Send the staged checkpoint to this rank's process; rank 0's stores ``args`` and keeps ``keep`` checkpoints."""
+        """Send the staged checkpoint to this rank's process; rank 0's stores ``args``, keeps ``keep`` saves."""
         assert self.job is not None
         if dist.get_rank() == 0:
             self.job.args, self.job.keep = args, keep
