@@ -11,7 +11,6 @@ import pytest
 import torch
 from importance_sampling_loops import check_against_loops
 from ranks import run_torchrun
-from real_server import real_server
 from rollout_worker import GENERATIONS, MAX_TOKENS, PATTERN, PENALIZED, TRUNCATED, lengths
 from safetensors.torch import load_file, save_file
 from sharp_model import make_sharp_model
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from tools.cpu_server import cpu_server
 from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
@@ -99,7 +99,7 @@ def vllm_server(model: str, out: Path):
     shutil.copytree(model, source)
     weights = load_file(source / "model.safetensors")
     save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, source / "model.safetensors")
-    with real_server(source, out / "server.log", "--logprobs-mode raw_logprobs", VLLM_API_KEY=KEY) as url:
+    with cpu_server(source, out / "server.log", "--logprobs-mode raw_logprobs", VLLM_API_KEY=KEY) as (url, _):
         yield url
 
 

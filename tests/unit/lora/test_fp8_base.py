@@ -210,6 +210,20 @@ def test_the_product_with_the_scale_is_rounded_once(dtype):
     assert torch.equal(fp8_weight.rounded(whole), in_blocks(whole.float()).to(dtype))
 
 
+def test_values_of_a_checkpoint_in_blocks_stay():
+    """e4m3 values and scales of a file, dequantized to bf16 and quantized again: the same values."""
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(256, 256, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    values.view(torch.uint8)[::128, ::128] = torch.tensor(448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(2, 2, generator=generator) / 100
+    whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    read = (values.float() * whole).bfloat16()
+    index = (torch.arange(256) // 128).int()
+    again = fp8_weight.quantized(read, fp8_weight.block_maxima(read, index, index, (2, 2)), index, index)
+    assert torch.equal(again.values.float(), values.float())
+    assert ((again.scales - scales).abs() <= 2**-8 * scales).all()
+
+
 def test_zeros_stay_zeros_and_weights_are_not_written():
     whole = torch.zeros(130, 4)
     assert torch.equal(fp8_weight.rounded(whole), whole)

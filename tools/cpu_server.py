@@ -1,4 +1,4 @@
-"""A vLLM server on a CPU in a process of its own, as a user starts it."""
+"""A vLLM server on a CPU, in processes of its own, for tools and tests."""
 
 import contextlib
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def real_server(model: Path, log_file: Path, options: str = "", **environment: str) -> Iterator[str]:
-    """Context with the address of a server of ``model`` in float32, which may still be starting."""
+def cpu_server(model: Path, log_file: Path, options: str = "", **environment: str) -> Iterator[tuple[str, int]]:
+    """Context with the address and the process id of a server of ``model`` in float32, which may still be starting."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -24,7 +24,7 @@ def real_server(model: Path, log_file: Path, options: str = "", **environment: s
     with open(log_file, "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | settings, start_new_session=True)
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", server.pid
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
