@@ -161,16 +161,20 @@ class Agents:
             run.earlier |= {run.program} if run.program else set()
             kept = {"request": run.request, "session": run.session, "earlier": run.earlier, "calls": run.calls}
             run = self._runs[number] = _Run(**kept, program=call.run)
+        left = run.request.sampling.max_tokens - run.sampled
         try:
             prompt = self._prompt(run, call)
             stop = self._stop_words(call.body)
+            most = int(call.body.get("max_completion_tokens") or call.body.get("max_tokens") or left)
         except GrpoError as error:
             self._endpoint.refuse(call, str(error))
+            return None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # the program sent other JSON than OpenAI's
+            self._endpoint.refuse(call, f"the request is malformed: {type(error).__name__}: {error}")
             return None
         before = prompt.parent.ids if prompt.parent is not None else []
         branches = prompt.parent is not None and prompt.parent.continued
         prompts = run.prompts + len(prompt.ids) + (len(before) if branches else 0)
-        left = run.request.sampling.max_tokens - run.sampled
         if left < 1 or prompts > self._args.max_prompt_length + self._args.max_environment_tokens:
             run.over = True
             message = (
@@ -180,8 +184,7 @@ class Agents:
             )
             self._endpoint.refuse(call, message, "context_length_exceeded")
             return None
-        asked = call.body.get("max_completion_tokens") or call.body.get("max_tokens") or left
-        most = max(1, min(int(asked), left))
+        most = max(1, min(most, left))
         run.prompts, run.sampled = prompts, run.sampled + most  # reserved: calls can run side by side
         if prompt.parent is not None:
             prompt.parent.continued = True
@@ -220,6 +223,10 @@ class Agents:
 
     def _text_prompt(self, run: _Run, prompt: Any) -> _Prompt:
         if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+            if not 0 <= min(prompt) <= max(prompt) < self._args.vocab_size:
+                raise GrpoError(
+                    f"a token of the prompt is not below {self._args.vocab_size}, the size of the vocabulary"
+                )
             return _Prompt(None, prompt)
         if not isinstance(prompt, str) or not prompt:
             raise GrpoError("prompt must be one text, or a list of token ids")
@@ -237,7 +244,10 @@ class Agents:
 
     def _stop_words(self, body: dict[str, Any]) -> list[str]:
         stop = body.get("stop") or []
-        return [stop] if isinstance(stop, str) else list(stop)
+        words = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(word, str) and word for word in words):
+            raise GrpoError("stop must be a text, or a list of texts")
+        return words
 
     def _answer(self, completion: Completion) -> None:
         """Record an answer and send it."""

@@ -33,12 +33,16 @@ class Node:
     @property
     def ids(self) -> list[int]:
         """All tokens from the root on."""
-        return [*(self.parent.ids if self.parent else ()), *self.prompt_ids, *self.answer.token_ids]
+        return [token for node in self.path for token in (*node.prompt_ids, *node.answer.token_ids)]
 
     @property
     def path(self) -> list["Node"]:
         """The nodes from the root to this one."""
-        return [*(self.parent.path if self.parent else ()), self]
+        nodes, node = [], self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
 
 class Tree:

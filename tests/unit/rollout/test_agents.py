@@ -17,7 +17,7 @@ from megatron_grpo.rollout.engine import Completion, Request, generate
 from tools.make_tiny_model import make_tokenizer
 
 PROGRAMS = '''
-import json, os
+import json, os, urllib.error, urllib.request
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 def say(text): return {"role": "user", "content": text}
@@ -59,6 +59,25 @@ def breaks_once(base_url, row, **metadata):
 
 def breaks(base_url, row, **metadata):
     raise OSError("no connection")
+
+def malformed(base_url, row, **metadata):
+    """Requests that are not OpenAI's; the reward is their number. Then one that is."""
+    bodies = [("chat/completions", {"messages": messages}) for messages in
+              (None, [], ["begin"], [{"content": "begin"}], [say("begin") | {"tool_calls": [{}]}],
+               [say("begin") | {"tool_calls": 3}], [say("begin") | {"content": ["begin"]}])]
+    bodies += [("chat/completions", {"messages": [say("begin")]} | more) for more in
+               ({"max_tokens": "many"}, {"max_tokens": [1]}, {"stop": 3}, {"stop": [3]}, {"n": 2}, {"tools": 3},
+                {"chat_template_kwargs": 3})]
+    bodies += [("completions", {"prompt": prompt}) for prompt in (None, "", 3, [], [-1], [10**9], ["free"])]
+    refused = 0
+    for path, body in bodies:
+        request = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode())
+        try:
+            print(path, body, urllib.request.urlopen(request).read())
+        except urllib.error.HTTPError as error:
+            refused += error.code == 400 and bool(json.loads(error.read())["error"]["message"])
+    OpenAI(base_url=base_url, api_key="any").chat.completions.create(model="policy", messages=[say("begin")])
+    return refused / len(bodies)
 '''
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "12+7"}}</tool_call>'
 REPLIES = {"user: 12+7=": CALL, "tool: 19": "19", "free": "text", "user: begin": "ok", "user: left": "to the left",
@@ -112,7 +131,7 @@ def run(tokenizer, pool):
     def start(program, max_tokens=60, max_environment_tokens=60, history="keep", **row):
         args = SimpleNamespace(
             environment=f"agent:programs:{program}", end_token_ids=(256,), on_rewritten_history=history,
-            tool_role="tool", chat_template_kwargs=None, max_prompt_length=20,
+            tool_role="tool", chat_template_kwargs=None, max_prompt_length=20, vocab_size=300,
             max_environment_tokens=max_environment_tokens,
         )  # fmt: skip
         parser = ToolCallParser("hermes", tokenizer.backend)
@@ -177,3 +196,8 @@ def test_a_program_that_fails_is_repeated_from_the_beginning(run, tokenizer, tmp
     done, failures = run("breaks")
     assert done.finish_reason == "failed" and done.token_ids == []
     assert failures == ["the agent failed in 1 episode: raised OSError: no connection; not scored, and not in the loss"]
+
+
+def test_malformed_requests_are_refused(run):
+    done, failures = run("malformed")
+    assert done.environment_reward == 1 and done.turns == 1 and not failures
