@@ -2,17 +2,21 @@
 
     async def run(base_url, row, **metadata) -> float | dict[str, float] | None
 
-``--agent module:function`` names it. ``base_url`` speaks OpenAI's protocol (rollout/agents/), ``metadata`` has
-``api_key``, which any client accepts in place of a real one, and ``model``. The value is the reward, or several by
-name, of which the sum counts. A program that is no coroutine runs in a thread.
+``--agent module:function`` or ``FILE.py:function`` names it. ``base_url`` speaks OpenAI's protocol
+(rollout/agents/), ``metadata`` has ``api_key``, which any client accepts in place of a real one, and ``model``. The
+value is the reward, or several by name, of which the sum counts. A program that is no coroutine runs in a thread.
 """
 
 import asyncio
+import functools
 import importlib
+import importlib.util
 import inspect
 import secrets
 from collections.abc import Callable, Mapping
 from numbers import Real
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron_grpo.environments.registry import Environment, Reply, Turn
@@ -22,17 +26,26 @@ URL = "agent_base_url"  # of the row
 
 
 def load(name: str) -> Callable[..., Any]:
-    """Return the function of ``module:function``; GrpoError if there is none."""
-    module, _, function = name.partition(":")
+    """Return the function of ``module:function`` or ``FILE.py:function``; GrpoError if there is none."""
+    module, _, function = name.rpartition(":")
     if not module or not function:
-        raise GrpoError(f"--agent {name}: give module:function")
+        raise GrpoError(f"--agent {name}: give module:function or FILE.py:function")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise GrpoError(f"--agent {name}: {error}. The module must be importable from the working directory") from error
+        found = getattr(_file(module) if module.endswith(".py") else importlib.import_module(module), function)
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        raise GrpoError(f"--agent {name}: {error}. A module must be importable from the working directory") from error
     if not callable(found):
         raise GrpoError(f"--agent {name} is {found!r:.80}, not a function")
     return found
+
+
+@functools.cache
+def _file(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class AgentProgram(Environment):

@@ -20,7 +20,8 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         "--agent",
         str,
         None,
-        "module:function, an agent program that calls the policy behind an OpenAI-compatible URL [no agent]",
+        "module:function or FILE.py:function, an agent program that calls the policy behind an OpenAI-compatible URL "
+        "[no agent]",
     ),
     ("--max-turns", COUNT, 8, "turns of the policy in an episode"),
     (

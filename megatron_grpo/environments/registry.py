@@ -110,6 +110,9 @@ class EnvironmentSpec:
 # Modules are imported on first use.
 _BUILTIN = {
     "calculator": "megatron_grpo.environments.builtin.calculator",
+    "countdown_game": "megatron_grpo.environments.builtin.countdown_game",
+    "python": "megatron_grpo.environments.builtin.python_tool",
+    "text_game": "megatron_grpo.environments.builtin.text_game",
 }
 _registry: dict[str, EnvironmentSpec] = {}
 

@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from ranks import REPO, run_torchrun
 
+from tools.make_tiny_model import build_parser, make
 from tools.resume_check import differences
 
 pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
@@ -47,6 +49,96 @@ def test_a_run(engine, tiny_models, tmp_path):
     assert first["environment/turns"] > 1.5 and first["environment/tokens"] > 10
     assert all(row["mismatch/mean_abs"] < 1e-5 for row in metrics)
     assert all(abs(row["reward/mean"]) > 0 for row in metrics)
+
+
+AGENTS = """
+from openai import OpenAI
+
+def run(base_url, row, **metadata):
+    ask = OpenAI(base_url=base_url, api_key=metadata["api_key"]).chat.completions.create
+    messages = list(row["messages"])
+    for text in ("more", "and more"):
+        answer = ask(model="policy", messages=messages, max_tokens=8).choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
+    return sum(character.isalpha() for character in answer) / 10
+
+
+def of_smolagents(base_url, row, **metadata):
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: the first number
+            b: the second number
+        '''
+        return a + b
+
+    planning = {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""}
+    templates = {"system_prompt": "Use tools.", "planning": planning, "managed_agent": {"task": "", "report": ""}}
+    templates["final_answer"] = {"pre_messages": "Answer.", "post_messages": "{{task}}"}
+    model = OpenAIServerModel(metadata["model"], api_base=base_url, api_key=metadata["api_key"], max_tokens=12)
+    agent = ToolCallingAgent([add], model, prompt_templates=templates, max_steps=2, verbosity_level=0)
+    answer = str(agent.run(row["messages"][0]["content"]))
+    return {"digits": sum(character.isdigit() for character in answer) / 10}
+"""
+
+
+def run_agents(tmp_path, model, ranks, function, *flags):
+    """Return the rows of metrics of a run with an agent program of AGENTS."""
+    data = tmp_path / "train.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(16)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program = tmp_path / "agents_of_test.py"
+    program.write_text(f"import sys\nsys.path.append({str(tmp_path / 'library')!r})\n{AGENTS}")
+    run_torchrun(
+        ranks, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data,
+        *"--transformer-impl local --num-generations 4 --reward-funcs environment --micro-batch-size 4".split(),
+        *"--global-batch-size 16 --lr 1e-3 --environment-timeout 300 --no-save-hf".split(),
+        "--agent", f"{program}:{function}", *flags, "--save", tmp_path / "run",
+    )  # fmt: skip
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_agents_on_two_ranks_of_one_engine(tiny_models, tmp_path):
+    """The second rank gets the calls by broadcast; log-probabilities agree over whole trajectories."""
+    flags = "--rollout-engine megatron --tensor-model-parallel-size 2 --max-prompt-length 40 --train-iters 2"
+    flags += " --max-completion-length 30 --max-environment-tokens 200"
+    rows = run_agents(tmp_path, tiny_models["qwen3"], 2, "run", *flags.split())
+    assert len(rows) == 2
+    for row in rows:
+        assert row["environment/turns"] == 2 and row["environment/failed"] == 0 and row["mismatch/mean_abs"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_program_of_smolagents(tmp_path):
+    """20 updates of an agent that others wrote: ToolCallingAgent of smolagents, from PyPI."""
+    library, model = tmp_path / "library", tmp_path / "model"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        library,
+        "smolagents==1.26.0",
+    ]
+    if subprocess.run(install).returncode:
+        pytest.skip("smolagents cannot be installed from PyPI")
+    words = f"--save {model} --tokenizer bytes --steps 0 --quiet --num-layers 2 --hidden-size 64 --ffn-hidden-size 96"
+    make(build_parser().parse_args([*words.split(), "--max-position-embeddings", "8192"]))
+    flags = "--rollout-engine vllm --vllm-max-num-seqs 16 --max-prompt-length 200 --train-iters 20"
+    flags += " --max-completion-length 48 --max-environment-tokens 4000 --tool-call-parser hermes"
+    rows = run_agents(tmp_path, model, 1, "of_smolagents", *flags.split())
+    assert len(rows) == 20
+    for row in rows:  # two steps and the final answer; the latter begins a tree of its own
+        assert row["environment/turns"] >= 3 and row["environment/failed"] == 0 and row["mismatch/mean_abs"] < 1e-5
+        assert row["grad_norm"] > 0
 
 
 @pytest.mark.slow
