@@ -163,7 +163,7 @@ PLACED: tuple[FlagRow, ...] = (
         "--rollout-ranks",
         COUNT_OR_0,
         0,
-        "the last so many processes are vLLM engines, which generate while the others train",
+        "the last so many processes are vLLM engines, or drive vLLM servers; they generate while the others train",
     ),
     (
         "--weight-update",

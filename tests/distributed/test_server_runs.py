@@ -83,6 +83,7 @@ def test_a_run_that_lost_all_servers_goes_on_as_if_it_had_not(flags, double, tmp
     assert rows(save) == expected
 
 
+@pytest.mark.slow
 def test_servers_generate_while_the_trainer_updates(flags, double, tmp_path):
     """A rank of --rollout-ranks drives them; one is killed in the middle and comes back with the weights."""
     other, save = Double(make_model=double.make_model), tmp_path / "save"
@@ -128,7 +129,7 @@ def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how)
     with vllm_server(model, tmp_path) as url:
         environment = {"VLLM_API_KEY": KEY}
         words += ["--vllm-server-base-url", url, "--vllm-server-timeout", 300]
-        run_torchrun(2, "pretrain_grpo.py", *flags, *words, environment=environment)
+        run_torchrun(2, "pretrain_grpo.py", *flags, *words, env=environment)
     found = rows(save)
     assert [row["iteration"] for row in found] == list(range(1, 7))
     assert max(row["staleness/max"] for row in found) in (1, 2)
