@@ -54,8 +54,10 @@ def parse(flags: list[str], world_size: int):
 def rollout(args, length: int | None = None) -> RolloutBatch:
     """Make up completions for two updates, with rollout log-probabilities and with advantages equal to the rewards.
 
-    The lengths vary widely, or each completion has ``length`` tokens together with its prompt. With a replayed --top-k
-    every token has its own number of kept tokens, and every fourth completion has the whole vocabulary.
+    The lengths vary widely, or each completion has ``length`` tokens together with its prompt. With --environment a
+    completion has up to four turns, of which some are samples of their own with --on-rewritten-history split, and one
+    of eight has failed. With a replayed --top-k every token has its own
+    number of kept tokens, and every fourth completion has the whole vocabulary.
     """
     rng = np.random.default_rng(0)
     n, vocabulary = 2 * args.global_batch_size, args.vocab_size - 2
@@ -66,20 +68,42 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
     longest = (args.max_prompt_length, args.max_completion_length) if length is None else (1, length - 1)
     prompts = [tokens(2, longest[0]) for _ in range(n)]
     completions = [tokens(1, longest[1]) for _ in range(n)]
+    reasons = [FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)]
+    masks = [[1] * len(completion) for completion in completions]
+    if args.environment:
+        masks = [_turns(i, len(completion)) for i, completion in enumerate(completions)]
+        reasons = [FinishReason.FAILED if i % 8 == 5 else reason for i, reason in enumerate(reasons)]
     batch = RolloutBatch.from_completions(
         prompts,
         completions,
-        log_probs=[(-4 - rng.random(len(c))).tolist() for c in completions],
+        log_probs=[np.where(mask, -4 - rng.random(len(mask)), np.nan).tolist() for mask in masks],
         weight_version=0,
         group_ids=np.arange(n) // args.num_generations,
         row_ids=np.arange(n) // args.num_generations,
         sample_ids=np.arange(n),
-        finish_reasons=[FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)],
+        finish_reasons=reasons,
+        response_masks=masks,
+        sample_starts=_sample_starts(masks) if args.on_rewritten_history == "split" else None,
         kept_token_ids=_kept_token_ids(args, completions) if replays_top_k(args) else None,
     )
     batch.advantages = rng.standard_normal(n).astype(np.float32)
     batch.rewards = batch.advantages[:, None]
     return batch
+
+
+def _turns(number: int, length: int) -> list[int]:
+    """Return the response mask of a completion of up to four turns, with tokens of an environment between them."""
+    rng = np.random.default_rng([3, number])
+    mask: list[int] = []
+    for _ in range(rng.integers(1, 5)):
+        mask += [1] * rng.integers(1, 9) + [0] * rng.integers(1, 6)
+    return [*mask, *[1] * length][:length]
+
+
+def _sample_starts(masks: list[list[int]]) -> list[list[int]]:
+    """Return where samples of a completion begin: with the environment's tokens, in two completions of three."""
+    edges = [np.flatnonzero(np.diff(mask) == -1) + 1 for mask in masks]
+    return [places.tolist() if number % 3 else [] for number, places in enumerate(edges)]
 
 
 def _kept_token_ids(args, completions: list[list[int]]) -> list[np.ndarray]:

@@ -7,8 +7,10 @@ sometimes correct. The warm-up starts from random weights and stops when the pro
 the validation rows reaches --stop-accuracy. It does not stop after a fixed number of steps, because the accuracy rises
 from 0.1 to 0.6 within 50 steps. `--steps 0` keeps the random weights and needs no data.
 
-The tokenizer has one token per character (`--tokenizer characters`: digits and + - * = only; `bytes`: any text). The
-model learns the end of a sequence like any token. Rows have `prompt` and `answer` (see tools/data/arithmetic.py).
+The tokenizer has one token per character (`--tokenizer characters`: digits and + - * = only; `bytes`: any text;
+`tools`: any text, and one token for each fixed part of a call of the calculator). The model learns the end of a
+sequence like any token. Rows have `prompt` and `answer`, or `messages`, of which it learns the assistant's (see
+tools/data/arithmetic.py).
 """
 
 import argparse
@@ -35,7 +37,20 @@ POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings"
 ).split()
+TOOL_TEXTS = [
+    *("user: ", "assistant: ", "tool: ", "<tool_call>", "</tool_call>"),
+    *('{"name": "calculate", "arguments": {"expression": "', '"}}'),
+]
+TOOL_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ eos_token if message.role == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+CHAT_TEMPLATES = {"bytes": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE}
 
 
 def byte_tokenizer(more: list[str]) -> Tokenizer:
@@ -48,14 +63,16 @@ def byte_tokenizer(more: list[str]) -> Tokenizer:
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Build a tokenizer without merges: `characters` encodes 0-9 + - * =, `bytes` encodes any text."""
-    if kind == "bytes":
+    """Build a tokenizer without merges: `characters` encodes 0-9 + - * =, `bytes` and `tools` encode any text."""
+    if kind in CHAT_TEMPLATES:
         tokenizer = byte_tokenizer([EOS, PAD])
     else:
         tokenizer = Tokenizer(
             models.BPE(vocab={token: i for i, token in enumerate([*"0123456789+-*=", EOS, PAD])}, merges=[])
         )
         tokenizer.decoder = decoders.Fuse()  # joins without spaces
+    if kind == "tools":
+        tokenizer.add_tokens(TOOL_TEXTS)
     # unk_token: transformers would add its own for some families (Qwen 2).
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -63,7 +80,7 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
         eos_token=EOS,
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE if kind == "bytes" else None,
+        chat_template=CHAT_TEMPLATES.get(kind),
     )
 
 
@@ -136,28 +153,47 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
 def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels [rows, longest] of all rows, padded on the right.
 
-    Only the answer and its end token have labels. `labels[i, t]` is the token that follows `ids[i, t]`. Raises
-    GrpoError with the file and line of an invalid row.
+    Only answers (assistant messages) and their end tokens have labels. `labels[i, t]` is the token that follows
+    `ids[i, t]`. Raises GrpoError with the file and line of an invalid row.
     """
     sequences = []
     for where, row in (item for path in paths for item in read_rows(path)):
-        texts = [row.get("prompt"), row.get("answer")]
+        texts = (
+            conversation(row["messages"], tokenizer) if "messages" in row else [row.get("prompt"), row.get("answer")]
+        )
         if not all(isinstance(text, str) and text for text in texts):
             raise GrpoError(f"{where}: `prompt` and `answer` must be non-empty strings, found {texts}")
-        prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        if tokenizer.decode(prompt + answer) != "".join(texts):
+        parts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        if tokenizer.decode([token for part in parts for token in part]) != "".join(texts):
             raise GrpoError(f"{where}: {texts} has characters that the tokenizer lacks; give --tokenizer bytes")
-        sequences.append((prompt, [*answer, tokenizer.eos_token_id]))
+        if "messages" not in row:
+            parts[-1].append(tokenizer.eos_token_id)
+        ids = [token for part in parts for token in part]
+        spoken = [number % 2 == 1 for number, part in enumerate(parts) for _ in part]
+        sequences.append((ids, [token if said else IGNORED for token, said in zip(ids, spoken, strict=True)]))
     if not sequences:
         raise GrpoError(f"{', '.join(map(str, paths))}: no rows")
-    longest = max(len(prompt) + len(answer) for prompt, answer in sequences) - 1
+    longest = max(len(sequence) for sequence, _ in sequences) - 1
     ids = torch.full((len(sequences), longest), tokenizer.pad_token_id)
     labels = torch.full((len(sequences), longest), IGNORED)
-    for i, (prompt, answer) in enumerate(sequences):
-        whole = torch.tensor(prompt + answer)
-        ids[i, : len(whole) - 1] = whole[:-1]
-        labels[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
+    for i, (sequence, learnt) in enumerate(sequences):
+        ids[i, : len(sequence) - 1] = torch.tensor(sequence[:-1])
+        labels[i, : len(sequence) - 1] = torch.tensor(learnt[1:])
     return ids, labels
+
+
+def conversation(messages: list[dict], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the rendered text in parts: what is said to the assistant, what it says, and so on in turn."""
+    parts, seen = [], ""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            for end in (number, number + 1):
+                whole = tokenizer.apply_chat_template(
+                    messages[:end], tokenize=False, add_generation_prompt=end == number
+                )
+                parts.append(whole.removeprefix(seen))
+                seen = whole
+    return parts
 
 
 @torch.no_grad()
@@ -223,9 +259,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="qwen3", help="model family [qwen3]")
     add(
         "--tokenizer",
-        choices=["characters", "bytes"],
+        choices=["characters", *CHAT_TEMPLATES],
         default="characters",
-        help="tokens: digits and + - * =, or bytes [characters]",
+        help="tokens: digits and + - * =, or bytes, or bytes and parts of tool calls [characters]",
     )
     add("--num-layers", type=int, default=4, help="transformer layers [4]")
     add("--hidden-size", type=int, default=128, help="width of the residual stream [128]")

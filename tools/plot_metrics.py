@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the curves of one or more runs: reward, KL, length, entropy, gradient norm, and seconds by phase.
+"""Draw the curves of one or more runs: reward, KL, length or turns, entropy, gradient norm, and seconds by phase.
 
     python tools/plot_metrics.py RUN_DIR [RUN_DIR ...] --output curves.png [--smooth N]
 
@@ -119,8 +119,12 @@ def draw(runs: list[Run], window: int = 1) -> Figure:
         else:  # without a KL term (--beta 0) show the difference between trainer and engine instead
             drawn = draw_curves(panels[1], runs, "mismatch/mean_abs", window)
             contents.append(("Trainer/engine log-prob gap (nats)", drawn))
+        if any(run.series("environment/turns")[1] for run in runs):
+            contents.append(("Turns of an episode", draw_curves(panels[2], runs, "environment/turns", window)))
+        else:
+            drawn = draw_curves(panels[2], runs, "completion/length_mean", window)
+            contents.append(("Completion length (tokens)", drawn))
         contents += [
-            ("Completion length (tokens)", draw_curves(panels[2], runs, "completion/length_mean", window)),
             ("Entropy (nats/token)", draw_curves(panels[3], runs, "entropy", window)),
             ("Gradient norm", draw_curves(panels[4], runs, "grad_norm", window)),
         ]

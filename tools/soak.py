@@ -1,6 +1,8 @@
 """Run many updates on a CPU, and check that memory, descriptors and threads of all processes stay flat.
 
     python tools/soak.py runs/soak --updates 2000 [-- FLAGS OF pretrain_grpo.py]
+    python tools/soak.py runs/soak --updates 500 --server
+    python tools/soak.py runs/soak --updates 500 --server -- --lora-rank 4 --lora-weight-sync adapter
 
 A tiny model learns one-digit arithmetic on two ranks, with evaluations, saves, resampled groups, a reference model,
 and a second reward function that raises an error now and then. Every --every updates the tool prints for each process
@@ -9,10 +11,12 @@ the growth of each over the second half of the run, by a straight line. The exit
 than --limit KiB an update, or by a descriptor or a thread in 100 updates. Free blocks of glibc's heap grow by about 2
 KiB an update (docs/performance.md).
 
-Flags after `--` come last, such as `--rollout-engine megatron`.
+With --server a vLLM server generates and receives the weights, or the adapter, once an update; its processes are
+measured, too. Flags after `--` come last, such as `--rollout-engine megatron`.
 """
 
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_grpo.utils.errors import GrpoError
 from tools import resume_check
+from tools.cpu_server import cpu_server
 
 REWARD = """
 from megatron_grpo.rewards.registry import Sample, register_reward
@@ -64,28 +69,46 @@ def measure(process: psutil.Process) -> tuple[float, int, int]:
     return anonymous / 1024, process.num_fds(), process.num_threads()
 
 
-def family(run: resume_check.Run) -> dict[int, tuple[str, psutil.Process]]:
-    """Return torchrun, its ranks and their processes by process id, with a name for each."""
+def family(run: resume_check.Run, server: int | None) -> dict[int, tuple[str, psutil.Process]]:
+    """Return torchrun, its ranks, the server and their processes by process id, with a name for each."""
     torchrun = psutil.Process(run.process.pid)
     found = {torchrun.pid: ("torchrun", torchrun)}
     for number, rank in enumerate(torchrun.children()):
         found[rank.pid] = (f"rank {number}", rank)
         found |= {child.pid: (f"child of rank {number}", child) for child in rank.children(recursive=True)}
+    if server is not None:
+        parent = psutil.Process(server)
+        found |= {child.pid: ("child of server", child) for child in parent.children(recursive=True)}
+        found[server] = ("server", parent)
     return found
 
 
 def soak(args: argparse.Namespace) -> bool:
-    """Run, print the measurements and the growth, and return whether all is flat."""
+    """Make the inputs, start the server of --server, and return the result of `watch`."""
     (args.directory / "sometimes.py").write_text(REWARD)
     flags = [*FLAGS.split(), *resume_check.make_inputs(args.directory), "--train-iters", str(args.updates)]
-    flags += ["--external-plugins", str(args.directory / "sometimes.py"), *args.flags]
+    flags += ["--external-plugins", str(args.directory / "sometimes.py")]
+    with contextlib.ExitStack() as stack:
+        server = None
+        if args.server:
+            words, settings = "--logprobs-mode processed_logprobs --max-model-len 32", {}
+            if "--lora-rank" in args.flags:
+                words, settings = f"{words} --enable-lora --max-lora-rank 8", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+            started = cpu_server(args.directory / "model", args.directory / "server.log", words, **settings)
+            url, server = stack.enter_context(started)
+            flags += ["--vllm-mode", "server", "--vllm-server-base-url", url, "--vllm-server-timeout", "300"]
+        return watch(args, [*flags, *args.flags], server)
+
+
+def watch(args: argparse.Namespace, flags: list[str], server: int | None) -> bool:
+    """Run, print the measurements and the growth, and return whether all is flat; ``server``: its process id."""
     run = resume_check.Run(args.directory / "run", flags, args.nproc_per_node)
     series: dict[int, Series] = {}
     print(f"{'update':>7}  {'process':16} {'MiB':>8} {'descriptors':>12} {'threads':>8}", flush=True)
     for update in range(args.every, args.updates + 1, args.every):
         if not run.wait_until(lambda run, update=update: rows_done(run) >= update, args.patience):
             break
-        for pid, (name, process) in family(run).items():
+        for pid, (name, process) in family(run, server).items():
             try:
                 row = measure(process)
             except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
@@ -121,6 +144,7 @@ def main() -> int:
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="ranks [2]")
     parser.add_argument("--limit", type=float, default=4.0, metavar="X", help="growth of a process, KiB an update [4]")
     parser.add_argument("--patience", type=float, default=1e5, metavar="X", help="time limit in seconds [100000]")
+    parser.add_argument("--server", action="store_true", help="generate with a vLLM server that the tool starts")
     args = parser.parse_args(own)
     args.flags, args.directory = flags, args.directory.resolve()
     args.directory.mkdir(parents=True, exist_ok=True)

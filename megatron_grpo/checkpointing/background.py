@@ -1,9 +1,9 @@
 """Checkpoints that are written in the background (--async-save).
 
-A save copies this rank's tensors into shared memory, pinned on a GPU's host, and returns. A process of this rank
-(background_writer.py) writes them, and publishes the checkpoint when the files of all ranks are whole. It ends with the
-rank, so a kill at any moment leaves the earlier checkpoint. The memory stays allocated for the next save, which waits
-until the last one is published.
+A save copies this rank's tensors into shared memory, pinned on a GPU's host, and returns. Every rank has a process
+(background_writer.py) that writes them and ends with its rank; rank 0's publishes the checkpoint when the files of all
+ranks are whole. So a kill at any moment leaves the earlier checkpoint. The memory stays allocated for the next save,
+which first waits until this one is published.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from megatron_grpo.checkpointing import data_files
 from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, report_failure
 
 _ALIGNMENT = 64  # bytes
-_SETTLE = 60.0  # seconds
+_SETTLE = 60.0  # seconds that a run which ends with an error waits for its last save
 
 
 class _Buffer:
-    """Shared memory of at least ``size`` bytes, without a name: it ends with the processes that have it."""
+    """Shared memory of at least ``size`` bytes, without a name, so that it ends with the processes that use it."""
 
     def __init__(self, size: int):
         self.size = max(size, mmap.PAGESIZE)
@@ -56,7 +56,7 @@ class _Buffer:
 
 
 class BackgroundSaves:
-    """This rank's process for checkpoints, and the save that it has in hand: ``iteration`` is None without one."""
+    """This rank's process for checkpoints, and the current save: ``job`` is None without one."""
 
     def __init__(self) -> None:
         self._start()
@@ -80,7 +80,7 @@ class BackgroundSaves:
         theirs.close()
 
     def begin(self, temporary: Path) -> None:
-        """Begin to stage a checkpoint; the one before must have ended (`wait`)."""
+        """Begin to stage a checkpoint in the directory ``temporary``; call `wait` for the save before first."""
         assert self.job is None
         if self._process.poll() is not None:
             self._socket.close()
@@ -89,7 +89,7 @@ class BackgroundSaves:
         self.job = Job(temporary)
 
     def stage(self, file: Path, planner: Any, items: Sequence[WriteItem]) -> None:
-        """Copy the items of a data file into shared memory."""
+        """Copy the items of the data file ``file`` into shared memory."""
         assert self.job is not None
         data = [planner.resolve_data(item) for item in items]
         sizes = [len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.nbytes for d in data]
@@ -121,7 +121,7 @@ class BackgroundSaves:
         return self._buffers[number]
 
     def submit(self, args: dict[str, Any], keep: int | None) -> None:
-        """Have the staged checkpoint written; rank 0's process publishes it."""
+        """Send the staged checkpoint to this rank's process; rank 0's stores ``args``, keeps ``keep`` saves."""
         assert self.job is not None
         if dist.get_rank() == 0:
             self.job.args, self.job.keep = args, keep
@@ -134,15 +134,15 @@ class BackgroundSaves:
             pass
 
     def abandon(self) -> None:
-        """Forget a checkpoint that was staged in part."""
+        """Drop a partly staged checkpoint."""
         self.job = None
 
     def wait(self) -> str | None:
-        """Wait until the save in hand is published; return the reason if it failed."""
+        """Wait until the current save is published, and return None; return the reason if it failed."""
         return self._finish(None)
 
     def settle(self) -> None:
-        """Wait at most a minute for the save in hand: at the end of a run with an error."""
+        """Wait at most a minute for the current save, and ignore its error: the run ends with another one."""
         self._finish(_SETTLE)
 
     def _finish(self, timeout: float | None) -> str | None:
@@ -175,21 +175,21 @@ class BackgroundSaves:
 
 
 class StagingWriter(data_files.Writer):
-    """Torch's writer of checkpoints that only copies: the files are written later."""
+    """Torch's writer of checkpoints, which only copies the tensors: background_writer.py writes the files."""
 
     def __init__(self, directory: Path, common: dict, saves: BackgroundSaves):
         super().__init__(directory, common)
         self.saves = saves
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        """Copy this rank's items."""
+        """Copy this rank's items into shared memory."""
         self.saves.stage(Path(self.path, f"{plan.storage_data.prefix}0.distcp"), planner, plan.items)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the small files; keep the metadata for the end, on rank 0."""
+        """Write common.pt and metadata.json, on rank 0; its process writes the metadata after all data files."""
         self.write_common()
         assert self.saves.job is not None
         part = self.saves.job.parts[-1]

@@ -29,7 +29,7 @@ from megatron_grpo.utils.process_tree import end_with_parent
 
 LENGTH = struct.Struct("Q")
 MOST_BUFFERS = 16
-_POLL = 0.05  # seconds between looks at the files of other ranks
+_POLL = 0.05  # seconds between two checks for the files of other ranks
 
 
 @dataclass
@@ -45,7 +45,10 @@ class Item:
 
 @dataclass
 class Part:
-    """A data file of this rank, in a directory of which rank 0 also has torch's metadata."""
+    """A data file of this rank.
+
+    On rank 0 also torch's metadata of the file's directory, and the number of ranks that write there.
+    """
 
     file: Path
     items: list[Item]
@@ -55,7 +58,10 @@ class Part:
 
 @dataclass
 class Job:
-    """A checkpoint: ``parts`` are in the buffers of the same order; ``args`` and ``keep`` are of rank 0 alone."""
+    """A checkpoint to write into the directory ``temporary``: one part for each buffer, in the same order.
+
+    ``args`` (stored with the checkpoint) and ``keep`` (number of checkpoints) are rank 0's; None on the others.
+    """
 
     temporary: Path
     parts: list[Part] = field(default_factory=list)
@@ -69,12 +75,13 @@ def listing(file: Path) -> Path:
 
 
 def report_failure(job: Job, message: str) -> None:
-    """Tell rank 0's process that this rank's part cannot be written."""
+    """Write the reason why this rank's part is missing where rank 0's process looks for the list of its items."""
     for part in job.parts:
         _write_whole(listing(part.file), {"error": message})
 
 
 def main() -> None:
+    """Write jobs from the socket until its other end is closed."""
     end_with_parent()
     jobs = socket.socket(fileno=int(sys.argv[1]))
     import torch.distributed.checkpoint  # noqa: F401  here, and before the first job: it takes seconds

@@ -2,8 +2,9 @@
 
 A checkpoint can be loaded with any other parallel configuration: tensor, pipeline (also with virtual stages), context,
 expert and data parallelism. Its state dict has Megatron-LM's keys (``model``, ``optimizer``, ``opt_param_scheduler``,
-``iteration``, ``rng_state``). optimizer_state.py handles the optimizer's part; checkpoint_directory.py handles the
-files, and makes a save atomic. All ranks must see the directory.
+``iteration``, ``rng_state``) and some of this project. optimizer_state.py handles the optimizer's part; data_files.py
+the files of tensors; checkpoint_directory.py the other files, and makes a save atomic. All ranks must see the
+directory.
 
 **Checkpoints are trusted input.** Tensors and common.pt are read with ``weights_only=True``, but the index (.metadata)
 and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
@@ -212,8 +213,8 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
     ranks if any rank fails.
 
     megatron-core's own save is designed for background saves. It forks the trainer, which is unsafe with CUDA, gloo and
-    vLLM threads. It also starts a helper process that imports the program again (3 s at the first save of a tiny model,
-    compared with 0.3 s here) and survives a killed trainer. An error of rank 0 alone leaves the other ranks waiting.
+    vLLM threads. It also starts a helper process that imports the program again, which takes longer than the first save
+    of a small model, and survives a killed trainer. An error of rank 0 alone leaves the other ranks waiting.
     The common state is stored in common.pt, as megatron-core 0.16 does: 0.19, which stores it as one more sharded
     object, loads both.
     """
@@ -246,7 +247,7 @@ def start_background_saves() -> BackgroundSaves:
 
 
 def wait_for_background() -> None:
-    """Wait until the save in hand is published; raise GrpoError on all ranks if it failed. Collective."""
+    """Wait until the current save is published; raise GrpoError on all ranks if it failed. Collective."""
     if _background is None:
         return
     job, error = _background.job, _background.wait()

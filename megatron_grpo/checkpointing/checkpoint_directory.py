@@ -4,7 +4,7 @@
     {root}/iter_0000020/                         common.pt, metadata.json, .metadata, *.distcp (megatron-core's)
                         args.json                arguments of the run that wrote the checkpoint
                         checksums.json           checksums of the items of *.distcp, which are checked while loading
-                        files.json               iteration, and size and checksum of every other file
+                        files.json               iteration; size of every other file, and checksum of those but *.distcp
 
 A checkpoint is written to ``iter_0000020.tmp``, flushed to the disk (fsync), renamed, and then named in
 latest_checkpointed_iteration.txt. ``iter_0000020.old`` is an earlier checkpoint of the same iteration while it is being
@@ -38,7 +38,8 @@ CORE_FILES = (".metadata", "common.pt", "metadata.json")
 def latest_iteration(root: str | Path) -> int | None:
     """Return the iteration of the newest checkpoint under ``root`` (a --save directory), or None without one.
 
-    Without latest_checkpointed_iteration.txt it is the newest checkpoint that is whole. Raises GrpoError if none is.
+    Without latest_checkpointed_iteration.txt it is the newest checkpoint that is whole. Raises GrpoError if there are
+    checkpoints and none is whole, and for a latest_checkpointed_iteration.txt without a number.
     """
     file = Path(root, LATEST)
     if not file.exists():
@@ -75,7 +76,7 @@ def newest_in_words(root: str | Path | None) -> str:
 
 
 def find(root: str | Path) -> tuple[int, Path]:
-    """Return iteration and directory of the newest checkpoint under ``root``."""
+    """Return iteration and directory of the newest checkpoint under ``root``; raise GrpoError if there is none."""
     root = Path(root)
     iteration = latest_iteration(root)
     if iteration is None:
@@ -106,9 +107,9 @@ def note(root: str | Path) -> str:
 
 
 def verify(directory: Path) -> None:
-    """Raise GrpoError if a checkpoint is damaged, as far as its files except ``*.distcp`` and their sizes tell.
+    """Raise GrpoError if a file is missing or has another size, or the content of one except ``*.distcp`` has changed.
 
-    `data_files.Reader` checks the content of ``*.distcp`` while it is read, and ``damage(directory, True)`` at once.
+    `data_files.Reader` checks the content of ``*.distcp`` when it is read; ``damage(directory, True)`` reads all of it.
     """
     if not (directory / MANIFEST).exists():
         if any((directory / name).exists() for name in (ARGS, CHECKSUMS)):
@@ -180,7 +181,7 @@ def _damaged_items(directory: Path) -> Iterator[str]:
 
 
 def has_checksums(directory: Path) -> bool:
-    """Return whether a checkpoint has checksums of its data: those of earlier versions and of Megatron-LM have none."""
+    """Return whether a checkpoint has checksums of its data; earlier versions and Megatron-LM wrote none."""
     return (directory / CHECKSUMS).exists()
 
 

@@ -2,7 +2,8 @@
 
 A file consists of items, each written by torch.save or pickle. ``checksums.json`` in the same directory has their
 lengths and checksums (xxh3, 64 bits), in the order of the file: ``{"__0_0.distcp": [[length, "hexadecimal"], ...]}``.
-A reader checks each item that it loads, so nothing is read twice from the disk and nothing unchecked is loaded.
+A reader checks each item just before it loads it: nothing is loaded unchecked, and the second read comes from the
+page cache.
 """
 
 import io
@@ -32,13 +33,13 @@ Data = torch.Tensor | io.BytesIO
 
 @dataclass(frozen=True)
 class Written(WriteResult):
-    """Place of an item in a file, as torch gathers it on rank 0, and its checksum."""
+    """An item's place in a file, in torch's class, which rank 0 gathers from all ranks, and its checksum."""
 
     checksum: str = ""
 
 
 class _ChecksumStream:
-    """File to write to: adds what is written to a checksum."""
+    """Writable file that also computes the checksum of what is written."""
 
     def __init__(self, stream: IO[bytes]):
         self.stream, self.checksum = stream, Checksum()
@@ -90,7 +91,7 @@ class Writer(torch_checkpoint.FileSystemWriter):
         self.common = common
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return torch's plan, on rank 0; raise GrpoError if the disk has no room for it."""
+        """Return torch's plan, on rank 0; raise GrpoError if the tensors are larger than the free space of the disk."""
         data = (item.tensor_data for plan in plans for item in plan.items)
         need = sum(math.prod(d.chunk.sizes) * d.properties.dtype.itemsize for d in data if d is not None)
         free = shutil.disk_usage(self.path).free
@@ -164,7 +165,7 @@ class Reader(torch_checkpoint.FileSystemReader):
         self._checked: set[tuple[str, int]] = set()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata."""
+        """Return torch's metadata of the checkpoint."""
         if self._metadata is None:
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata

@@ -26,9 +26,10 @@ PATIENCE = 10.0  # seconds: a killed run may still be ending
 
 
 class RunLock:
-    """Lock on the directory ``root``, which it makes if needed; ``taken_over`` is a line about an ended holder, or "".
+    """Lock on the directory ``root``, which is created if needed; renewed by a thread until `release`.
 
-    Raises GrpoError if another run holds the lock.
+    ``taken_over``: a line about the ended run whose lock was taken over, or "". ``patience``: seconds to wait for a run
+    that is ending. Raises GrpoError if another run holds the lock.
     """
 
     def __init__(self, root: str | Path, patience: float = PATIENCE, lease: float = LEASE, beat: float = BEAT):

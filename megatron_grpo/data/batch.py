@@ -98,6 +98,9 @@ class RolloutBatch:
     policy_mask: Annotated[Float32 | None, PER_LABEL] = None
     kl_cov: Annotated[Float32 | None, PER_LABEL] = None  # factor of |lp - lp_old| in the policy term of one update
     teacher_log_probs: Annotated[Float32 | None, PER_TOKEN] = None  # under the teacher; NaN on other tokens
+    # 1 on the first token of every further sample of a completion. Samples do not see each other: each is a sequence of
+    # the model, with positions from 0. All else (group, reward, advantage, T_i of the weights) is the completion's.
+    sample_starts: Annotated[UInt8 | None, PER_TOKEN] = None
     # Where tokens of one completion differ in their advantage; 0 on other tokens. A pack has them as ``advantages``.
     token_advantages: Annotated[Float32 | None, PER_TOKEN] = None
     # [total, k], the tokens that each token was sampled from after top-k, top-p and min-p; -1 pads. A row of -1, as of
@@ -131,6 +134,7 @@ class RolloutBatch:
         kept_token_ids: Sequence[Int32] | None = None,
         response_masks: Sequence[Sequence[int] | None] | None = None,
         turns: Sequence[int] | None = None,
+        sample_starts: Sequence[Sequence[int]] | None = None,
     ) -> "RolloutBatch":
         """Build a batch, not scored yet: all tokens of a completion are in the loss but those with a mask of 0.
 
@@ -139,8 +143,8 @@ class RolloutBatch:
         `weight_version[i]` are those of the tokens of `completions[i]` (a prompt has that of the token after it).
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
         are [tokens of the completion, k]; `response_masks[i]`, [tokens of the completion], None for ones; `turns` [n],
-        default 1. No token of a completion with the finish reason FAILED is in the loss. Raises GrpoError as
-        `validate` does.
+        default 1; `sample_starts[i]` are positions in `completions[i]`. No token of a completion with the finish reason
+        FAILED is in the loss. Raises GrpoError as `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -177,6 +181,10 @@ class RolloutBatch:
             begin, middle, end = cu_seqlens[i], cu_seqlens[i] + len(prompts[i]), cu_seqlens[i + 1]
             batch.weight_version[begin:middle] = versions[0] if len(versions) else 0
             batch.weight_version[middle:end] = versions
+        if sample_starts is not None:
+            batch.sample_starts = np.zeros(total, np.uint8)
+            for begin, prompt, starts in zip(cu_seqlens[:-1], prompts, sample_starts, strict=True):
+                batch.sample_starts[begin + len(prompt) + np.array(starts, np.int64)] = 1
         if routed_experts:
             batch.routed_experts = np.full((total, *routed_experts[0].shape[1:]), -1, np.int16)
             for begin, experts in zip(cu_seqlens[:-1], routed_experts, strict=True):
@@ -239,6 +247,20 @@ class RolloutBatch:
         lengths = self.held_lengths[indices]
         starts = offsets(lengths)[:-1]
         return np.arange(lengths.sum()) + np.repeat(self.cu_seqlens[:-1][indices] - starts, lengths)
+
+    def sequences(self, indices: Int64) -> tuple[Int64, Int64]:
+        """Return (length, position in ``indices``) of every sequence of the model in these completions, in order.
+
+        A completion is one sequence, or one for each of its samples.
+        """
+        lengths = self.held_lengths[indices]
+        if self.sample_starts is None:
+            return lengths, np.arange(len(lengths))
+        starts = self.sample_starts[self.token_positions(indices)] == 1
+        starts[offsets(lengths)[:-1][lengths > 0]] = True
+        begins = np.flatnonzero(starts)
+        owner = np.repeat(np.arange(len(lengths)), lengths)[begins]
+        return np.diff(np.append(begins, lengths.sum())), owner
 
     def response_positions(self, indices: Int64) -> Int64:
         """Return the positions in the flat arrays of the held tokens in the loss of these completions, in order."""
@@ -325,6 +347,7 @@ class RolloutBatch:
                 raise GrpoError(f"rollout batch: {name} has shape {array.shape}, expected {shape}")
 
         kept = np.empty((total, 0), np.int32) if self.kept_token_ids is None else self.kept_token_ids
+        begins = np.zeros(total, np.uint8) if self.sample_starts is None else self.sample_starts
         held = self.held_lengths
         in_prompt = np.arange(total) - np.repeat(cu[:-1], held) < np.repeat(self.prompt_lengths, held)
         rules = {
@@ -333,6 +356,7 @@ class RolloutBatch:
             "a sequence is held whole or not at all": (held == self.lengths) | (held == 0),
             "token ids are not negative": self.tokens >= 0,
             "response_mask is 0 or 1": self.response_mask <= 1,
+            "response_mask is 0 where a sample begins": (self.response_mask == 0) | (begins == 0),
             "response_mask is 0 on prompts": (self.response_mask == 0) | ~in_prompt,
             "log-probabilities are not above 0": ~(self.rollout_log_probs > 1e-3),  # engines round; NaN passes
             "sample_ids are unique": np.array([len(np.unique(self.sample_ids)) == n]),

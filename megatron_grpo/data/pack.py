@@ -38,7 +38,8 @@ class Pack:
     labels: Int64  # [T], the next token of the same sequence where it is in the loss, else IGNORED_LABEL
     padding: Bool  # [T], behind a sequence's end or in the padding sequence
     source: Int64  # [T], where each token lies in the flat arrays of the batch, -1 for padding
-    cu_seqlens: Int32  # [m + 1], or [m + 2] with a padding sequence, the last: whole sequences, over all context ranks
+    # [s + 1] for s sequences (`RolloutBatch.sequences`; the last may be padding): whole ones, over all context ranks
+    cu_seqlens: Int32
     max_seqlen: int  # of these
     own_labels: Int64  # [l], which of the L labels are this rank's
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
@@ -86,7 +87,8 @@ def pack_completions(
     if not batch.held[chosen].all():
         raise ValueError(f"this rank does not hold the tokens of completions {chosen[~batch.held[chosen]].tolist()}")
     flat = batch.token_positions(chosen)
-    real, lengths = batch.lengths[chosen], padded_lengths(batch.lengths[chosen], cp_size)
+    real, owner = batch.sequences(chosen)
+    lengths = padded_lengths(real, cp_size)
     starts = offsets(lengths)[:-1]
     at = np.arange(len(flat)) + np.repeat(starts - offsets(real)[:-1], real)  # where the real tokens go
 
@@ -108,8 +110,8 @@ def pack_completions(
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
 
     labelled = label_source >= 0
-    token_index, sequence = label_source[labelled], sequence[labelled]
-    completion = chosen[sequence]
+    token_index, number = label_source[labelled], owner[sequence[labelled]]
+    completion = chosen[number]
     held = zigzag(cu_seqlens, cp_size, cp_rank)
     own_labels = (np.cumsum(labelled) - 1)[held][labelled[held]]
     source = source[held]
@@ -129,7 +131,7 @@ def pack_completions(
         max_seqlen=int(lengths.max(initial=0)),
         own_labels=own_labels,
         token_index=token_index,
-        completion=sequence,
+        completion=number,
         of_labels=_label_values(batch, token_index, completion),
         of_tokens=_token_values(batch, source),
     )

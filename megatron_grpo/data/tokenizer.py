@@ -148,7 +148,8 @@ class HuggingFaceTokenizer:
                 f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
                 "give the prompts as plain strings, or a template with --chat-template"
             )
-        unknown = sorted(variables.keys() - self._template_variables) if variables else []
+        # strftime_now is transformers' own, for every template: a caller can give another clock.
+        unknown = sorted(variables.keys() - self._template_variables - {"strftime_now"}) if variables else []
         if unknown:
             raise GrpoError(
                 f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "

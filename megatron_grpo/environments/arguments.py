@@ -6,6 +6,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
 from megatron_grpo.utils.rules import flag
 
+AGENT = "agent:"  # begins the environment's name of --agent
 TOOL_ROLES = ("tool", "user", "observation", "ipython", "function")
 
 ENVIRONMENTS: tuple[FlagRow, ...] = (
@@ -14,6 +15,12 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         str,
         None,
         "name of the environment that answers the policy's turns; a row's column environment names its own [one turn]",
+    ),
+    (
+        "--agent",
+        str,
+        None,
+        "module:function, an agent program that calls the policy behind an OpenAI-compatible URL [no agent]",
     ),
     ("--max-turns", COUNT, 8, "turns of the policy in an episode"),
     (
@@ -31,12 +38,25 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         None,
         "format of the policy's tool calls, by vLLM's names: hermes, llama3_json, mistral, deepseek_v3 [no tool calls]",
     ),
+    (
+        "--on-rewritten-history",
+        ("keep", "split", "refuse"),
+        "keep",
+        "when the chat template renders earlier turns otherwise than they were sampled: go on from the sampled tokens, "
+        "split the episode into samples that share its reward, or end the run",
+    ),
     ("--tool-role", TOOL_ROLES, TOOL_ROLES[0], "role of tools' answers, for chat templates without the role tool"),
 )
 
 
 def check_environments(args: Namespace) -> None:
     """Raise GrpoError for flags of environments without one, and for what does not work with one."""
+    if args.agent is not None:
+        if "environment" in args.explicit or "max_turns" in args.explicit:
+            raise GrpoError(
+                "--agent cannot be used with --environment or --max-turns: the program decides; leave them out"
+            )
+        args.environment = f"{AGENT}{args.agent}"
     if args.environment is None:
         for name, *_ in ENVIRONMENTS:
             dest = name[2:].replace("-", "_")
@@ -45,8 +65,17 @@ def check_environments(args: Namespace) -> None:
         if "environment" in (args.reward_funcs or []):
             raise GrpoError("--reward-funcs environment needs --environment, whose rewards it returns")
         return
+    user = "--agent" if args.agent else "--environment"
     if args.tokenizer_type != "HuggingFaceTokenizer":
-        raise GrpoError("--environment needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
+        raise GrpoError(f"{user} needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
+    if args.on_rewritten_history == "split" or args.agent:
+        several = "--agent" if args.agent else "--on-rewritten-history split"
+        for given, what in (
+            (args.context_parallel_size > 1, "--context-parallel-size above 1"),
+            (args.teacher_server, "--teacher-server"),
+        ):
+            if given:
+                raise GrpoError(f"{several} cannot be used with {what} yet: leave one of them out")
     for given, what in (
         (args.partial_rollouts, "--partial-rollouts"),
         (args.rollout_ranks, "--rollout-ranks"),
@@ -60,4 +89,4 @@ def check_environments(args: Namespace) -> None:
         (args.rollout_balancing == "dynamic", "--rollout-balancing dynamic"),
     ):
         if given:
-            raise GrpoError(f"--environment cannot be used with {what} yet: leave one of them out")
+            raise GrpoError(f"{user} cannot be used with {what} yet: leave one of them out")

@@ -40,6 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, as chat templates expect them
@@ -109,6 +110,9 @@ class EnvironmentSpec:
 # Modules are imported on first use.
 _BUILTIN = {
     "calculator": "megatron_grpo.environments.builtin.calculator",
+    "countdown_game": "megatron_grpo.environments.builtin.countdown_game",
+    "python": "megatron_grpo.environments.builtin.python_tool",
+    "text_game": "megatron_grpo.environments.builtin.text_game",
 }
 _registry: dict[str, EnvironmentSpec] = {}
 
@@ -139,6 +143,10 @@ def _register(spec: EnvironmentSpec) -> None:
 
 def get_environment(name: str) -> EnvironmentSpec:
     """Return the environment of a name; GrpoError for an unknown one."""
+    if name not in _registry and name.startswith(AGENT):
+        from megatron_grpo.environments.agent import AgentProgram
+
+        _register(EnvironmentSpec(name, lambda: AgentProgram(name.removeprefix(AGENT))))
     if name not in _registry and name in _BUILTIN:
         importlib.import_module(_BUILTIN[name])
     if name not in _registry:

@@ -7,7 +7,7 @@ this place: they end alike from the end of the turn on.
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.data.tokenizer import Tokenizer
@@ -48,6 +48,22 @@ class TurnRenderer:
         ids = self._tokenizer.encode_after(last_token if last_token in self._special else self._end_token_ids[0], tail)
         return self._without_sampled_end(ids, last_token)
 
+    def whole(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of a conversation as the template renders it, with the generation prompt."""
+        variables = dict(variables or {}) | {"strftime_now": self._now.strftime}
+        return self._rendered(self._tokenizer.apply_chat_template, messages, tools, variables)
+
+    def keeps(self, so_far: Sequence[int], whole: Sequence[int]) -> bool:
+        """Return whether the text of ``whole`` begins with that of ``so_far``, but for a sampled end of turn."""
+        so_far = so_far[:-1] if so_far[-1] in self._end_token_ids else so_far
+        before, after = (self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (so_far, whole))
+        return after.startswith(before)
+
     def _tail(self, messages, turn: Message, new: Sequence[Message], tools, variables: dict[str, Any]) -> str:
         """Return the rendered text from the end of the policy's turn on."""
 
@@ -58,7 +74,8 @@ class TurnRenderer:
                 made_up["tool_calls"] = [
                     {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls
                 ]
-            return self._render([*messages, made_up, *messages_after], tools, variables)
+            conversation = [*messages, made_up, *messages_after]
+            return self._rendered(self._tokenizer.render_chat, conversation, tools, variables)
 
         first, second = rendered("A", new), rendered("B", new)
         if first == second:
@@ -75,18 +92,20 @@ class TurnRenderer:
         places = [place for end in self._ends if (place := same.find(end)) >= 0]
         return same[min(places) :] if places and turn.get("tool_calls") else same
 
-    def _render(self, messages: Sequence[Message], tools, variables: dict[str, Any]) -> str:
-        """Return the text of a conversation; a template gets the arguments of tool calls as objects, or as JSON text.
+    @staticmethod
+    def _rendered(render: Callable, messages: Sequence[Message], tools, variables: dict[str, Any]) -> Any:
+        """Return what ``render`` makes of a conversation.
 
-        OpenAI's protocol has text, most templates expect objects, and DeepSeek's joins text.
+        A template gets the arguments of tool calls as objects, or as JSON text: OpenAI's protocol has text, most
+        templates expect objects, and DeepSeek's joins text.
         """
         try:
-            return self._tokenizer.render_chat(list(messages), tools, variables)
+            return render(list(messages), tools, variables)
         except GrpoError:
             as_text = [_with_json_arguments(message) for message in messages]
             if as_text == list(messages):
                 raise
-            return self._tokenizer.render_chat(as_text, tools, variables)
+            return render(as_text, tools, variables)
 
     def _without_sampled_end(self, ids: list[int], last_token: int) -> list[int]:
         """Return ``ids`` without the end of the turn if the policy sampled one.

@@ -1,6 +1,7 @@
 """Tool calls in what the policy said, read by vLLM's own parsers (--tool-call-parser)."""
 
 import json
+import logging
 from typing import Any
 
 from megatron_grpo.environments.registry import ToolCall
@@ -23,6 +24,8 @@ class ToolCallParser:
             self._parser = parser(tokenizer)
         except (RuntimeError, ValueError) as error:
             raise GrpoError(f"--tool-call-parser {name} does not fit the tokenizer: {error}") from error
+        # They log a traceback for each malformed call; a policy makes many, and they stay text.
+        logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
         self._request = ChatCompletionRequest(messages=[], tools=tools or None)
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megatron_grpo.environments.agent import load
+from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.environments.registry import Environment, Reply, ToolCall, Turn, get_environment
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, begin
@@ -38,6 +40,8 @@ def main() -> None:
         load_plugins(setup["plugins"])
         for name in setup["names"]:
             get_environment(name)
+            if name.startswith(AGENT):
+                load(name.removeprefix(AGENT))
     except GrpoError as error:
         report(["fatal", str(error)])
         return

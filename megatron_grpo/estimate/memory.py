@@ -14,9 +14,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_grpo.lora.fp8_base import fp8_weights
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
+from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.batch_sizes import longest_sequence
@@ -105,6 +107,7 @@ class Plan:
         # With adapters nothing else is trained, except these.
         self.adapters = _by_place(adapter_table(args)) if args.lora_rank else {}
         self.saved = {weight.name for weight in saved_weights(args)} if args.lora_rank else set()
+        self.in_8_bits = fp8_weights(args)
 
     def parameters(self, stage: int) -> Count:
         """Return the parameters on one rank of a pipeline stage."""
@@ -143,7 +146,8 @@ class Plan:
         count = self.parameters(stage)
         trained = count.dense + count.experts
         half = size == 2
-        weights = count.total * size
+        in_8_bits, dequantized = self._in_8_bits(stage)
+        weights = count.total * size - in_8_bits * (size - 1 - 4 / BLOCK**2)
         gradients = trained * (2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4)
         share = self._optimizer_share(count)
         on_device, on_host = _optimizer_bytes(args, half)
@@ -153,7 +157,7 @@ class Plan:
             weights,
             gradients,
             share * on_device,
-            self._activations(stage) * size,
+            (self._activations(stage) + dequantized) * size,
             self._head() if self.stages[stage][-1].head else 0,
             share * on_host
             + weights * (args.beta > 0 and not args.lora_rank)
@@ -239,6 +243,24 @@ class Plan:
                 else:
                     experts += number // ep
         return Count(dense, experts, frozen)
+
+    def _in_8_bits(self, stage: int) -> tuple[int, int]:
+        """Return the parameters of a stage that are stored in 8 bits, and those of its largest matrix.
+
+        The matrix is dequantized for its products; it is that of all experts of a rank with --moe-grouped-gemm.
+        """
+        args, total, largest = self.args, 0, 0
+        for chunk in self.stages[stage]:
+            for weight in (weight for layer in chunk.layers for weight in self.weights[layer]):
+                if weight.name not in self.in_8_bits:
+                    continue
+                experts = weight.expert is not None
+                tp = args.expert_tensor_parallel_size if experts else args.tensor_model_parallel_size
+                one = prod(weight.shard_shape(tp))
+                all_of_rank = one * self._copies(weight) // (args.expert_model_parallel_size if experts else 1)
+                total += all_of_rank
+                largest = max(largest, all_of_rank if args.moe_grouped_gemm else one)
+        return total, largest
 
     def _is_trained(self, weight: Weight, place: int | str) -> bool:
         if self.args.lora_rank:

@@ -33,6 +33,13 @@ LORA: tuple[FlagRow, ...] = (
         "--lora-target-modules; the engine gets merged weights",
     ),
     (
+        "--lora-base-dtype",
+        ("model", "fp8"),
+        "model",
+        "storage of the decoder's frozen linear layers: the model's dtype, or e4m3 with a float32 scale for each block "
+        "of 128 x 128, dequantized for every product",
+    ),
+    (
         "--lora-init",
         ("default", "gaussian"),
         "default",
@@ -77,6 +84,11 @@ def check_lora(args: Namespace) -> None:
         raise GrpoError(
             f"--lora-rank with --expert-tensor-parallel-size {etp} and --tensor-model-parallel-size {tp}: adapters of "
             "experts need an expert tensor-parallel size of 1 or TP"
+        )
+    if args.lora_base_dtype == "fp8" and args.transformer_impl == "transformer_engine":
+        raise GrpoError(
+            "--lora-base-dtype fp8 and --transformer-impl transformer_engine cannot both be given: Transformer "
+            "Engine's layers need weights of their own classes; give --transformer-impl local"
         )
     needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
     table.check(args)

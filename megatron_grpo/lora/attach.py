@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_grpo.lora.fp8_base import quantize
 from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import Pair, pairs
 from megatron_grpo.lora.targets import saved_weights
@@ -48,10 +49,10 @@ class Adapters(nn.Module):
 
 
 def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
-    """Freeze the model's weights, and add newly initialised adapters of --lora-target-modules.
+    """Freeze the model's weights, and add newly initialised adapters of --lora-target-modules. Collective.
 
     Call this after the weights are loaded, and before the optimizer is built. A layer's output does not change, because
-    B is zero.
+    B is zero, unless --lora-base-dtype stores its weight in fewer bits.
     """
     saved = {weight.name for weight in saved_weights(args)}
     by_base: dict[str, list[Pair]] = {}
@@ -64,6 +65,7 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
         for name, parameter in chunk.named_parameters():
             if any(canonical in saved for canonical, _ in model_weights.canonical(chunk, name, parameter)):
                 parameter.requires_grad_(True)
+        quantize(args, chunk)
         layers = dict(_layers(chunk, by_base))
         chunk.lora = Adapters()
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])

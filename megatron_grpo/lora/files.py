@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from megatron_grpo.lora.attach import local_adapter
 from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import linear_layers, saved_weights, targets
+from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.rules import flag
@@ -70,6 +72,24 @@ def config_of(args: Namespace) -> dict[str, Any]:
     }
 
 
+def base_of(args: Namespace) -> dict[str, str]:
+    """Return the dtypes of the base that an adapter was trained on, for the header of adapter_model.safetensors.
+
+    PEFT's configuration has no field for them, and PEFT and vLLM do not read the header.
+    """
+    dtype = str(params_dtype(args)).removeprefix("torch.")
+    return {"lora_base_dtype": args.lora_base_dtype, "params_dtype": dtype}
+
+
+def read_base(directory: str | Path) -> dict[str, str]:
+    """Return `base_of` the run that wrote an adapter; the defaults for the files of another program."""
+    header: dict[str, str] = {}
+    if (file := Path(directory) / WEIGHTS).exists():
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+    return {"lora_base_dtype": "model", "params_dtype": "float32"} | header
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Return the content of an adapter's adapter_config.json; GrpoError for an adapter of another kind."""
     config = read_json_object(Path(directory) / CONFIG, f"{directory} is not the directory of a PEFT adapter")
@@ -82,7 +102,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def merge_config(args: Namespace, directory: str | Path) -> None:
-    """Set rank, alpha, rsLoRA and target modules from an adapter's configuration.
+    """Set rank, alpha, rsLoRA, target modules and the base's storage from an adapter's files.
 
     Raises GrpoError, which names the flag and both values, when a flag that was given differs.
     """
@@ -96,6 +116,8 @@ def merge_config(args: Namespace, directory: str | Path) -> None:
         "lora_target_modules": [entries] if isinstance(entries, str) else sorted(entries),
         "lora_modules_to_save": sorted(config.get("modules_to_save") or []),
     }
+    if "lora_base_dtype" not in args.explicit:  # another one is allowed
+        args.lora_base_dtype = read_base(directory)["lora_base_dtype"]
     for dest, value in settings.items():
         given = getattr(args, dest)
         if dest in args.explicit and given != value and "modules" not in dest:
@@ -173,7 +195,7 @@ def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            write_files(directory, tensors, config_of(args))
+            write_files(directory, tensors, config_of(args), base_of(args))
         except OSError as error:
             failure = [f"{directory}: the adapter cannot be written: {error}"]
     dist.broadcast_object_list(failure, src=0)
@@ -181,12 +203,14 @@ def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
         raise GrpoError(failure[0])
 
 
-def write_files(directory: str | Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files of an adapter."""
+def write_files(
+    directory: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], base: dict[str, str]
+) -> None:
+    """Write both files of an adapter. ``base``: `base_of`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{WEIGHTS}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
+    save_file(tensors, partial, metadata={"format": "pt"} | base)
     os.replace(partial, directory / WEIGHTS)
     partial = directory / f".{CONFIG}.partial"
     partial.write_text(json.dumps(config, indent=2) + "\n")

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.lora.table import Pair, rows
 from megatron_grpo.models.experts import grouped_matmul
+from megatron_grpo.models.fp8_weight import Fp8Weight
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -52,28 +53,6 @@ class Matrices(nn.Module):
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return all; only the call of a module waits for its parameters with --overlap-param-gather."""
         return self.lora_A, self.lora_B, self.lora_magnitude_vector
-
-
-class _AddProduct(torch.autograd.Function):
-    """``output`` + h B^T, in the memory of ``output``: torch.addmm would first copy the layer's whole output.
-
-    The layer's output may be a view made in its own autograd function, which autograd lets nobody modify in place. It
-    is overwritten here all the same, because its only use is this sum, and no layer keeps its output for the backward
-    pass.
-    """
-
-    @staticmethod
-    def forward(ctx, output: Tensor, h: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(h, up)
-        result = output.data
-        result.view(-1, result.shape[-1]).addmm_(h.reshape(-1, h.shape[-1]), up.t())
-        return result
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, up = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        return grad, (flat @ up).view(h.shape), flat.t() @ h.reshape(-1, h.shape[-1])
 
 
 class Adapter(nn.Module):
@@ -173,7 +152,8 @@ class Adapter(nn.Module):
             output = output + grouped_matmul(self.scale * h, up, *experts).to(output.dtype)
         else:
             h = self._communicate(self.scale * F.linear(x, down.to(x.dtype)))
-            output = _AddProduct.apply(output, h, up.to(x.dtype))
+            flat = torch.addmm(output.reshape(-1, output.shape[-1]), h.reshape(-1, h.shape[-1]), up.to(x.dtype).t())
+            output = flat.view(output.shape)
         if (factors := self.row_factors(down, up)) is None:
             return output
         if self.grouped:
@@ -232,7 +212,8 @@ class Adapter(nn.Module):
         if not self.grouped:
             return base.weight.detach()[None]
         if hasattr(base, "weight"):
-            return base.weight.detach()[first:last]
+            weight = base.weight.detach()
+            return weight.of_experts(first, last) if isinstance(weight, Fp8Weight) else weight[first:last]
         return torch.stack([getattr(base, f"weight{place}").detach() for place in range(first, last)])
 
     def set_norms(self) -> None:

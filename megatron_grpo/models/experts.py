@@ -237,9 +237,11 @@ class _GroupedMatmul(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, ends, idle = ctx.saved_tensors
         if not len(x):
-            return torch.zeros_like(x), torch.zeros_like(weight), None, None
+            return torch.zeros_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None, None, None
         grad = grad.contiguous()
         grad_x = F.grouped_mm(grad, weight, offs=ends)
+        if not ctx.needs_input_grad[1]:  # frozen
+            return grad_x, None, None, None
         grad_weight = F.grouped_mm(grad.T, x, offs=ends)
         # On Blackwell the kernel leaves the gradient of experts without tokens uninitialised (pytorch issue 172439).
         return grad_x, grad_weight.index_fill_(0, idle, 0), None, None

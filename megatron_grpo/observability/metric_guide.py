@@ -85,7 +85,8 @@ METRICS = {
     "lora/sync_bytes": "bytes of the adapter that the newest sync sent (--lora-weight-sync adapter)",
     "lora/base_seconds": "seconds of the newest sync for sending the base weights again (--sleep-level 2), else near 0",
     "lora/adapter_seconds": "seconds of the newest sync for gathering the adapter and loading it into the engine",
-    "lora/check_seconds": "seconds of the newest sync for reading the adapter back from the engine and comparing it",
+    "lora/check_seconds": "seconds of the newest sync for reading the adapter back from the engine and comparing it; "
+    "with servers, for a completion by each",
     "time/save": "seconds of saving a checkpoint (counted in the row after the save)",
     "time/eval": "seconds of evaluation",
     "time/step": "wall-clock seconds since the last row",

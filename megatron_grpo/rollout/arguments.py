@@ -126,8 +126,8 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "--lora-weight-sync",
         LORA_SYNC,
         None,
-        "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it "
-        "[adapter where the engine can hold it]",
+        "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it [adapter where an "
+        "engine in the training processes can hold it]",
     ),
     ("--no-check-lora-sync", bool, False, "do not read the adapter back from the engine after every sync"),
     ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
@@ -274,7 +274,8 @@ def _check_servers(args: Namespace) -> None:
 def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
     if args.weight_sync_method is None:
         # The machine of a dry run need not be that of the run.
-        args.weight_sync_method = "nccl" if torch.cuda.is_available() or args.dry_run else "checkpoint"
+        on_gpus = torch.cuda.is_available() or args.dry_run
+        args.weight_sync_method = "nccl" if on_gpus and args.lora_weight_sync != "adapter" else "checkpoint"
     method = args.weight_sync_method
     if method == "ipc":
         if kind != "sglang":
@@ -363,15 +364,20 @@ def check_lora_weight_sync(args: Namespace) -> None:
     reason = adapter_refused(args)
     if args.lora_weight_sync == "adapter" and reason:
         raise GrpoError(f"--lora-weight-sync adapter: {reason}; give merged, or leave it out")
-    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason else "adapter")
+    # A server takes adapters only if it has been started for them.
+    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason or has_servers(args) else "adapter")
     if args.no_check_lora_sync and args.lora_weight_sync == "merged":
         raise GrpoError("--no-check-lora-sync needs --lora-weight-sync adapter: merged weights are not read back")
 
 
 def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
-    if has_servers(args):
-        return "servers receive whole weights"
+    if args.rollout_engine == "sglang":
+        return "SGLang's servers receive whole weights"
+    if has_servers(args) and args.weight_sync_method != "checkpoint":
+        return f"servers read an adapter's files, and --weight-sync-method is {args.weight_sync_method}, not checkpoint"
+    if has_servers(args) and args.lora_base_dtype == "fp8":
+        return "servers hold the base of their own files, and not the one of --lora-base-dtype fp8"
     if args.rollout_ranks:
         return "engines of --rollout-ranks receive whole weights"
     if args.lora_rank > LARGEST_SLOT:
@@ -385,7 +391,7 @@ def adapter_refused(args: Namespace) -> str | None:
     if args.vllm_quantization:
         return "--vllm-quantization quantizes the weights that are sent"
     if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
-        return "vLLM's CPU build has no adapters for mixtures of experts"
+        return "vLLM runs mixtures of experts with adapters on GPUs alone"
     in_float32 = args.vllm_dtype == "float32" or not (args.vllm_dtype or args.bf16 or args.fp16)
     if in_float32 and torch.cuda.is_available():
         return "vLLM's kernels for adapters are for 16 bits"
@@ -393,7 +399,7 @@ def adapter_refused(args: Namespace) -> str | None:
     if any(is_router(layers[name]) for name in modules):
         return "vLLM has no adapters of routers"
     if any(".experts." in name or ".shared_expert" in name for name in modules):
-        return "adapters of experts are not among those that this program loads into vLLM"
+        return "adapters of experts cannot be read back from the slots of vLLM's fused experts"
     if args.model_family in ("glm", "glm4") and any(name.endswith(".gate_up_proj") for name in modules):
         return f"vLLM has no adapter of {args.model_family}'s gate_up_proj"
     return None
@@ -403,10 +409,15 @@ def lora_note(args: Namespace) -> str | None:
     """Return the line that says what the engine receives of a LoRA run; None without adapters or engine weights."""
     if not args.lora_weight_sync:
         return None
+    if args.lora_weight_sync == "adapter" and has_servers(args):
+        checked = "" if args.no_check_lora_sync else ", which must change their log-probabilities at every sync"
+        return f"LoRA: the servers load the adapter from files{checked}; their base is their own"
     if args.lora_weight_sync == "adapter":
         checked = "" if args.no_check_lora_sync else ", and it is read back after every sync"
         return f"LoRA: the engine receives the adapter alone{checked}"
     reason = None if "lora_weight_sync" in args.explicit else adapter_refused(args)
+    if has_servers(args) and not reason:
+        reason = "servers load adapters only with --lora-weight-sync adapter"
     return "LoRA: the engine receives the weights merged with the adapter" + (f", because {reason}" if reason else "")
 
 

@@ -176,4 +176,10 @@ def to_batch(
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
         response_masks=[completion.response_mask for completion in completions],
         turns=[completion.turns for completion in completions],
+        sample_starts=_sample_starts(completions),
     )
+
+
+def _sample_starts(completions: list[Completion]) -> list[list[int]] | None:
+    starts = [completion.sample_starts for completion in completions if completion.sample_starts is not None]
+    return starts or None  # all completions of a run have them, or none

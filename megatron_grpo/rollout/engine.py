@@ -50,6 +50,7 @@ class Request:
     begun: "Completion | None" = None
     seed: int | None = None
     row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
+    sampled_before: int = 0  # tokens of the draw in earlier samples (`Completion.sample_starts`): another seed
 
     @property
     def begun_ids(self) -> Sequence[int]:
@@ -113,6 +114,14 @@ class Completion:
     turns: int = 1
     environment_reward: float | None = None
     messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
+    # One draw can consist of several samples: sequences that do not see each other. Where each further one begins, with
+    # its prompt (response mask 0); None where the run makes only single samples.
+    sample_starts: list[int] | None = None
+
+    @property
+    def mask(self) -> list[int]:
+        """``response_mask``, of ones where it is None."""
+        return [1] * len(self.token_ids) if self.response_mask is None else self.response_mask
 
     @property
     def num_sampled(self) -> int:
@@ -130,8 +139,18 @@ class Completion:
             log_probs=None if self.log_probs is None else [*self.log_probs, *[math.nan] * len(tokens)],
             weight_versions=[*self.weight_versions, *[version] * len(tokens)],
             kept_token_ids=kept,
-            response_mask=[*(self.response_mask or [1] * len(self.token_ids)), *[0] * len(tokens)],
+            response_mask=[*self.mask, *[0] * len(tokens)],
         )
+
+    @staticmethod
+    def joined(samples: "Sequence[Completion]") -> "Completion":
+        """Return the samples of one draw, each with its ``prompt_ids``, as one completion after the first's prompt."""
+        whole = replace(samples[0], sample_starts=[])
+        for sample in samples[1:]:
+            begun = whole.with_environment_tokens(list(sample.prompt_ids or ()))
+            starts = [*(whole.sample_starts or ()), len(whole.token_ids)]
+            whole = replace(sample.after(begun), prompt_ids=whole.prompt_ids, sample_starts=starts)
+        return whole
 
     def after(self, begun: "Completion | None") -> "Completion":
         """Return the completion of the tokens of ``begun`` and then of this one."""
@@ -139,7 +158,7 @@ class Completion:
             return self
         if not self.token_ids:
             return replace(begun, finish_reason=self.finish_reason)
-        log_probs, kept, mask = self.log_probs, self.kept_token_ids, begun.response_mask
+        log_probs, kept, masks = self.log_probs, self.kept_token_ids, (begun.response_mask, self.response_mask)
         if log_probs is not None and begun.log_probs is not None:
             log_probs = [*begun.log_probs, *log_probs]
         if kept is not None and begun.kept_token_ids is not None:
@@ -150,7 +169,7 @@ class Completion:
             log_probs=log_probs,
             weight_versions=[*begun.weight_versions, *self.weight_versions],
             kept_token_ids=kept,
-            response_mask=None if mask is None else [*mask, *[1] * len(self.token_ids)],
+            response_mask=None if masks == (None, None) else [*begun.mask, *self.mask],
         )
 
 
@@ -177,6 +196,10 @@ class Engine(Protocol):
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Load new weights (Hugging Face names, full tensors); later completions carry ``version``."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the engine has the weights below an adapter; else call ``update_weights`` before `update_adapter`."""
 
     def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
         """Load a LoRA adapter beside the weights (format of rollout/vllm/adapter.py); completions carry ``version``."""

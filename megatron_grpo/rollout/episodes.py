@@ -26,7 +26,31 @@ from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request
 from megatron_grpo.utils.errors import GrpoError
 
-_CONTINUES, _ENDS, _FAILS = range(3)
+_CONTINUES, _ENDS, _FAILS, _SPLITS = range(4)
+
+
+class FailureCounts:
+    """Episodes that failed since the last report, by reason."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, error: str) -> None:
+        """Count a failure by the first line of its error."""
+        reason = error.partition("\n")[0]
+        self._counts[reason] = self._counts.get(reason, 0) + 1
+
+    def lines(self, what: str) -> list[str]:
+        """Return one line for each reason, and count anew."""
+        counts, self._counts = self._counts, {}
+        return [
+            f"{what} failed in {count} episode{'s' * (count > 1)}: {reason}; not scored, and not in the loss"
+            for reason, count in counts.items()
+        ]
+
+
+class HistoryRewritten(GrpoError):
+    """The chat template renders what was sampled otherwise (--on-rewritten-history refuse)."""
 
 
 @dataclass(eq=False)
@@ -34,11 +58,13 @@ class _Episode:
     """An episode on one rank; the lead rank alone knows the conversation."""
 
     request: Request
-    trajectory: Completion | None = None
+    trajectory: Completion | None = None  # of the newest sample
+    samples: list[Completion] = field(default_factory=list)  # the earlier ones
     turns: int = 0
     environment_tokens: int = 0
     messages: list[Message] = field(default_factory=list)  # before the policy's next turn
     turn: Message = field(default_factory=dict)  # the policy's newest turn
+    text: str = ""  # of that turn, with its tool calls
     rewards: list[float | None] = field(default_factory=list)  # of each turn
 
     @property
@@ -69,7 +95,7 @@ class Episodes:
         self._generating: set[int] = set()
         self._waiting: set[int] = set()  # for the environment
         self._immediate: set[int] = set()  # those of them whose environment answers at once
-        self._failures: dict[str, int] = {}  # reason -> episodes since the last report, on the lead rank
+        self._failures = FailureCounts()
 
     def __getattr__(self, name: str) -> Any:
         """Weights, memory and the rest are the engine's own matter."""
@@ -119,6 +145,7 @@ class Episodes:
             return
         spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
         text, calls = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None), []
+        episode.text = text
         if self._parser is not None:
             text, calls = self._parser.parse(text)
         episode.turn = {"role": "assistant", "content": text}
@@ -141,7 +168,7 @@ class Episodes:
             episode.rewards.append(reward)
             if what == _FAILS:
                 ended.append(self._end(number, "failed"))
-            elif episode.trajectory is None:  # the messages of the environment's reset are part of the prompt
+            elif episode.turns == 0:  # the messages of the environment's reset are part of the prompt
                 if tokens:
                     episode.request = replace(episode.request, prompt_ids=tokens)
                 continued.append(episode.request)
@@ -149,12 +176,31 @@ class Episodes:
                 ended.append(self._end(number, episode.trajectory.finish_reason))
             elif self._at_a_limit(episode, len(tokens)):
                 ended.append(self._end(number, "length"))
+            elif what == _SPLITS:
+                episode.environment_tokens += len(tokens)
+                self._begin_sample(episode, tokens)
+                continued.append(episode.request)
             else:
+                assert episode.trajectory is not None
                 episode.environment_tokens += len(tokens)
                 episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
                 continued.append(replace(episode.request, begun=episode.trajectory))
         self._generate(continued)
         return ended
+
+    @staticmethod
+    def _begin_sample(episode: _Episode, prompt_ids: list[int]) -> None:
+        """Go on from another prompt, in a sample of its own."""
+        assert episode.trajectory is not None
+        request, sampled = episode.request, episode.trajectory.num_sampled
+        episode.samples.append(replace(episode.trajectory, prompt_ids=request.prompt_ids))
+        episode.trajectory = None
+        episode.request = replace(
+            request,
+            prompt_ids=prompt_ids,
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled),
+            sampled_before=request.sampled_before + sampled,
+        )
 
     def _answers(self) -> list[tuple[int, int, float | None, list[int]]]:
         """Return (episode, what follows, reward, tokens) of each answer, on the lead rank."""
@@ -170,21 +216,22 @@ class Episodes:
         error = answer.error
         if error is None and not answer.done and not episode.all_sampled and answer.messages:
             try:
-                tokens = self._render(episode, answer.messages)
+                what, tokens = self._render(episode, answer.messages)
+            except HistoryRewritten:
+                raise
             except GrpoError as refused:
                 error = str(refused)
             else:
                 episode.messages += [episode.turn] if episode.turns else []
                 episode.messages += answer.messages
-                return answer.key, _CONTINUES, answer.reward, tokens
+                return answer.key, what, answer.reward, tokens
         if error is not None:
-            reason = error.partition("\n")[0]
-            self._failures[reason] = self._failures.get(reason, 0) + 1
+            self._failures.add(error)
             return answer.key, _FAILS, None, []
         return answer.key, _ENDS if answer.done else _CONTINUES, answer.reward, []
 
-    def _render(self, episode: _Episode, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between the policy's newest turn and its next one."""
+    def _render(self, episode: _Episode, messages: Sequence[Message]) -> tuple[int, list[int]]:
+        """Return (_CONTINUES, the tokens between the policy's newest turn and its next one), or (_SPLITS, a prompt)."""
         assert self._renderer is not None
         row = episode.request.row
         variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row, episode.messages)
@@ -192,10 +239,28 @@ class Episodes:
         role = self._args.tool_role
         messages = [{**m, "role": role} if m["role"] == "tool" else m for m in messages]
         if episode.trajectory is None:
-            return self._tokenizer.apply_chat_template([*episode.messages, *messages], tools, variables)
+            return _CONTINUES, self._tokenizer.apply_chat_template([*episode.messages, *messages], tools, variables)
         turn = episode.turn if role == "tool" else {k: v for k, v in episode.turn.items() if k != "tool_calls"}
+        if self._args.on_rewritten_history != "keep":
+            spoken = turn if role == "tool" else turn | {"content": episode.text}
+            whole = self._renderer.whole([*episode.messages, spoken, *messages], tools, variables)
+            if not self._renderer.keeps([*episode.request.prompt_ids, *episode.trajectory.token_ids], whole):
+                return self._rewritten(episode, whole)
         last = episode.trajectory.token_ids[-1]
-        return self._renderer.after_turn(episode.messages, turn, messages, last, tools, variables)
+        return _CONTINUES, self._renderer.after_turn(episode.messages, turn, messages, last, tools, variables)
+
+    def _rewritten(self, episode: _Episode, whole: list[int]) -> tuple[int, list[int]]:
+        if self._args.on_rewritten_history == "split":
+            return _SPLITS, whole
+        assert episode.trajectory is not None
+        ids = [*episode.request.prompt_ids, *episode.trajectory.token_ids]
+        sampled, rendered = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (ids, whole))
+        place = next((i for i, (a, b) in enumerate(zip(sampled, rendered)) if a != b), 0)
+        raise HistoryRewritten(
+            f"the chat template changes turn {episode.turns} or an earlier one (--on-rewritten-history refuse): "
+            f"sampled was {sampled[place : place + 60]!r}, and it renders {rendered[place : place + 60]!r}; give "
+            "--on-rewritten-history split or keep, or another --chat-template"
+        )
 
     def _at_a_limit(self, episode: _Episode, num_tokens: int) -> bool:
         """Return whether an episode cannot go on after ``num_tokens`` tokens of the environment."""
@@ -207,11 +272,13 @@ class Episodes:
         if self._pool is not None:
             self._pool.end(number)
         trajectory = episode.trajectory or Completion(number, [], None, reason, [])
+        trajectory = replace(trajectory, prompt_ids=episode.request.prompt_ids)
+        if self._args.on_rewritten_history == "split":
+            trajectory = Completion.joined([*episode.samples, trajectory])
         rewards = [reward for reward in episode.rewards if reward is not None]
         return replace(
             trajectory,
             finish_reason=reason,
-            prompt_ids=episode.request.prompt_ids,
             turns=max(episode.turns, 1),
             environment_reward=sum(rewards) if rewards else None,
             messages=[*episode.messages, episode.turn] if self._pool is not None else None,
@@ -230,8 +297,4 @@ class Episodes:
 
     def failures(self) -> list[str]:
         """Return one line for each reason for which environments have failed since the last call, on the lead rank."""
-        failures, self._failures = self._failures, {}
-        return [
-            f"the environment failed in {count} episode{'s' * (count > 1)}: {reason}; not scored, and not in the loss"
-            for reason, count in failures.items()
-        ]
+        return self._failures.lines("the environment")

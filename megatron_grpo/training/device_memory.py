@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_grpo.estimate.memory import GIB
 from megatron_grpo.estimate.savings import savings
+from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors
 from megatron_grpo.utils.errors import GrpoError, is_out_of_memory
 
@@ -83,7 +84,7 @@ class DeviceMemory:
         awake, asleep = self._engine_bytes()
         allocated, reserved = torch.cuda.memory_allocated() - asleep, torch.cuda.memory_reserved() - asleep
         known = {
-            "weights": _bytes(parameter for chunk in self.model for parameter in chunk.parameters()),
+            "weights": _bytes(part for chunk in self.model for weight in chunk.parameters() for part in stored(weight)),
             "gradients": _bytes(gradient_tensors(self.model)) if self.optimizer is not None else 0,
             "optimizer state": _bytes(optimizer_tensors(self.optimizer)) if self.optimizer is not None else 0,
             "engine": awake,

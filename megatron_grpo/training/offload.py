@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -146,11 +147,12 @@ class Offloader:
 
 
 def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of the wrapped chunks."""
+    """Yield the parameters of the wrapped chunks, and what holds those that are stored in 8 bits."""
     for chunk in model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             assert group.param_gather_handle is None, "a gather of parameters is running: complete it first"
-        yield from chunk.parameters()
+        for parameter in chunk.parameters():
+            yield from stored(parameter)
 
 
 def gradient_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:

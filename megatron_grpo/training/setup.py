@@ -46,6 +46,7 @@ from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
+from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import has_servers, lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Episodes
@@ -115,6 +116,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools)
     for prompt in [prompt for data in (dataset, valid) if data for prompt in data.first(1)]:
         check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
+    args.engine_decodes |= args.agent is not None  # its calls can have stop words
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
@@ -531,11 +533,12 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     )
 
 
-def build_episodes(args, engine: Engine, tokenizer) -> Episodes:
-    """Return ``engine`` with the environments of a run; the lead rank of each replica runs them."""
+def build_episodes(args, engine: Engine, tokenizer) -> Episodes | Agents:
+    """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
+    kind = Agents if args.agent else Episodes
     group = replica_group(engine.replica, engine.num_replicas, backend="gloo")
     if not engine.is_lead:
-        return Episodes(engine, None, None, None, tokenizer, args, group)
+        return kind(engine, None, None, None, tokenizer, args, group)
     pool = EnvironmentPool(
         [args.environment],
         args.external_plugins or [],
@@ -545,7 +548,7 @@ def build_episodes(args, engine: Engine, tokenizer) -> Episodes:
     )
     before_exit(pool.close)
     parser = ToolCallParser(args.tool_call_parser, tokenizer.backend) if args.tool_call_parser else None
-    return Episodes(engine, pool, TurnRenderer(tokenizer, args.end_token_ids), parser, tokenizer, args, group)
+    return kind(engine, pool, TurnRenderer(tokenizer, args.end_token_ids), parser, tokenizer, args, group)
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:

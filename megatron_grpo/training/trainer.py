@@ -38,6 +38,8 @@ from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
+from megatron_grpo.rollout.agents.agents import Agents
+from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.rollout.collect import Needs, collect_rollout, everything
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
@@ -194,7 +196,7 @@ class Trainer:
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
-        for line in self.engine.failures() if isinstance(self.engine, Episodes) else []:
+        for line in self.engine.failures() if isinstance(self.engine, Episodes | Agents) else []:
             print(f"[rank {dist.get_rank()}] {line}", flush=True)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
@@ -303,13 +305,16 @@ class Trainer:
             with self.device_memory.phase("the engine's allocation of its KV cache"):
                 self.engine.wake_cache()
             memory["rollout"] = self._memory()
-            if self.args.lora_weight_sync == "adapter" and not self.adapter_probed:
+            probes_adapter = self.args.lora_weight_sync == "adapter" and not self.adapter_probed
+            if probes_adapter:
                 with self.timers("sync"):
                     probe_adapter(self.engine)
                 self.adapter_probed = True
             # Beside --max-staleness hardly a token of a batch is of the newest weights (`check_engine`).
             stale = self.engine.streams and self.args.max_staleness > 0
-            if new_weights and (self.args.check_weight_sync or stale):
+            # Servers that load an adapter have read the base themselves.
+            unknown_base = probes_adapter and has_servers(self.args)
+            if new_weights and (self.args.check_weight_sync or stale or unknown_base):
                 probe = self._probe_engine()
             yield
             self.device_memory.mark(engine=True)

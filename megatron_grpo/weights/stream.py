@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.models.fp8_weight import plain
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import model_weights
@@ -79,13 +80,13 @@ def stream_weights(
         if dist.get_world_size(pp_group) == len(group.members) == 1:
             progress.advance()
             for (weight,) in bucket:
-                yield from stacked(weight, weight.split([local[weight.name].to(dtype)]))
+                yield from stacked(weight, weight.split([plain(local[weight.name]).to(dtype)]))
             continue
         shapes = [unit[0].shard_shape(group.tp_size) for unit in bucket]
         sizes = [prod(shape) for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device())
         if dist.get_rank(pp_group) == stage:
-            _copy(flat.split(sizes), (local[unit[group.place].name].reshape(-1) for unit in bucket))
+            _copy(flat.split(sizes), (plain(local[unit[group.place].name]).reshape(-1) for unit in bucket))
         if dist.get_world_size(pp_group) > 1:
             dist.broadcast(flat, src=dist.get_global_rank(pp_group, stage), group=pp_group)
         if len(group.members) > 1:
@@ -159,7 +160,7 @@ def owned_hf_tensors(
             continue
         if (replica if weight.expert is None else expert_replica) > 0:
             continue
-        shards = _gather(local[weight.name], weight, number)
+        shards = _gather(plain(local[weight.name]), weight, number)
         for name, tensor in zip(weight.hf, weight.split(shards), strict=True) if shards else ():
             yield name, tensor, *((weight.expert, weight.hf[name][0]) if weight.all_experts else (0, 1))
 

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 TP2 = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2".split()
 MERGED = "--lora-weight-sync merged --check-weight-sync".split()
+FP8 = "--lora-base-dtype fp8".split()
 # (ranks, flags): the default has shards of every kind of layer
 LAYOUTS = {
     "an engine over two ranks": (2, TP2),
@@ -31,6 +32,8 @@ LAYOUTS = {
     "merged, two ranks": (2, [*TP2, *MERGED]),
     "some layers": (1, ["--lora-target-modules", "q_proj", "v_proj", r"model\.layers\.1\.mlp\..*"]),
     "rsLoRA": (1, ["--lora-use-rslora"]),
+    "a base in 8 bits": (2, [*TP2, *FP8]),
+    "a base in 8 bits, merged": (2, [*TP2, *FP8, *MERGED]),
 }
 SIZES = """--shape qwen3 --tokenizer bytes --steps 0 --quiet --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32
     --num-layers 2 --max-position-embeddings 512""".split()
@@ -64,11 +67,15 @@ def found(layout, out) -> list[dict]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(LAYOUTS[layout][0])]
 
 
-def merged(model: str, adapter: dict, scale: float):
-    """The model of transformers with the adapter merged."""
+def merged(model: str, adapter: dict, scale: float, in_8_bits: bool):
+    """The model of transformers with the adapter merged into its weights, or into what 8 bits leave of them."""
     # Other implementations of attention ignore soft caps and sinks.
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if in_8_bits and name.endswith("_proj.weight"):  # matrices of one block
+                scale_of_block = weight.abs().max() / 448
+                weight.copy_((weight / scale_of_block).to(torch.float8_e4m3fn).float() * scale_of_block)
         for name, up in adapter.items():
             if ".lora_B." in name:
                 layer = network.get_submodule(name.removesuffix(".lora_B.weight"))
@@ -81,13 +88,14 @@ def test_the_engine_answers_as_the_merged_model(layout, model, out, found):
 
     With prefix caching, under which an adapter in place of another one could find the other one's keys and values.
     """
-    check_answers(model, out, found, ALPHA / RANK**0.5 if layout == "rsLoRA" else ALPHA / RANK)
+    scale = ALPHA / RANK**0.5 if layout == "rsLoRA" else ALPHA / RANK
+    check_answers(model, out, found, scale, in_8_bits="8 bits" in layout)
 
 
-def check_answers(model, out, found, scale: float = ALPHA / RANK) -> None:
+def check_answers(model, out, found, scale: float = ALPHA / RANK, in_8_bits: bool = False) -> None:
     assert len({str(answer) for answer in found[0]["answers"][:3]}) == 3, "the adapters make no difference"
     for number in range(4):
-        network = merged(model, load_file(out / f"adapter-{number}.safetensors"), scale)
+        network = merged(model, load_file(out / f"adapter-{number}.safetensors"), scale, in_8_bits)
         for answers in [rank["answers"][number] for rank in found]:
             for prompt, (ids, log_probs) in zip(prompts(network.config.vocab_size), answers, strict=True):
                 assert len(ids) == TOKENS

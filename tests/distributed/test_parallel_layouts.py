@@ -48,6 +48,9 @@ GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss -
 LORA = """--lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear all-router
  --lora-modules-to-save lm_head embed_tokens input_layernorm"""
 ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', '')} {LORA}"
+# A base in 8 bits: shards that end within a block of the whole matrix.
+FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
+ --moe-shared-expert-intermediate-size 144"""
 OVERLAP = check_parallel.OVERLAP
 LAYOUTS = {
     "dense": [
@@ -121,6 +124,12 @@ LAYOUTS = {
         f"TP2 SP EP2 ETP2: {BUDGET} --moe-grouped-gemm",
         f"PP2 EP2: {BUDGET} --use-distributed-optimizer",
     ],
+    "fp8_base": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP: {BUDGET} --moe-grouped-gemm",
+        f"TP2 SP EP2 ETP2: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
+        f"PP2 EP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
     "gpt_oss": [
         f"TP1: {BUDGET}",
         f"TP2 SP EP2: {BUDGET}",
@@ -153,8 +162,10 @@ PAIRWISE = {
     "latent": [LAYOUTS["latent"][0], LAYOUTS["latent"][2], LAYOUTS["latent"][4]],
     "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
     "dora": LAYOUTS["dora"][:2],
+    "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][0], LAYOUTS["gpt_oss"][1], LAYOUTS["gpt_oss"][3]],
 }
+FP8 = pytest.param("fp8_base", marks=pytest.mark.slow)
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
@@ -210,13 +221,14 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "adapters", "dora", "gpt_oss"])
+@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "adapters", "dora", FP8, "gpt_oss"])
 def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
-    balanced by a bias, and multi-token prediction; adapters of all its layers; biases, windows and sinks.
+    balanced by a bias, and multi-token prediction; adapters of all its layers, on a base in 8 bits, too; biases,
+    windows and sinks.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}
-    flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora"}
+    flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))
     assert status == 0, printed
 
@@ -337,3 +349,58 @@ def test_the_update_is_autograds(dense, tiny_models):
         if "norm" not in name:  # Megatron takes no weight decay on vectors
             gap = torch.linalg.norm(ours[name].double() - parameter) / torch.linalg.norm(parameter)
             assert gap < 1e-4, f"{name}: {gap:.1e}"
+
+
+# Adam with a large eps is gradient descent, here with a rate of 10; the second update has a rate of 0.
+TRAJECTORIES = """--environment calculator --max-turns 4
+ --max-environment-tokens 24 --adam-eps 1e8 --lr 1e9 --weight-decay 0 --clip-grad 0
+ --min-lr 0 --lr-decay-style linear --lr-decay-iters 1 --beta 0 --no-shuffle-completions"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("share", ["two", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("history", ["keep", "split"])
+def test_a_trajectory_gives_the_gradient_of_its_sampled_tokens(history, share, tmp_path, tiny_models):
+    """The gradient of completions of up to four turns, in fp32, is that of a loop in which every turn is a sequence of
+    its own after all that was said before (in its sample), by transformers' model and autograd. A failed one has no
+    part in it.
+    """
+    layouts = [layout.replace(" LOSSES", "") for layout in LAYOUTS["dense"]]
+    layouts = list(dict.fromkeys(layouts)) if share == "all" else ["TP1: --micro-batch-size 1", f"TP2 SP: {BUDGET}"]
+    layouts = [layout.replace("--use-distributed-optimizer", "") for layout in layouts if OVERLAP not in layout]
+    if history == "split":
+        layouts = [layout for layout in layouts if "CP" not in layout]
+    flags = f"--load-hf {tiny_models['qwen3']} {TRAJECTORIES} --on-rewritten-history {history}"
+    status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
+    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert status == 0 and all(result.get("gap", 0.0) < 1e-6 for result in results), printed
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
+    batch = made_up.rollout(made_up.parse(flags.split(), 1))
+    noise = made_up.perturbations(len(batch.tokens))
+    turns, failed, several = 0, 0, 0
+    for i in range(16):
+        begin, end = batch.cu_seqlens[i : i + 2]
+        ids, mask = torch.tensor(batch.tokens[begin:end].astype(np.int64)), batch.response_mask[begin:end]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
+        failed += not len(edges)
+        starts = [0] if batch.sample_starts is None else [0, *np.flatnonzero(batch.sample_starts[begin:end])]
+        several += len(starts) > 1
+        loss = 0.0
+        for first, last in edges.reshape(-1, 2):
+            start = max(place for place in starts if place < first)
+            log_p = torch.log_softmax(model(ids[None, start:last]).logits[0] / 0.8, -1)  # --temperature 0.8
+            new = log_p[first - start - 1 : -1].gather(1, ids[first:, None][: last - first])[:, 0]
+            ratio = torch.exp(new - (new.detach() + noise[0, begin + first : begin + last]))
+            advantage = float(batch.advantages[i])
+            loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+            turns += 1
+        if len(edges):
+            (loss / mask.sum() / 16).backward()  # mean over sampled tokens, then over completions
+    assert turns > 24 and failed == 2 and (several > 5) == (history == "split")
+    ours = load_file(tmp_path / "reference.safetensors")
+    before = load_file(f"{tiny_models['qwen3']}/model.safetensors")
+    gradients = {name: (before[name].double() - ours[name].double()) / 10 for name in before}
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gap = sum((gradients[name] - expected[name]).square().sum() for name in expected).sqrt()
+    assert gap / sum(gradient.square().sum() for gradient in expected.values()).sqrt() < 1e-6

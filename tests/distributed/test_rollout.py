@@ -2,13 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from tools.cpu_server import cpu_server
 from tools.make_tiny_model import build_parser, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
@@ -103,21 +99,8 @@ def vllm_server(model: str, out: Path):
     shutil.copytree(model, source)
     weights = load_file(source / "model.safetensors")
     save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, source / "model.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(source)]
-    command += f"--host 127.0.0.1 --port {port} --dtype float32 --max-model-len 400 --enforce-eager".split()
-    command += "--logprobs-mode raw_logprobs --no-enable-chunked-prefill".split()
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    with open(out / "server.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            yield f"http://127.0.0.1:{port}"  # the trainer waits for it
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+    with cpu_server(source, out / "server.log", "--logprobs-mode raw_logprobs", VLLM_API_KEY=KEY) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")

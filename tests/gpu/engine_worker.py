@@ -92,12 +92,6 @@ class Worker:
         ours = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
         return float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
 
-    @torch.no_grad()
-    def change_weights(self) -> None:
-        for chunk in self.trainer.model:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.flip(0))  # other weights of the same size
-
     # ---- cases
 
     def seeds(self) -> None:
@@ -140,7 +134,10 @@ class Worker:
             self.engine.submit([Request(0, prompt.ids, sampling)])
             for _ in range(3):
                 self.engine.poll()
-            self.change_weights()
+            with torch.no_grad():
+                for chunk in self.trainer.model:
+                    for parameter in chunk.parameters():
+                        parameter.copy_(parameter.flip(0))  # other weights of the same size
             Trainer.sync(self.trainer)
             numbers = range(1, count + 1)
             self.engine.submit([Request(number, prompt.ids, sampling) for number in numbers])
@@ -167,7 +164,10 @@ class Worker:
     def weights(self) -> None:
         """Weights that have changed reach the engine, and only with a sync."""
         before = self.mismatch(1.0)
-        self.change_weights()
+        with torch.no_grad():
+            for chunk in self.trainer.model:
+                for parameter in chunk.parameters():
+                    parameter.add_(0.5 * parameter.flip(0))
         stale = self.mismatch(1.0)
         Trainer.sync(self.trainer)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]

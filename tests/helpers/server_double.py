@@ -7,6 +7,7 @@ drop a connection at any point.
 
 import base64
 import contextlib
+import copy
 import datetime
 import json
 import pickle
@@ -56,6 +57,7 @@ class Double(ThreadingHTTPServer):
         self.make_model = make_model
         self.model, self.weight_version = make_model(), "default"
         self.reloads: list[str] = []
+        self.adapters: dict[str, LlamaForCausalLM] = {}  # name -> model with the adapter merged
         self.generated, self.fail_after = 0, None  # number of requests; the server dies after ``fail_after``
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.asleep: set[str] = set()
@@ -67,6 +69,7 @@ class Double(ThreadingHTTPServer):
         self.started += 1.0
         self.groups.clear()
         self.asleep.clear()
+        self.adapters.clear()
         self.model, self.weight_version = self.make_model(), "default"
 
     def stop(self) -> None:
@@ -83,6 +86,19 @@ class Double(ThreadingHTTPServer):
         assert not unexpected and set(missing) <= {"lm_head.weight"}, f"{missing} {unexpected}"
         self.model.tie_weights()
         self.reloads.append(directory)
+
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Merge PEFT's files into a copy of the model."""
+        assert name not in self.adapters, f"The lora adapter '{name}' has already been loaded."
+        config = json.loads(Path(directory, "adapter_config.json").read_text())
+        matrices = load_file(Path(directory, "adapter_model.safetensors"))
+        model = copy.deepcopy(self.model)
+        for key in matrices if self.fault != "ignored adapter" else ():
+            layer, kind, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
+            if kind == "lora_A" and not layer.endswith(self.config.get("without_slot", "nothing")):
+                up = matrices[key.replace("lora_A", "lora_B")]
+                model.get_submodule(layer).weight.data += config["lora_alpha"] / config["r"] * up @ matrices[key]
+        self.adapters[name] = model
 
     def handle_error(self, request, client_address) -> None:  # a client that disconnects is not an error
         pass
@@ -240,9 +256,20 @@ class VllmHandler(Handler):
                         "device_config": {"device": config.get("device", "cpu")},
                         "scheduler_config": {"enable_chunked_prefill": config.get("chunked", False)},
                         "compilation_config": {"custom_ops": ["all"]},
+                        "lora_config": {"max_lora_rank": rank} if (rank := config.get("max_lora_rank")) else None,
                     },
-                    "vllm_env": {"VLLM_MLA_DISABLE": False},
+                    "vllm_env": {
+                        "VLLM_MLA_DISABLE": False,
+                        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": config.get("updating", True),
+                    },
                 }
+            case "/v1/load_lora_adapter":
+                double.load_adapter(body["lora_name"], body["lora_path"])
+                return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+            case "/v1/unload_lora_adapter":
+                if double.adapters.pop(body["lora_name"], None) is None:
+                    return 404, {"error": {"message": "The lora adapter cannot be found.", "code": 404}}
+                return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
             case "/metrics":
                 lines = [f'vllm:generation_tokens_total{{engine="0",model_name="toy"}} {float(double.tokens)}']
                 return 200, "\n".join([f"process_start_time_seconds {double.started}", *lines, ""])
@@ -272,7 +299,8 @@ class VllmHandler(Handler):
 
     def completions(self, body: dict) -> dict:
         double = self.server
-        assert body["model"] == "toy", "The model does not exist"
+        assert body["model"] in ("toy", *double.adapters), "The model does not exist"
+        model = double.adapters.get(body["model"], double.model)
         assert all(0 <= token < double.model.config.vocab_size for token in body["prompt"]), "out of vocabulary"
         if body.get("prompt_logprobs") is not None:
             return {"choices": [{"index": 0, "text": "", "prompt_logprobs": self.prompt_log_probs(body["prompt"])}]}
@@ -280,9 +308,7 @@ class VllmHandler(Handler):
         assert body["n"] == 1 or body["temperature"] > 0, "n must be 1 when using greedy sampling"
         choices = []
         for index in range(body["n"]):
-            ids, log_probs, reason = sample(
-                double.model, body["prompt"], body, body["seed"] + index, body["stop_token_ids"]
-            )
+            ids, log_probs, reason = sample(model, body["prompt"], body, body["seed"] + index, body["stop_token_ids"])
             double.tokens += len(ids)
             names = [f"token_id:{token}" for token in ids]
             choice = {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": None, "text": ""}

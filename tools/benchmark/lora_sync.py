@@ -23,7 +23,6 @@ import made_up
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.lora.attach import local_adapter
 from megatron_grpo.lora.stream import stream_merged
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sent_adapter
@@ -97,8 +96,6 @@ def main() -> None:
     if options.merge_only:
         merge_only(args, model, options.repeat)
         return
-    for _, tensor in local_adapter(model):
-        tensor.fill_(0.01)  # a B of zeros never proves where the engine holds it, and vLLM would load every adapter
     engine = build_engine(args, model, SimpleNamespace(decode=None))
     engine.wake_weights()
     engine.update_weights(stream_hf(model, args), 0)

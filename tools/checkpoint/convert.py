@@ -283,10 +283,12 @@ def adapter(options: argparse.Namespace, args: argparse.Namespace) -> Merge | No
     directory = Path(options.merge_lora)
     if checkpoint_directory.latest_iteration(directory) is None:
         files.merge_config(args, directory)
-        return Merge(args, files.open_adapter(args, directory))
+        dtype = getattr(torch, files.read_base(directory)["params_dtype"])
+        return Merge(args, files.open_adapter(args, directory), dtype)
     _, found = checkpoint_directory.find(directory)
     checkpoint_directory.verify(found)
-    base.merge_stored(args, checkpoint_directory.read_checkpoint_args(directory))
+    stored = checkpoint_directory.read_checkpoint_args(directory)
+    base.merge_stored(args, stored)
     if not args.lora_rank:
         raise GrpoError(f"--merge-lora {directory} holds checkpoints of a run without --lora-rank: there is no adapter")
     checkpoint = torch_dist.Checkpoint(found)
@@ -307,7 +309,7 @@ def adapter(options: argparse.Namespace, args: argparse.Namespace) -> Merge | No
         key = f"lora.{name}".replace(f".experts.{expert}.", ".experts.")
         return checkpoint.read([torch_dist.Place(key, (expert,), (args.num_experts,))])
 
-    return Merge(args, read)
+    return Merge(args, read, getattr(torch, stored["lora_base"]["dtype"]))
 
 
 def check_agreement(args: argparse.Namespace, stored: Mapping[str, Any], directory: Path, hf_config: str) -> None:

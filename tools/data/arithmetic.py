@@ -2,12 +2,18 @@
 
     python tools/data/arithmetic.py --save data/arithmetic --operations + - --digits 1 2 --reversed
 
+    python tools/data/arithmetic.py --save data/tools --digits 4 --pairs 20000 --tool-calls 0.2
+
 Writes warmup (supervised warm-up), train (GRPO), valid (to stop the warm-up) and test (held out from both), as .jsonl
 or .parquet. A row has `prompt`, `answer` and `data_source`.
 
 The files share no *unordered* operand pair: if one file has `3+5=`, no other file has `5+3=`. Otherwise a model that
 has only learnt a+b = b+a would appear to solve unseen problems. In subtractions the larger operand comes first, so no
 answer is negative. The draw depends only on the arguments and --seed.
+
+With --tool-calls the prompt is a chat message. The rows of warmup and valid also have the whole conversation,
+`messages`: in this share of warmup the assistant calls the tool `calculate` and repeats its result, in the others it
+answers at once. In valid it always calls the tool.
 """
 
 import argparse
@@ -113,6 +119,28 @@ def make_splits(
     return rows
 
 
+def with_tool_calls(splits: dict[str, list[dict]], share: float, seed: int) -> dict[str, list[dict]]:
+    """Return the rows as chats; in ``share`` of the warm-up's conversations the assistant calls the calculator."""
+    rng = random.Random(seed)
+
+    def conversation(question: dict, row: dict, share: float) -> list[dict]:
+        answer = {"role": "assistant", "content": row["answer"]}
+        if rng.random() >= share:
+            return [question, answer]
+        function = {"name": "calculate", "arguments": {"expression": row["prompt"].rstrip("=")}}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        return [question, call, {"role": "tool", "content": row["answer"]}, answer]
+
+    def chat(name: str, row: dict) -> dict:
+        question = {"role": "user", "content": row["prompt"]}
+        if name in ("train", "test"):
+            return row | {"prompt": [question]}
+        messages = conversation(question, row, share if name == "warmup" else 1.0)
+        return row | {"prompt": [question], "messages": messages}
+
+    return {name: [chat(name, row) for row in rows] for name, rows in splits.items()}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,6 +153,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=int, metavar="N", help="operand pairs to draw per operation [all]")
     parser.add_argument(
         "--reversed", action="store_true", help="write answers with the last digit first, which is easier to learn"
+    )
+    parser.add_argument(
+        "--tool-calls", type=float, metavar="SHARE", help="write conversations; this share of warmup calls a calculator"
     )
     parser.add_argument(
         "--shares",
@@ -143,6 +174,13 @@ def main() -> int:
     args = build_parser().parse_args()
     try:
         splits = make_splits(args.operations, args.digits, args.shares, args.pairs, args.reversed, args.seed)
+        if args.tool_calls is not None:
+            if args.reversed or not 0 <= args.tool_calls <= 1:
+                raise GrpoError(
+                    f"--tool-calls {args.tool_calls}: give a share from 0 to 1, and leave out --reversed: the "
+                    "calculator's results are not reversed"
+                )
+            splits = with_tool_calls(splits, args.tool_calls, args.seed)
         for name, rows in splits.items():
             if rows:
                 path = args.save / f"{name}.{args.format}"

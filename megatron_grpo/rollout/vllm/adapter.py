@@ -1,4 +1,4 @@
-"""LoRA adapters in a running vLLM: loaded from memory, read back from every slot, and probed.
+"""LoRA adapters in a vLLM of these processes: loaded from memory, read back from every slot, and probed.
 
 An adapter is a dictionary of full tensors with PEFT's names without its prefix: ``….q_proj.lora_A.weight`` ``[r, in]``
 and ``….q_proj.lora_B.weight`` ``[out, r]``. The scale (alpha / r) is already in B.
@@ -14,12 +14,17 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.utils.errors import GrpoError
 
+PROBE_LENGTH, PROBE_TOKENS = 16, 4  # tokens of the prompt that probes the adapter, and of its completion
+PROBE_DIFFERENCE = 1e-3  # nats; a random adapter changes log-probabilities by far more
 Adapter = dict[str, Tensor]
 Pair = tuple[Tensor, Tensor]  # A [r, in] and B [out, r]
 SLOT = 1  # vLLM's number of the only adapter
@@ -162,6 +167,19 @@ def random_adapter(like: Adapter, kind: str | None, device: torch.device) -> Ada
             drawn[key] = numbers.to(device, tensor.dtype)
         made[name] = drawn[key]
     return made
+
+
+def probe_request(vocab_size: int, longest: int) -> Request:
+    """Return the greedy request that probes an adapter, of at most ``longest`` tokens with its completion."""
+    length = max(1, min(PROBE_LENGTH, longest - PROBE_TOKENS))
+    ids = [(7 * place + 1) % vocab_size for place in range(length)]
+    return Request(0, ids, Sampling(min(PROBE_TOKENS, longest - length), temperature=0, log_probs=True))
+
+
+def differ(one: Completion, other: Completion) -> bool:
+    """Return whether two completions differ by more than rounding."""
+    gap = np.abs(np.subtract(one.log_probs, other.log_probs))  # type: ignore[arg-type]
+    return one.token_ids != other.token_ids or not gap.max() <= PROBE_DIFFERENCE
 
 
 def _manager(worker):

@@ -38,9 +38,6 @@ from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 
-PROBE_LENGTH, PROBE_TOKENS = 16, 4  # tokens of the prompt that probes the adapter, and of its completion
-PROBE_DIFFERENCE = 1e-3  # nats; a random adapter changes log-probabilities by far more
-
 
 class VllmColocate(TakesTurns):
     """Engine that runs vLLM in the training processes (``--rollout-engine vllm --vllm-mode colocate``).
@@ -86,7 +83,7 @@ class VllmColocate(TakesTurns):
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
-                own = request_seed(self._rollout_seed, request.id, len(request.begun_ids))
+                own = request_seed(self._rollout_seed, request.id, request.sampled_before + len(request.begun_ids))
                 sampling.seed = own if request.seed is None else request.seed
             engine_id = f"{self._submitted}-{request.id}"
             self._under_way[request.id] = _UnderWay(engine_id, request)
@@ -213,6 +210,10 @@ class VllmColocate(TakesTurns):
         self.abort(request.id for request in not_begun)
         self.submit(not_begun)  # with the salt of the new version
 
+    @property
+    def has_base(self) -> bool:
+        return self.has_weights
+
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
         self._loads += 1
         self._load_adapter(adapter, f"load {self._loads}")
@@ -238,7 +239,7 @@ class VllmColocate(TakesTurns):
     def probe_adapter(self) -> list[str]:
         copies, request = self._llm.collective_rpc(slots.read_slots), self._adapter_request
         without = self._probe(None)
-        silent = [kind for kind in slots.kinds(self._adapter_like) if not _differ(self._probe(kind), without)]
+        silent = [kind for kind in slots.kinds(self._adapter_like) if not slots.differ(self._probe(kind), without)]
         with raised_on_every_rank(), lost_on_failure("vLLM's update of the adapter"):
             restored = all(self._llm.collective_rpc(slots.restore_slots, args=(copies[0],)))
         self._adapter_request = request
@@ -248,12 +249,8 @@ class VllmColocate(TakesTurns):
     def _probe(self, kind: str | None) -> Completion:
         """Return a greedy completion with an adapter that is random on the layers of one kind and 0 on the others."""
         self._load_adapter(slots.random_adapter(self._adapter_like, kind, device()), f"probe {kind}")
-        length = max(1, min(PROBE_LENGTH, self._max_model_len - PROBE_TOKENS))
-        ids = [(7 * place + 1) % self._vocab_size for place in range(length)]
-        tokens = min(PROBE_TOKENS, self._max_model_len - length)
-        request = Request(0, ids, Sampling(tokens, temperature=0, log_probs=True))
         with self.rollout(seed=0):
-            (completion,) = generate(self, [request])
+            (completion,) = generate(self, [slots.probe_request(self._vocab_size, self._max_model_len)])
         return completion
 
     def _drop_prefix_cache(self) -> None:
@@ -384,12 +381,6 @@ def _build(args, directory: str):
         raise GrpoError(
             f"vLLM could not be started: {error}. Check the --vllm-* flags and the model's config.json"
         ) from error
-
-
-def _differ(one: Completion, other: Completion) -> bool:
-    """Return whether two completions differ by more than rounding."""
-    gap = np.abs(np.subtract(one.log_probs, other.log_probs))
-    return one.token_ids != other.token_ids or not gap.max() <= PROBE_DIFFERENCE
 
 
 def _seeds_requests(vllm_config) -> bool:

@@ -29,6 +29,8 @@ from megatron_grpo.rollout.servers.server import (
     weight_tag,
 )
 from megatron_grpo.rollout.servers.stream import ServerStream
+from megatron_grpo.rollout.vllm.adapter import slot_rank
+from megatron_grpo.rollout.vllm.adapter_servers import AdapterServers
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
@@ -39,6 +41,8 @@ def build_vllm_servers(args) -> ServerEngine:
     """Return the engine of ``--vllm-mode server``."""
     servers = [VllmServer(url, args) for url in args.vllm_server_base_url]
     receivers = receiving_ranks(args)
+    if args.lora_weight_sync == "adapter":
+        return AdapterServers(servers, args, receivers)
     transfer = build_transfer(args)
     return ServerEngine(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, receivers=receivers)
 
@@ -55,12 +59,13 @@ class VllmServer(Server):
     """One vLLM server."""
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
-    shared = (*Server.shared, "model")
+    shared = (*Server.shared, "model", "adapter")
 
     def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
         self._args = args
         self.model = ""  # the model's name at the server
+        self.adapter: str | None = None  # name of the adapter that completes requests
 
     async def check(self) -> None:
         args = self._args
@@ -118,6 +123,9 @@ class VllmServer(Server):
                 f"it cannot receive weights by --weight-sync-method {args.weight_sync_method}: start it with "
                 f"""--weight-transfer-config '{{"backend": "{wanted}"}}'"""
             )
+        sends_adapter = args.lora_weight_sync == "adapter"
+        if sends_adapter:
+            self._check_adapters(config.get("lora_config"), environment)
         if config["device_config"]["device"] != "cpu":
             return
         if config["scheduler_config"]["enable_chunked_prefill"]:
@@ -125,6 +133,8 @@ class VllmServer(Server):
                 "vLLM's CPU build crashes when it splits a prompt that has a seed: start it with "
                 "--no-enable-chunked-prefill"
             )
+        if sends_adapter:
+            return
         # rollout/vllm/load_weights.py handles these models in a training process; a stock server does not.
         if args.num_experts:
             raise Fault("vLLM's CPU build cannot reload experts as a server: use --vllm-mode colocate, or a GPU")
@@ -141,6 +151,18 @@ class VllmServer(Server):
                 "latent attention on vLLM's CPU build: start it with VLLM_MLA_DISABLE=1 and --compilation-config "
                 """'{"custom_ops": ["-rotary_embedding"]}'"""
             )
+
+    def _check_adapters(self, config: dict[str, Any] | None, environment: dict[str, Any]) -> None:
+        rank = slot_rank(self._args.lora_rank)
+        if config is None:
+            raise Fault(f"it takes no adapters: start it with --enable-lora --max-lora-rank {rank}")
+        if config["max_lora_rank"] < self._args.lora_rank:
+            raise Fault(
+                f"its --max-lora-rank is {config['max_lora_rank']}, but --lora-rank is {self._args.lora_rank}: start "
+                f"it with --max-lora-rank {rank}"
+            )
+        if not environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            raise Fault("it loads no adapters while it runs: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
 
     async def _check_model(self) -> None:
         """Compare layers, width and vocabulary with the model that the server prints; Fault if they differ."""
@@ -201,7 +223,7 @@ class VllmServer(Server):
         """Return the body of a request for completions of one prompt."""
         sampling = requests[0].sampling
         return {
-            "model": self.model,
+            "model": self.adapter or self.model,
             "prompt": list(requests[0].prompt_ids),
             "n": len(requests),
             "seed": seed,  # of the first sample; the server adds 1 for each further one
@@ -236,6 +258,14 @@ class VllmServer(Server):
     async def load_weights(self, directory: str, timeout: float) -> None:
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self.call("POST", "/collective_rpc", body, timeout=timeout)
+
+    async def load_adapter(self, name: str, directory: str, timeout: float) -> None:
+        """Load the adapter of PEFT's files under ``name``, and complete requests with it; call `finish_update` next."""
+        body = {"lora_name": name, "lora_path": directory}
+        await self.call("POST", "/v1/load_lora_adapter", body, timeout=timeout)
+        last, self.adapter = self.adapter, name
+        if last:  # unknown to a server that has restarted
+            await self.call_if_able("POST", "/v1/unload_lora_adapter", {"lora_name": last}, PROBE_TIMEOUT)
 
     async def finish_update(self, version: int) -> None:
         # reset_external also clears caches that the server's own flags offload or transfer.

@@ -31,7 +31,7 @@ def sync_adapter(args: Namespace, engine: Engine, model: Sequence[nn.Module], ve
     of the adapter differs.
     """
     times = [_now()]
-    if not engine.has_weights:
+    if not engine.has_base:
         engine.update_weights(stream_hf(model, args), version)
     times.append(_now())
     adapter = sent_adapter(args, model)

@@ -34,6 +34,33 @@ def buckets(weights: Weights, size: int) -> Iterator[Bucket]:
         yield bucket
 
 
+class SharedDirectory:
+    """A directory of this process below --weight-sync-dir, which rank 0 and all servers share."""
+
+    def __init__(self, shared: str):
+        self._shared = Path(shared)
+        self.path = self._shared / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}"
+
+    @contextlib.contextmanager
+    def written(self, what: str) -> Iterator[None]:
+        """Context in which ``what`` is written into the directory, which is created; GrpoError if that fails.
+
+        Directories of killed runs on this host are removed.
+        """
+        try:
+            _remove_stale_directories(self._shared)
+            self.path.mkdir(exist_ok=True)
+            yield
+        except Exception as error:  # safetensors raises its own error for a full disk
+            if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+                raise GrpoError(f"--weight-sync-dir {self._shared}: {what} cannot be written: {error}") from error
+            raise
+
+    def remove(self) -> None:
+        """Delete the directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
 class CheckpointTransfer:
     """Weight transfer through safetensors files in a shared directory (``--weight-sync-method checkpoint``).
 
@@ -42,34 +69,27 @@ class CheckpointTransfer:
     """
 
     def __init__(self, shared: str):
-        self._shared = Path(shared)
-        self._directory = self._shared / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}"
+        self._directory = SharedDirectory(shared)
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         try:
             self._write(weights)
 
             async def load(server: Server) -> None:
-                await server.load_weights(str(self._directory), servers.timeout)
+                await server.load_weights(str(self._directory.path), servers.timeout)
 
             servers.update_servers(version, load)
         finally:
             self.close()
 
     def _write(self, weights: Weights) -> None:
-        try:
-            _remove_stale_directories(self._shared)
-            self._directory.mkdir()
+        with self._directory.written("the weights"):
             on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
             for number, part in enumerate(buckets(on_host, FILE_BYTES)):
-                save_file(dict(part), self._directory / f"model-{number:05d}.safetensors", {"format": "pt"})
-        except Exception as error:  # safetensors raises its own error for a full disk
-            if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-                raise GrpoError(f"--weight-sync-dir {self._shared}: the weights cannot be written: {error}") from error
-            raise
+                save_file(dict(part), self._directory.path / f"model-{number:05d}.safetensors", {"format": "pt"})
 
     def close(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 _PREFIX = "megatron_grpo-weights-"

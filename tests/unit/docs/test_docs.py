@@ -40,6 +40,7 @@ OTHERS += (
     "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
 )  # nvidia-smi, hf, tensorboard, vllm
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
+OTHERS += "--enable-lora --max-lora-rank --logprobs-mode".split()  # of vLLM
 OTHERS += "--generate --test-output --test-share".split()  # of tools/data/countdown.py, and of all tools there
 OTHERS += "--quick --shm-size --ipc".split()  # of tools/check_install.py, and of docker, which it names
 OTHERS += (
@@ -48,6 +49,7 @@ OTHERS += (
 OTHERS += (
     "--hf-to-hf --merge-lora --adapter --hf --data".split()
 )  # of tools/checkpoint/convert.py and tools/check_export.py
+OTHERS += "--completions --tokens --kernels".split()  # of tools/benchmark/update.py
 OTHERS += ["--merge-only"]  # of tools/benchmark/lora_sync.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += ["--extra-index-url"]  # of pip

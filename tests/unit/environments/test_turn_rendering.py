@@ -124,3 +124,25 @@ def test_another_end_than_the_templates(published):
     assert tokenizer.decode(renderer.after_turn(messages, turn, new, ended["<|user|>"]), False).startswith("\ny")
     other = renderer.after_turn(messages, turn, new, ended["<|observation|>"])
     assert tokenizer.decode(other, False).startswith("<|user|>\ny")
+
+
+def test_a_template_that_changes_the_past_is_detected(published):
+    """Qwen3 leaves out the reasoning of turns before the newest question, and writes spaces into tool calls."""
+    tokenizer, renderer = published("Qwen3-8B")
+    question, answer = {"role": "user", "content": "one and one?"}, {"role": "user", "content": "and one?"}
+    prompt = tokenizer.apply_chat_template([question])
+
+    def keeps(text, *new, calls=()):
+        spoken = text.partition("<tool_call>")[0].strip() if calls else text
+        turn = {"role": "assistant", "content": spoken} | ({"tool_calls": calls} if calls else {})
+        sampled = tokenizer.encode(f"{text}<|im_end|>")
+        return renderer.keeps([*prompt, *sampled], renderer.whole([question, turn, *new], TOOLS if calls else None))
+
+    assert keeps("two", answer)
+    assert not keeps("<think>\n1 + 1\n</think>\n\ntwo", answer)
+    prompt = tokenizer.apply_chat_template([question], TOOLS)
+    call = [{"type": "function", "function": {"name": "calculate", "arguments": {"expression": "1+1"}}}]
+    result = {"role": "tool", "content": "2"}
+    exact = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1+1"}}\n</tool_call>'
+    assert keeps(exact, result, calls=call)
+    assert not keeps(exact.replace(": ", ":"), result, calls=call)

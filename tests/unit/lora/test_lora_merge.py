@@ -20,11 +20,19 @@ from megatron_grpo.weights.stream import stream_hf
 SETTINGS = {"lora_rank": 4, "lora_target_modules": ["all-linear"], "lora_modules_to_save": ["lm_head", "model.norm"]}
 
 
-@pytest.mark.parametrize(("family", "dora"), [("qwen3_moe", False), ("phi3", True)])
-def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora):
+EXPERTS = pytest.param("qwen3_moe", False, "fp8", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "dora", "base_dtype"),
+    [("qwen3_moe", False, "model"), ("phi3", True, "model"), ("qwen3", False, "fp8"), EXPERTS],
+)
+def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, base_dtype):
     """Both roads give the tensors of the merged stream: bit for bit, or with DoRA but for the order of a norm's sum."""
     make(tmp_path / "base", family, tied=False)
-    args = toy_args(tmp_path / "base", **SETTINGS, lora_use_dora=dora, load_hf=str(tmp_path / "base"))
+    args = toy_args(tmp_path / "base", **SETTINGS, load_hf=str(tmp_path / "base"))
+    args.lora_use_dora, args.lora_base_dtype = dora, base_dtype
+    args.lora_base, args.moe_grouped_gemm = {"dtype": "float32"}, base_dtype == "fp8"
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "base")
     attach(args, chunks)

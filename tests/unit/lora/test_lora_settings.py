@@ -155,6 +155,7 @@ def test_the_base_is_known_by_its_weights(world, dense, experts):
     for change, message in (
         ({"lora_base": {**stored["lora_base"], "checksum": "0"}}, "an adapter of other base weights: those of a"),
         ({"lora_rank": 8}, "holds an adapter with --lora-rank 8, this run has 4"),
+        ({"lora_base_dtype": "fp8"}, "with --lora-base-dtype fp8, this run has model"),
         ({"lora_rank": None}, "holds all weights, no adapter"),
     ):
         with pytest.raises(GrpoError, match=message):

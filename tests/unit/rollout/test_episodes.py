@@ -4,12 +4,15 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.environments.pool import Answer
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.utils.errors import GrpoError
 
 END = 9
 
@@ -62,12 +65,22 @@ class Said:
 
 def run(turns, answers, max_tokens=20, **given):
     flags = {"environment": "calculator", "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
-    flags |= {"max_turns": 5, "max_environment_tokens": 50, "chat_template_kwargs": None, "tool_role": "tool"}
+    flags |= {
+        "max_turns": 5,
+        "max_environment_tokens": 50,
+        "on_rewritten_history": "keep",
+        "chat_template_kwargs": None,
+        "tool_role": "tool",
+    }
     tokenizer = SimpleNamespace(
         decode=lambda ids, skip_special_tokens=True: " ".join(map(str, ids)),
         apply_chat_template=lambda messages, tools, variables: [100 + len(messages)],
     )
-    renderer = SimpleNamespace(after_turn=lambda before, turn, new, last, tools, variables: [70, len(before), 71])
+    renderer = SimpleNamespace(
+        after_turn=lambda before, turn, new, last, tools, variables: [70, len(before), 71],
+        whole=lambda messages, tools, variables: [80, len(messages), 81],
+        keeps=lambda so_far, whole: len(so_far) < 8,
+    )
     engine, pool = Script(turns), Said(answers)
     episodes = Episodes(engine, pool, renderer, None, tokenizer, SimpleNamespace(**flags | given))
     requests = [Request(key, [1, 2], Sampling(max_tokens, log_probs=True), row={"prompt": "p"}) for key in turns]
@@ -135,3 +148,34 @@ def test_others_generate_while_one_waits():
     assert len(seen) == 4 and episodes.failures() == []
     _, _, episodes = run({0: [[5, END]]}, {0: [{"error": "no connection\ntrace"}]})
     assert ["failed in 1 episode: no connection" in line for line in episodes.failures()] == [True]
+
+
+def test_a_rewritten_history_begins_another_sample():
+    """The second answer is appended, the third one follows a prompt of its own; the limits are those of the episode."""
+    turns, answers = {4: [[5, END], [6, END], [7, 8, END], [5, END]]}, {4: [RESET, MORE, MORE, MORE, DONE]}
+    done, seen, _ = run(turns, answers, on_rewritten_history="split")
+    completion = done[4]
+    assert completion.token_ids == [5, END, 70, 1, 71, 6, END, 80, 5, 81, 7, 8, END, 70, 5, 71, 5, END]
+    assert completion.response_mask == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert completion.sample_starts == [7] and completion.prompt_ids == [1, 2]
+    assert completion.turns == 4 and completion.environment_reward == 2.5 and len(completion.messages) == 8
+    first, second = [1, 2, 5, END, 70, 1, 71], [80, 5, 81]
+    assert [ids for _, ids, _ in seen] == [[1, 2], first, second, [*second, 7, 8, END, 70, 5, 71]]
+    assert [left for *_, left in seen] == [20, 18, 16, 13]
+
+    batch = RolloutBatch.from_completions(
+        [[1, 2]], [completion.token_ids], [completion.log_probs], [completion.weight_versions], [0], [0], [0],
+        [FinishReason.STOP], response_masks=[completion.response_mask], sample_starts=[completion.sample_starts],
+    )  # fmt: skip
+    pack = pack_completions(batch, [0], pad_multiple=4)
+    assert pack.cu_seqlens.tolist() == [0, 9, 20] and pack.position_ids.tolist() == [*range(9), *range(11)]
+    assert pack.completion.tolist() == [0] * 9 and batch.response_lengths.tolist() == [9]
+
+    done, _, _ = run(turns, answers, on_rewritten_history="split", max_environment_tokens=5)
+    assert done[4].finish_reason == "length" and done[4].sample_starts == []
+
+
+def test_a_rewritten_history_is_refused():
+    turns, answers = {4: [[5, END], [6, END]]}, {4: [RESET, MORE, MORE]}
+    with pytest.raises(GrpoError, match=r"turn 2 .* sampled was '1 2 5 9 70 1 71 6 9', and it renders '80 5 81'"):
+        run(turns, answers, on_rewritten_history="refuse")

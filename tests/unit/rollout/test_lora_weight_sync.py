@@ -7,12 +7,15 @@ from megatron_grpo.rollout.arguments import lora_note
 from megatron_grpo.utils.errors import GrpoError
 
 LORA = "--lora-rank 4"
+SERVER = "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1"
 MERGED = {
-    "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1": "servers receive whole weights",
+    f"{SERVER} --weight-sync-method nccl --dry-run": "--weight-sync-method is nccl",
+    f"{SERVER} --lora-base-dtype fp8": "servers hold the base of their own files",
+    "--rollout-engine sglang --sglang-server-base-url http://127.0.0.1:1": "SGLang's servers receive whole weights",
     "--lora-use-dora": "vLLM has no DoRA",
     "--lora-rank 520 --hidden-size 1024 --lora-target-modules q_proj --kv-channels 128": "largest rank",
     "--lora-modules-to-save lm_head --untie-embeddings-and-output-weights": "--lora-modules-to-save",
-    MOE: "vLLM's CPU build has no adapters for mixtures of experts",
+    MOE: "vLLM runs mixtures of experts with adapters on GPUs alone",
     f"{MOE} --dry-run": "adapters of experts",
     f"{MOE} --dry-run --lora-target-modules all-router": "vLLM has no adapters of routers",
 }
@@ -22,6 +25,14 @@ def test_a_dense_model_sends_its_adapter():
     args = validated(LORA)
     assert args.lora_weight_sync == "adapter" and "the adapter alone" in lora_note(args)
     assert validated(f"{LORA} --lora-weight-sync merged").lora_weight_sync == "merged"
+
+
+def test_servers_load_an_adapter_if_they_are_told_to():
+    args = validated(f"{LORA} {SERVER}")
+    assert args.lora_weight_sync == "merged" and "only with --lora-weight-sync adapter" in lora_note(args)
+    args = validated(f"{LORA} {SERVER} --lora-weight-sync adapter --dry-run")  # as on GPUs
+    assert (args.lora_weight_sync, args.weight_sync_method) == ("adapter", "checkpoint")
+    assert "the servers load the adapter from files" in lora_note(args)
 
 
 def test_attention_beside_experts_sends_its_adapter_on_a_gpu():

@@ -403,8 +403,8 @@ def test_weights_travel_in_bounded_pieces(tmp_path, weights, monkeypatch):
     from megatron_grpo.rollout.weight_sync import transfer as weight_transfer
 
     monkeypatch.setattr(weight_transfer, "FILE_BYTES", 10_000)
-    dead = CheckpointTransfer(str(tmp_path))._directory.with_name(
-        CheckpointTransfer(str(tmp_path))._directory.name.rpartition("-")[0] + "-4194999"
+    dead = CheckpointTransfer(str(tmp_path))._directory.path.with_name(
+        CheckpointTransfer(str(tmp_path))._directory.path.name.rpartition("-")[0] + "-4194999"
     )
     dead.mkdir()
     seen = []

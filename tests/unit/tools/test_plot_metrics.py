@@ -47,6 +47,13 @@ def panels(figure):
     return {axes.get_title(loc="left"): axes for axes in figure.axes}
 
 
+def test_runs_with_an_environment_show_their_turns(tmp_path):
+    rows = made_up_rows(3, **{"environment/turns": 1.5})
+    run = plot_metrics.read_run(write_run(tmp_path / "run", rows), "run")
+    lines = panels(plot_metrics.draw([run]))["Turns of an episode"].lines
+    assert list(lines[0].get_ydata()) == [1.5] * 3
+
+
 def test_a_picture_is_written_by_the_command(tmp_path):
     run = write_run(tmp_path / "run", made_up_rows(5))
     output = tmp_path / "curves.png"

@@ -27,6 +27,23 @@ def rows(tmp_path):
     return path
 
 
+def test_conversations_are_learnt_where_the_assistant_speaks(tmp_path):
+    function = {"name": "calculate", "arguments": {"expression": "12+7"}}
+    messages = [
+        {"role": "user", "content": "12+7="},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "19"},
+        {"role": "assistant", "content": "19"},
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}))
+    tokenizer = make_tokenizer("tools")
+    ids, labels = encode([tmp_path / "rows.jsonl"], tokenizer)
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "12+7"}}</tool_call><eos>'
+    assert tokenizer.decode(ids[0]) == f"user: 12+7=\nassistant: {call}tool: 19\nassistant: 19"
+    assert tokenizer.decode(labels[0][labels[0] != IGNORED]) == f"{call}19<eos>"
+    assert (labels != IGNORED).sum() == 9 + 3  # the fixed parts of a call have one token each
+
+
 def test_parameter_count_of_the_default_shape(tmp_path):
     make(arguments(tmp_path, "--steps", "0"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -1,0 +1,1 @@
+"""Agent programs as rollouts: they call the policy behind a URL, and their calls become trajectories."""

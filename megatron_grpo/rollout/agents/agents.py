@@ -1,0 +1,334 @@
+"""An engine whose completions are runs of agent programs: `Agents` wraps any engine, as `Episodes` does.
+
+A request starts the program in a process of the environment pool, with a URL of its own (endpoint.py). Its calls are
+rendered, broadcast to the ranks of the replica, and generated; prompts and answers are recorded token by token
+(tree.py). When the program has ended, its calls are one completion: every leaf of the tree is a sample.
+
+All calls of a run may sample --max-completion-length tokens; prompts, counted once for each sample, may have
+--max-prompt-length + --max-environment-tokens. A call beyond that is refused as OpenAI's servers refuse a prompt that
+is too long, and the run's finish reason is "length". A program that fails (environments/pool.py) is repeated with a new
+URL; if that fails, its finish reason is "failed": not scored, and not in the loss.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_grpo.environments.agent import URL
+from megatron_grpo.environments.pool import Answer, EnvironmentPool
+from megatron_grpo.environments.registry import Turn
+from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.parallel.agreement import of_lead
+from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
+from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised
+from megatron_grpo.rollout.engine import Completion, Engine, Request
+from megatron_grpo.rollout.episodes import FailureCounts
+from megatron_grpo.utils.errors import GrpoError
+
+_CALLS = 1 << 20  # of one run: ids of the engine's requests are id * _CALLS + number of the call
+_WAIT = 0.02  # s between looks at the programs while nothing generates
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What a call asks: tokens after those of ``parent``, an answer that it continues."""
+
+    parent: Node | None
+    ids: list[int]
+    messages: list[Message] = field(default_factory=list)  # normalised
+    tools: str = ""
+
+
+@dataclass(eq=False)
+class _Run:
+    """A run of a program, on the lead rank."""
+
+    request: Request
+    session: str
+    program: str | None = None  # the URL's part of the run: a repeated program has another one
+    earlier: set[str] = field(default_factory=set)
+    tree: Tree = field(default_factory=Tree)
+    calls: int = 0
+    sampled: int = 0
+    prompts: int = 0  # tokens of all samples that were not sampled in it
+    over: bool = False  # a call was refused at a limit
+
+
+class Agents:
+    """``engine`` with agent programs; ``pool`` and ``renderer`` are those of the lead rank, None on the others.
+
+    ``name`` is the environment of the programs; ``group`` is the gloo process group of the replica's ranks, None for a
+    single rank.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: EnvironmentPool | None,
+        renderer: TurnRenderer | None,
+        parser: ToolCallParser | None,
+        tokenizer: Any,
+        args: Any,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
+        self._tokenizer, self._args, self._group = tokenizer, args, group
+        self._endpoint = Endpoint() if pool is not None else None
+        self._requests: dict[int, Request] = {}
+        self._generating: set[int] = set()  # ids of the engine
+        self._runs: dict[int, _Run] = {}
+        self._sessions: dict[str, int] = {}
+        self._calls: dict[int, tuple[Call, _Prompt, int]] = {}  # with the most tokens of the answer
+        self._failures = FailureCounts()
+
+    def __getattr__(self, name: str) -> Any:
+        """Weights, memory and the rest are the engine's own matter."""
+        return getattr(self._engine, name)
+
+    # ---- requests
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._requests[request.id] = request
+            if self._pool is not None and self._endpoint is not None:
+                session, url = self._endpoint.open()
+                self._runs[request.id] = _Run(request, session)
+                self._sessions[session] = request.id
+                self._pool.begin(request.id, self._args.environment, {**request.row, URL: url})
+
+    def poll(self) -> list[Completion]:
+        """Take calls and ends of programs, run an engine step, and return the runs that ended."""
+        calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
+        new = []
+        for number, prompt_ids, max_tokens, stop in calls:
+            sampling = self._requests[number // _CALLS].sampling
+            sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop))
+            new.append(Request(number, prompt_ids, sampling))
+        self._generating.update(request.id for request in new)
+        self._engine.submit(new)
+        if self._generating:
+            for completion in self._engine.poll():
+                self._generating.discard(completion.id)
+                if self._pool is not None:
+                    self._answer(completion)
+        return [self._end(number, reason, reward) for number, reason, reward in ended]
+
+    def _news(self) -> tuple[list[Any], list[Any]]:
+        """Return what the ranks of a replica are told: ([id, prompt, tokens, stop words] of calls, ends of runs)."""
+        assert self._pool is not None and self._endpoint is not None
+        while True:
+            calls = [news for call in self._endpoint.calls() if (news := self._accept(call)) is not None]
+            ended = [news for answer in self._pool.poll() if (news := self._said(answer)) is not None]
+            if calls or ended or self._generating:
+                return sorted(calls), ended
+            calls = [news for call in self._endpoint.calls(_WAIT) if (news := self._accept(call)) is not None]
+            if calls:
+                return sorted(calls), []
+
+    def _said(self, answer: Answer) -> tuple[int, str, float | None] | None:
+        """Return (id, finish reason, reward) of a run whose program has ended; start the program after its reset."""
+        assert self._pool is not None
+        run = self._runs[answer.key]
+        if answer.error is None and not answer.done:
+            self._pool.step(answer.key, Turn(""))
+            return None
+        if answer.error is not None and not run.over:
+            self._failures.add(answer.error)
+            return answer.key, "failed", None
+        if not run.tree.nodes:
+            self._failures.add("the agent ended without a call")
+            return answer.key, "failed", None
+        return answer.key, "length" if run.over else "stop", answer.reward
+
+    # ---- calls
+
+    def _accept(self, call: Call) -> tuple[int, list[int], int, list[str]] | None:
+        """Return (id, prompt, most tokens, stop words) of a call, or refuse it."""
+        assert self._endpoint is not None
+        number = self._sessions.get(call.session)
+        if number is None or call.abandoned:
+            self._endpoint.refuse(call, "this session has ended", "not_found", 404)
+            return None
+        run = self._runs[number]
+        if call.run in run.earlier:
+            self._endpoint.refuse(call, "this run has failed, and was begun again", "not_found", 404)
+            return None
+        if call.run != run.program:
+            run.earlier |= {run.program} if run.program else set()
+            kept = {"request": run.request, "session": run.session, "earlier": run.earlier, "calls": run.calls}
+            run = self._runs[number] = _Run(**kept, program=call.run)
+        left = run.request.sampling.max_tokens - run.sampled
+        try:
+            prompt = self._prompt(run, call)
+            stop = self._stop_words(call.body)
+            most = int(call.body.get("max_completion_tokens") or call.body.get("max_tokens") or left)
+        except GrpoError as error:
+            self._endpoint.refuse(call, str(error))
+            return None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # the program sent other JSON than OpenAI's
+            self._endpoint.refuse(call, f"the request is malformed: {type(error).__name__}: {error}")
+            return None
+        before = prompt.parent.ids if prompt.parent is not None else []
+        branches = prompt.parent is not None and prompt.parent.continued
+        prompts = run.prompts + len(prompt.ids) + (len(before) if branches else 0)
+        if left < 1 or prompts > self._args.max_prompt_length + self._args.max_environment_tokens:
+            run.over = True
+            message = (
+                f"the run has {run.sampled} sampled tokens (--max-completion-length {run.request.sampling.max_tokens}) "
+                f"and would have {prompts} tokens of prompts (--max-prompt-length {self._args.max_prompt_length} + "
+                f"--max-environment-tokens {self._args.max_environment_tokens})"
+            )
+            self._endpoint.refuse(call, message, "context_length_exceeded")
+            return None
+        most = max(1, min(most, left))
+        run.prompts, run.sampled = prompts, run.sampled + most  # reserved: calls can run side by side
+        if prompt.parent is not None:
+            prompt.parent.continued = True
+        number = number * _CALLS + run.calls
+        run.calls += 1
+        self._calls[number] = call, prompt, most
+        return number, [*before, *prompt.ids], most, stop
+
+    def _prompt(self, run: _Run, call: Call) -> _Prompt:
+        """Return what a call asks; GrpoError if it is malformed."""
+        assert self._renderer is not None
+        if (call.body.get("n") or 1) != 1:
+            raise GrpoError("n must be 1: send a request for each answer, they share their prompt")
+        if not call.chat:
+            return self._text_prompt(run, call.body.get("prompt"))
+        given = call.body.get("messages")
+        if not isinstance(given, list) or not all(isinstance(m, dict) and "role" in m for m in given) or not given:
+            raise GrpoError("messages must be a list of objects with a role")
+        messages, tools = [normalised(message) for message in given], call.body.get("tools") or None
+        shown = [self._shown(message) for message in given]
+        variables = (self._args.chat_template_kwargs or {}) | (call.body.get("chat_template_kwargs") or {})
+        key = json.dumps([tools, variables], sort_keys=True)
+        parent = run.tree.continued_by(messages, key)
+        if parent is not None:
+            before = len(parent.messages)
+            if self._args.on_rewritten_history != "keep":
+                whole = self._renderer.whole(shown, tools, variables)
+                if not self._renderer.keeps(parent.ids, whole):
+                    if self._args.on_rewritten_history == "refuse":
+                        raise GrpoError("the chat template changes earlier turns (--on-rewritten-history refuse)")
+                    return _Prompt(None, whole, messages, key)
+            turn, last = shown[before - 1], parent.ids[-1]
+            new = self._renderer.after_turn(shown[: before - 1], turn, shown[before:], last, tools, variables)
+            return _Prompt(parent, new, messages, key)
+        return _Prompt(None, self._renderer.whole(shown, tools, variables), messages, key)
+
+    def _text_prompt(self, run: _Run, prompt: Any) -> _Prompt:
+        if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+            if not 0 <= min(prompt) <= max(prompt) < self._args.vocab_size:
+                raise GrpoError(
+                    f"a token of the prompt is not below {self._args.vocab_size}, the size of the vocabulary"
+                )
+            return _Prompt(None, prompt)
+        if not isinstance(prompt, str) or not prompt:
+            raise GrpoError("prompt must be one text, or a list of token ids")
+        parent = run.tree.continued_by_text(prompt)
+        return _Prompt(parent, self._tokenizer.encode(prompt if parent is None else prompt[len(parent.text) :]))
+
+    def _shown(self, message: Message) -> Message:
+        """Return a message as the chat template gets it: as `normalised`, with the ids of tool calls."""
+        made = normalised(message)
+        for call, given in zip(made.get("tool_calls", ()), message.get("tool_calls") or ()):
+            call["id"] = given.get("id")
+        if message["role"] == "tool":
+            made |= {"role": self._args.tool_role, "tool_call_id": message.get("tool_call_id")}
+        return made
+
+    def _stop_words(self, body: dict[str, Any]) -> list[str]:
+        stop = body.get("stop") or []
+        words = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(word, str) and word for word in words):
+            raise GrpoError("stop must be a text, or a list of texts")
+        return words
+
+    def _answer(self, completion: Completion) -> None:
+        """Record an answer and send it."""
+        assert self._endpoint is not None
+        call, prompt, most = self._calls.pop(completion.id)
+        run, ids = self._runs.get(completion.id // _CALLS), completion.token_ids
+        if run is None or call.run != run.program:
+            self._endpoint.refuse(call, "this run has ended", "not_found", 404)
+            return
+        run.sampled -= most if call.abandoned else most - len(ids)
+        if call.abandoned:  # nobody has read the answer
+            return
+        spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
+        raw, calls = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None), []
+        text = raw
+        if self._parser is not None and call.chat:
+            text, calls = self._parser.parse(raw)
+        reply: Message = {"role": "assistant", "content": text or None}
+        if calls:
+            reply["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+                for c in calls
+            ]
+        node = Node(prompt.parent, prompt.ids, completion)
+        if call.chat:
+            node.messages, node.tools = [*prompt.messages, normalised(reply)], prompt.tools
+        else:
+            before = prompt.parent.text if prompt.parent is not None else ""
+            node.text = f"{before}{self._tokenizer.decode(prompt.ids)}{raw}"
+        run.tree.add(node)
+        reason = "tool_calls" if calls else completion.finish_reason
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+        choice |= {"message": reply} if call.chat else {"text": raw}
+        self._endpoint.answer(call, choice, (len(node.ids) - len(ids), len(ids)))
+
+    # ---- ends
+
+    def _end(self, number: int, reason: str, reward: float | None) -> Completion:
+        request = self._requests.pop(number)
+        if self._pool is None:
+            return Completion(number, [], None, reason, [])  # the lead rank has the tokens
+        run = self._close(number)
+        samples = run.tree.samples(number)
+        if not samples:
+            return replace(Completion(number, [], None, reason, []), prompt_ids=request.prompt_ids, sample_starts=[])
+        messages = next((node.messages for node in reversed(run.tree.nodes) if node.messages), None)
+        return replace(
+            Completion.joined(samples),
+            finish_reason=reason,
+            turns=len(run.tree.nodes),
+            environment_reward=reward,
+            messages=messages,
+        )
+
+    def _close(self, number: int) -> _Run:
+        assert self._pool is not None and self._endpoint is not None
+        run = self._runs.pop(number)
+        self._sessions.pop(run.session)
+        self._endpoint.close(run.session)
+        self._pool.end(number)
+        return run
+
+    def abort(self, ids: Iterable[int]) -> None:
+        ids = set(ids)
+        stopped = [number for number in self._generating if number // _CALLS in ids]
+        self._engine.abort(sorted(stopped))
+        self._generating.difference_update(stopped)
+        for number in stopped:
+            if number in self._calls and self._endpoint is not None:
+                self._endpoint.refuse(self._calls.pop(number)[0], "the rollout has ended", "not_found", 404)
+        for number in sorted(ids & self._requests.keys()):
+            self._requests.pop(number)
+            if self._pool is not None:
+                self._close(number)
+
+    def failures(self) -> list[str]:
+        """Return one line for each reason for which programs have failed since the last call, on the lead rank."""
+        return self._failures.lines("the agent")
+
+    def close(self) -> None:
+        """End the endpoint, then the engine."""
+        if self._endpoint is not None:
+            self._endpoint.shut_down()
+        self._engine.close()

@@ -1,0 +1,121 @@
+"""The record of an agent's calls, token by token: an append-only tree, whose branches become samples.
+
+A node is one answer of the policy after a prompt. A call whose messages begin with those of a node, its answer
+included, continues it: the tokens of the node stay, and those of the new messages are appended. Any other call begins a
+tree of its own. At the end every leaf is a sample: the tokens from the root to the leaf. A token that several leaves
+share is trained in the first of them only.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_grpo.rollout.engine import Completion
+
+Message = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Node:
+    """An answer: ``prompt_ids`` are the tokens since the parent's answer, or the whole prompt of a root."""
+
+    parent: "Node | None"
+    prompt_ids: list[int]
+    answer: Completion
+    messages: list[Message] = field(default_factory=list)  # normalised: all before the answer, and the answer
+    tools: str = ""
+    text: str = ""  # of all tokens, for calls without messages
+    continued: bool = False  # by a call, whether it was answered or not
+    trained: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens from the root on."""
+        return [token for node in self.path for token in (*node.prompt_ids, *node.answer.token_ids)]
+
+    @property
+    def path(self) -> list["Node"]:
+        """The nodes from the root to this one."""
+        nodes, node = [], self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+class Tree:
+    """The calls of one run of an agent program, in the order of their answers."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def add(self, node: Node) -> None:
+        """Append an answer."""
+        self.nodes.append(node)
+
+    def continued_by(self, messages: Sequence[Message], tools: str) -> Node | None:
+        """Return the node whose messages are the longest beginning of normalised ``messages``; None for a new tree."""
+        begun = [
+            node
+            for node in self.nodes
+            if node.messages
+            and node.tools == tools
+            and len(node.messages) < len(messages)
+            and list(messages[: len(node.messages)]) == node.messages
+        ]
+        return max(begun, key=lambda node: len(node.messages), default=None)
+
+    def continued_by_text(self, text: str) -> Node | None:
+        """Return the node whose text is the longest beginning of ``text``; None for a new tree."""
+        begun = [node for node in self.nodes if node.text and text.startswith(node.text) and text != node.text]
+        return max(begun, key=lambda node: len(node.text), default=None)
+
+    def samples(self, number: int) -> list[Completion]:
+        """Return the leaves as completions with the id ``number``, each with its ``prompt_ids``."""
+        parents = {id(node.parent) for node in self.nodes}
+        return [self._sample(number, node) for node in self.nodes if id(node) not in parents]
+
+    @staticmethod
+    def _sample(number: int, leaf: Node) -> Completion:
+        root, *later = leaf.path
+        whole = _part(root)
+        for node in later:
+            whole = _part(node).after(whole.with_environment_tokens(node.prompt_ids))
+        return replace(whole, id=number, prompt_ids=root.prompt_ids)
+
+
+def _part(node: Node) -> Completion:
+    """Return a node's answer, with a response mask of 0 if an earlier sample has it."""
+    answer, count = node.answer, len(node.answer.token_ids)
+    if not node.trained:
+        node.trained = True
+        return replace(answer, response_mask=[1] * count)
+    return replace(
+        answer, response_mask=[0] * count, log_probs=None if answer.log_probs is None else [math.nan] * count
+    )
+
+
+def normalised(message: Message) -> Message:
+    """Return a message as calls are compared: without null fields, ids of calls, and differences of JSON text."""
+    calls = [
+        {"type": "function", "function": {"name": call["function"]["name"], "arguments": _object(call["function"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    content = message.get("content")
+    if isinstance(content, list):  # parts of OpenAI's protocol
+        content = "".join(part.get("text", "") for part in content)
+    made = {"role": message["role"], "content": content or ""}
+    made |= {key: message[key] for key in ("name", "reasoning_content") if message.get(key)}
+    return made | ({"tool_calls": calls} if calls else {})
+
+
+def _object(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return arguments
+    return arguments

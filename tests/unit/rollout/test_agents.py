@@ -1,0 +1,203 @@
+"""Agent programs over a scripted engine: OpenAI's own client, a real pool of processes, samples of branches, limits."""
+
+import itertools
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.environments.pool import EnvironmentPool
+from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.rollout.agents.agents import Agents
+from megatron_grpo.rollout.engine import Completion, Request, generate
+from tools.make_tiny_model import make_tokenizer
+
+PROGRAMS = '''
+import json, os, urllib.error, urllib.request
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+def say(text): return {"role": "user", "content": text}
+
+async def talk(base_url, row, **metadata):
+    """Three turns with the calculator, and one of another tree; streams one answer."""
+    client = AsyncOpenAI(base_url=base_url, api_key=metadata["api_key"])
+    ask = client.chat.completions.create
+    messages = [say(row["question"])]
+    answer = (await ask(model="policy", messages=messages, max_tokens=40)).choices[0].message
+    call = answer.tool_calls[0]
+    messages += [answer.model_dump(), {"role": "tool", "tool_call_id": call.id,
+                 "content": str(eval(json.loads(call.function.arguments)["expression"]))}]
+    stream = await ask(model="policy", messages=messages, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    other = await client.completions.create(model="policy", prompt="free")
+    return {"right": float(text == "19"), "free": float(other.choices[0].text == "text")}
+
+def branches(base_url, row, **metadata):
+    """Two different second turns after the same first one."""
+    ask = OpenAI(base_url=base_url, api_key="any").chat.completions.create
+    first = ask(model="policy", messages=[say("begin")]).choices[0].message
+    for text in ("left", "right"):
+        ask(model="policy", messages=[say("begin"), first.model_dump(exclude_none=True), say(text)])
+    return 1
+
+def endless(base_url, row, **metadata):
+    ask, messages = OpenAI(base_url=base_url, api_key="any").chat.completions.create, [say("begin")]
+    while True:
+        answer = ask(model="policy", messages=messages).choices[0]
+        messages += [{"role": "assistant", "content": answer.message.content}, say("more")]
+
+def breaks_once(base_url, row, **metadata):
+    OpenAI(base_url=base_url, api_key="any").chat.completions.create(model="policy", messages=[say("begin")])
+    if not os.path.exists(row["file"]):
+        open(row["file"], "w").close()
+        raise OSError("no connection")
+    return 0.5
+
+def breaks(base_url, row, **metadata):
+    raise OSError("no connection")
+
+def malformed(base_url, row, **metadata):
+    """Requests that are not OpenAI's; the reward is their number. Then one that is."""
+    bodies = [("chat/completions", {"messages": messages}) for messages in
+              (None, [], ["begin"], [{"content": "begin"}], [say("begin") | {"tool_calls": [{}]}],
+               [say("begin") | {"tool_calls": 3}], [say("begin") | {"content": ["begin"]}])]
+    bodies += [("chat/completions", {"messages": [say("begin")]} | more) for more in
+               ({"max_tokens": "many"}, {"max_tokens": [1]}, {"stop": 3}, {"stop": [3]}, {"n": 2}, {"tools": 3},
+                {"chat_template_kwargs": 3})]
+    bodies += [("completions", {"prompt": prompt}) for prompt in (None, "", 3, [], [-1], [10**9], ["free"])]
+    refused = 0
+    for path, body in bodies:
+        request = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode())
+        try:
+            print(path, body, urllib.request.urlopen(request).read())
+        except urllib.error.HTTPError as error:
+            refused += error.code == 400 and bool(json.loads(error.read())["error"]["message"])
+    OpenAI(base_url=base_url, api_key="any").chat.completions.create(model="policy", messages=[say("begin")])
+    return refused / len(bodies)
+'''
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "12+7"}}</tool_call>'
+REPLIES = {"user: 12+7=": CALL, "tool: 19": "19", "free": "text", "user: begin": "ok", "user: left": "to the left",
+           "user: right": "to the right", "user: more": "still more"}  # fmt: skip
+
+
+class Script:
+    """An engine that answers by the newest message of the prompt."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.running = tokenizer, []
+
+    def submit(self, requests):
+        self.running += requests
+
+    def poll(self):
+        request = self.running.pop(0)
+        prompt = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+        reply = REPLIES[prompt.removesuffix("assistant: ").rstrip("\n").rpartition("<eos>")[2]]
+        ids = [*self.tokenizer.encode(reply), self.tokenizer.backend.eos_token_id]
+        reason = "stop" if len(ids) <= request.sampling.max_tokens else "length"
+        ids = ids[: request.sampling.max_tokens]
+        return [Completion(request.id, ids, [-1.0] * len(ids), reason, [3] * len(ids))]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer("tools").save_pretrained(directory)
+    return HuggingFaceTokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """One process for all programs: each test has another."""
+    directory = tmp_path_factory.mktemp("programs")
+    (directory / "programs.py").write_text(PROGRAMS)
+    names = re.findall(r"^(?:async )?def (\w+)\(base_url", PROGRAMS, re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        made = EnvironmentPool([f"agent:programs:{name}" for name in names], timeout=30, retries=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(tokenizer, pool):
+    def start(program, max_tokens=60, max_environment_tokens=60, history="keep", **row):
+        args = SimpleNamespace(
+            environment=f"agent:programs:{program}", end_token_ids=(256,), on_rewritten_history=history,
+            tool_role="tool", chat_template_kwargs=None, max_prompt_length=20, vocab_size=300,
+            max_environment_tokens=max_environment_tokens,
+        )  # fmt: skip
+        parser = ToolCallParser("hermes", tokenizer.backend)
+        agents = Agents(Script(tokenizer), pool, TurnRenderer(tokenizer, (256,)), parser, tokenizer, args)
+        try:
+            (done,) = generate(agents, [Request(5, [1, 2], Sampling(max_tokens, log_probs=True), row=row)])
+        finally:
+            agents.close()
+        return done, agents.failures()
+
+    return start
+
+
+def texts(tokenizer, completion):
+    """Return (prompt, text) of each sample, with what the policy sampled in brackets."""
+    edges = [0, *completion.sample_starts, len(completion.token_ids)]
+    found = []
+    for number, (begin, end) in enumerate(itertools.pairwise(edges)):
+        text, before = "" if number else tokenizer.decode(list(completion.prompt_ids)), 0
+        for token, sampled in zip(completion.token_ids[begin:end], completion.response_mask[begin:end]):
+            text += "]" if before and not sampled else "[" if sampled and not before else ""
+            text += tokenizer.decode([token], skip_special_tokens=False)
+            before = sampled
+        found.append(text + "]" * before)
+    return found
+
+
+def test_calls_of_openais_client(run, tokenizer):
+    done, failures = run("talk", question="12+7=")
+    assert texts(tokenizer, done) == [
+        f"user: 12+7=\nassistant: [{CALL}<eos>]tool: 19\nassistant: [19<eos>]",
+        "free[text<eos>]",
+    ]
+    assert done.id == 5 and done.turns == 3 and done.finish_reason == "stop" and not failures
+    assert done.environment_reward == 2.0
+    assert [math.isnan(x) for x in done.log_probs] == [m == 0 for m in done.response_mask]
+    assert done.messages[-1] == {"role": "assistant", "content": "19"}
+
+
+def test_a_prefix_that_branches_share_is_trained_once(run, tokenizer):
+    done, _ = run("branches")
+    assert texts(tokenizer, done) == [
+        "user: begin\nassistant: [ok<eos>]user: left\nassistant: [to the left<eos>]",
+        "user: begin\nassistant: ok<eos>user: right\nassistant: [to the right<eos>]",
+    ]
+    assert done.environment_reward == 1.0 and done.weight_versions == [3] * len(done.token_ids)
+
+
+@pytest.mark.parametrize(("tokens", "environment"), [(25, 200), (500, 30)])
+def test_limits(run, tokens, environment):
+    """A program that ends by the refusal at a limit has not failed."""
+    done, failures = run("endless", max_tokens=tokens, max_environment_tokens=environment)
+    assert done.finish_reason == "length" and not failures and done.environment_reward is None
+    assert done.num_sampled <= tokens and len(done.token_ids) - done.num_sampled <= 20 + environment
+    assert len(done.token_ids) > 30
+
+
+def test_a_program_that_fails_is_repeated_from_the_beginning(run, tokenizer, tmp_path):
+    done, failures = run("breaks_once", file=str(tmp_path / "once"))
+    assert done.environment_reward == 0.5 and not failures
+    assert texts(tokenizer, done) == ["user: begin\nassistant: [ok<eos>]"]
+    done, failures = run("breaks")
+    assert done.finish_reason == "failed" and done.token_ids == []
+    assert failures == ["the agent failed in 1 episode: raised OSError: no connection; not scored, and not in the loss"]
+
+
+def test_malformed_requests_are_refused(run):
+    done, failures = run("malformed")
+    assert done.environment_reward == 1 and done.turns == 1 and not failures
