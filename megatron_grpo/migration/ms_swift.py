@@ -214,7 +214,11 @@ MODEL = (
     ),
     Row("--freeze_llm", None, only_if("if true", lambda s: s.true("freeze_llm"), ask("every parameter is trained"))),
     Row("--freeze_vit", None, None, "vision-language models are not supported"),
-    Row("--quant_bits", None, ask("training in 8 or 4 bits is not supported")),
+    Row(
+        "--quant_bits",
+        None,
+        ask("there is no training in 4 bits; with adapters --lora-base-dtype fp8 stores the base in 8"),
+    ),
     Row("--attn_impl", None, None, "packs always take a flash kernel on a GPU"),
     Row("--finetune", None, None, "--load-hf and --pretrained-checkpoint start a new run; --load resumes"),
     Row(
