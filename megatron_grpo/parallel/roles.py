@@ -69,12 +69,15 @@ def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_siz
     weights = None
     if rank == 0 or role.replica is not None:
         place, size = max(0, rank - trainers + 1), args.rollout_ranks + 1
-        weights = _device_group(dist.PrefixStore("weights", store), place, size, timeout)
+        over_servers = args.vllm_mode == "server"  # the engine ranks have no GPU
+        weights = _device_group(dist.PrefixStore("weights", store), place, size, timeout, over_servers)
     return Joint(role, rank, trainers, replicas, dist.PrefixStore("control", store), group, weights)
 
 
-def _device_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    if not torch.cuda.is_available():
+def _device_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, on_host: bool = False
+) -> dist.ProcessGroup:
+    if on_host or not torch.cuda.is_available():
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -163,7 +163,7 @@ PLACED: tuple[FlagRow, ...] = (
         "--rollout-ranks",
         COUNT_OR_0,
         0,
-        "the last so many processes are vLLM engines, which generate while the others train",
+        "the last so many processes are vLLM engines, or drive vLLM servers; they generate while the others train",
     ),
     (
         "--weight-update",
@@ -631,9 +631,11 @@ def check_placed(args: Namespace) -> None:
     needs(args, "weight_update", "rollout_ranks", "other engines are empty when they receive weights")
     if not args.rollout_ranks:
         return
-    if (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
-        raise GrpoError("--rollout-ranks runs vLLM on these ranks: leave --rollout-engine and --vllm-mode out")
-    if "vllm_gpu_memory_utilization" not in args.explicit:
+    if args.rollout_engine != "vllm":
+        raise GrpoError("--rollout-ranks runs vLLM on these ranks, or drives its servers: leave --rollout-engine out")
+    if args.vllm_mode == "server":
+        _check_placed_servers(args)
+    elif "vllm_gpu_memory_utilization" not in args.explicit:
         args.vllm_gpu_memory_utilization = 0.9  # the GPU is the engine's alone
     alone = "the engine shares no GPU with the trainer"
     for dest, reason in (
@@ -668,6 +670,28 @@ def check_placed(args: Namespace) -> None:
         raise GrpoError(
             "--router-replay-mode R3 needs --weight-update drain: it needs the experts of one set of weights"
         )
+
+
+def _check_placed_servers(args: Namespace) -> None:
+    """Raise GrpoError for flags that cannot go with servers which ranks of --rollout-ranks drive."""
+    if args.rollout_ranks > len(server_urls(args)) and not args.dry_run:
+        raise GrpoError(
+            f"--rollout-ranks {args.rollout_ranks} is more than the {len(server_urls(args))} servers of "
+            "--vllm-server-base-url: each of these ranks drives servers of its own"
+        )
+    if args.weight_sync_method != "checkpoint":
+        raise GrpoError(
+            "--rollout-ranks with --vllm-mode server needs --weight-sync-method checkpoint: these ranks have no GPU"
+        )
+    alone = "a continued completion is a new request to a server"
+    for dest, given, reason in (
+        ("weight_update", args.weight_update == "keep", "servers receive weights while nothing runs"),
+        ("stop_words", args.stop_words, f"{alone}, which sees no stop word across its begin"),
+        ("structured_outputs_regex", args.structured_outputs_regex, f"{alone}, whose constraint begins again"),
+        ("top_k", replays_top_k(args), "their streams have no kept tokens; add --no-top-k-replay"),
+    ):
+        if given:
+            raise GrpoError(f"{flag(dest)} and --rollout-ranks with servers cannot both be given: {reason}")
 
 
 def check_structured_outputs(args: Namespace) -> None:

@@ -47,7 +47,7 @@ from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, rewar
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
-from megatron_grpo.rollout.arguments import lora_note, not_measured, recorded_in
+from megatron_grpo.rollout.arguments import has_servers, lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
@@ -55,7 +55,7 @@ from megatron_grpo.rollout.stream.messages import wait_for_trainers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
-from megatron_grpo.rollout.vllm.server import build_vllm_servers
+from megatron_grpo.rollout.vllm.server import build_vllm_servers, build_vllm_stream
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
@@ -268,7 +268,7 @@ def _trainers_here(trainers: int) -> int:
 
 def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptDataset | None, models) -> None:
     """Run an engine replica on this rank until the trainer ends it."""
-    engine = build_engine(args, [], tokenizer)
+    engine = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], tokenizer)
     scorer = build_scorer(args, models) if engine.is_lead else None
     wait_for_trainers(roles.store)
     ledger = ledger_of_replica(args, roles.role.replica, engine.is_lead)

@@ -1,6 +1,7 @@
 """HTTP client for inference servers and reward models, and the exceptions of failed requests."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -39,28 +40,48 @@ class Client:
         ``timeout`` is in seconds; None waits without limit. Raises Fault for an HTTP error or a lost connection, and
         RequestTimeout after the time-out.
         """
-        if self._session is None:
-            # Servers close idle connections after 5 seconds. Close them earlier, so that no request meets a closed one.
-            connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connections)
-        limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=limit) as answer:
+            async with self._answer(method, path, body, timeout) as answer:
                 text, status, kind = await answer.text(errors="replace"), answer.status, answer.content_type
         except TimeoutError as error:
             raise RequestTimeout(f"no answer to {path} within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Fault(f"{path}: {error or type(error).__name__}", retryable=True) from error
+        self._check_status(path, status, text)
+        try:
+            return json.loads(text) if kind == "application/json" else text
+        except ValueError as error:
+            raise Fault(f"{path}: the answer is not valid JSON", retryable=True) from error
+
+    async def events(self, path: str, body: dict) -> AsyncIterator[Any]:
+        """Send a request and yield each JSON value of its server-sent events as it arrives; raises Fault as `call`."""
+        try:
+            async with self._answer("POST", path, body, None) as answer:
+                if answer.status >= 400:
+                    self._check_status(path, answer.status, await answer.text(errors="replace"))
+                async for line in answer.content:
+                    data = line.strip().removeprefix(b"data:").strip()
+                    if data and data != b"[DONE]":
+                        yield json.loads(data)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Fault(f"{path}: {error or type(error).__name__}", retryable=True) from error
+
+    def _answer(self, method: str, path: str, body: dict | None, timeout: float | None):
+        if self._session is None:
+            # Servers close idle connections after 5 seconds. Close them earlier, so that no request meets a closed one.
+            connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=connections)
+        limit = aiohttp.ClientTimeout(total=timeout)
+        return self._session.request(method, self.url + path, json=body, timeout=limit)
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        """Raise Fault for an HTTP error."""
         if status in (401, 403):
             raise Fault(f"the server refuses the API key: give the key of the server's {self.key_flag}")
         if status >= 400:
             # A repeated request has the same client error (4xx), except 408 and 429, which report an overloaded server.
             retryable = status >= 500 or status in (408, 429)
             raise Fault(f"{path} answered {status}: {' '.join(text.split())[:300]}", retryable, status)
-        try:
-            return json.loads(text) if kind == "application/json" else text
-        except ValueError as error:
-            raise Fault(f"{path}: the answer is not valid JSON", retryable=True) from error
 
     async def close(self) -> None:
         """Close the connections."""

@@ -1,15 +1,18 @@
 """Whole runs on two ranks against doubles of vLLM's servers: all are lost in the middle, and the run goes on later."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from ranks import run_torchrun
 from server_double import Double
 from sharp_model import make_sharp_model
+from test_rollout import KEY, vllm_server
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
+from megatron_grpo.rollout.ledger import content
 
 pytestmark = pytest.mark.distributed
 
@@ -78,6 +81,60 @@ def test_a_run_that_lost_all_servers_goes_on_as_if_it_had_not(flags, double, tmp
     double.restart()
     assert f"resumed from {save} at iteration 1" in run(flags, double, save).stdout
     assert rows(save) == expected
+
+
+@pytest.mark.slow
+def test_servers_generate_while_the_trainer_updates(flags, double, tmp_path):
+    """A rank of --rollout-ranks drives them; one is killed in the middle and comes back with the weights."""
+    other, save = Double(make_model=double.make_model), tmp_path / "save"
+    other.fail_after = 12
+    back = threading.Event()
+
+    def restart():
+        while other.fault != "die":
+            if back.wait(0.01):
+                return
+        other.fail_after = None
+        other.restart()
+        other.fault = ""
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    words = ["--rollout-ranks", 1, "--max-staleness", 2, "--rollout-importance-sampling-mode", "token_truncate"]
+    words += ["--vllm-server-base-url", double.url, other.url, "--save", save, "--train-iters", 6]
+    try:
+        done = run_torchrun(2, "pretrain_grpo.py", *flags, *words)
+    finally:
+        back.set()
+        thread.join()
+        other.stop()
+    found = rows(save)
+    assert [row["iteration"] for row in found] == list(range(1, 7)) and other.generated > 12
+    assert f"server {other.url} is excluded until the next weight sync" in done.stdout
+    assert f"server {other.url} answers again or has restarted" in done.stdout
+    assert max(row["staleness/max"] for row in found) in (1, 2)
+    ledger = content.read(save / "ledger")
+    trained = [key for record in ledger.batches.values() for key in record.groups]
+    assert len(set(trained)) == len(trained) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("how", ["interrupt", "drain"])
+def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how):
+    """After each publication its log-probabilities must be the trainer's, or the run ends (the probe)."""
+    model, save = flags[flags.index("--load-hf") + 1], tmp_path / "save"
+    words = ["--rollout-ranks", 1, "--max-staleness", 2, "--rollout-importance-sampling-mode", "token_truncate"]
+    words += ["--weight-update", how, "--max-completion-length", 48, "--save", save, "--train-iters", 6, "--ignore-eos"]
+    with vllm_server(model, tmp_path) as url:
+        environment = {"VLLM_API_KEY": KEY}
+        words += ["--vllm-server-base-url", url, "--vllm-server-timeout", 300]
+        run_torchrun(2, "pretrain_grpo.py", *flags, *words, env=environment)
+    found = rows(save)
+    assert [row["iteration"] for row in found] == list(range(1, 7))
+    assert max(row["staleness/max"] for row in found) in (1, 2)
+    interrupted = max(row["staleness/interrupted"] for row in found)
+    assert interrupted > 0 if how == "interrupt" else interrupted == 0
 
 
 def test_check_engine_with_several_ranks(flags, double):

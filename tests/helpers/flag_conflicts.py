@@ -5,6 +5,7 @@ are added to those of a valid run (good_args.MODEL and RUN, 8 ranks).
 """
 
 PLACED = "--rollout-ranks 2"
+OVER_SERVERS = f"{PLACED} --vllm-mode server --vllm-server-base-url http://localhost:1 http://localhost:2"
 STALE = f"{PLACED} --max-staleness 2 --rollout-importance-sampling-mode token_truncate"
 PARTIAL = "--partial-rollouts --max-staleness 2 --rollout-importance-sampling-mode token_truncate"
 
@@ -29,7 +30,11 @@ CONFLICTS = {
     "--rollout-ranks 3 --vllm-tensor-parallel-size 2": "--rollout-ranks (3) must be divisible by --vllm-tensor",
     f"{PLACED} --max-staleness 2": "--max-staleness 2 trains on tokens of older weights",
     f"{PLACED} --rollout-engine megatron": "--rollout-ranks runs vLLM on these ranks",
-    f"{PLACED} --vllm-mode server --vllm-server-base-url http://localhost:1": "--rollout-ranks runs vLLM on these",
+    f"{OVER_SERVERS} --weight-update keep": "--weight-update and --rollout-ranks with servers cannot both",
+    f"{OVER_SERVERS} --stop-words a": "which sees no stop word across its begin",
+    f"{OVER_SERVERS} --structured-outputs-regex a": "whose constraint begins again",
+    f"{OVER_SERVERS} --top-k 4": "--top-k and --rollout-ranks with servers cannot both",
+    f"{OVER_SERVERS} --rollout-ranks 4": "--rollout-ranks 4 is more than the 2 servers",
     f"{STALE} --partial-rollouts": "--partial-rollouts and --rollout-ranks cannot both",
     f"{PLACED} --offload-model": "--offload-model and --rollout-ranks cannot both",
     f"{PLACED} --offload-gradients": "--offload-gradients and --rollout-ranks cannot both",

@@ -61,6 +61,7 @@ class Double(ThreadingHTTPServer):
         self.generated, self.fail_after = 0, None  # number of requests; the server dies after ``fail_after``
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.asleep: set[str] = set()
+        self.stall, self.stalled = None, threading.Event()  # of streams
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
@@ -176,7 +177,40 @@ class Handler(BaseHTTPRequestHandler):
             code, answer = 400, {"error": {"message": str(error), "code": 400}}
         finally:
             double.running -= generating
-        self.reply(code, answer)
+        if body and body.get("stream") and code == 200:
+            self.stream(answer["choices"][0])
+        else:
+            self.reply(code, answer)
+
+    def stream(self, choice: dict) -> None:
+        """Send a completion token by token; after ``stall`` tokens a stream waits for a fault."""
+        double, ids, log_probs = self.server, choice["token_ids"], choice["logprobs"]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for place, token in enumerate(ids):
+            while double.stall is not None and place >= double.stall and not double.fault:
+                double.stalled.set()
+                time.sleep(0.01)
+            if double.fault == "die":
+                self.close_connection = True
+                self.connection.close()
+                return
+            reason = choice["finish_reason"] if place == len(ids) - 1 else None
+            part = {"index": 0, "token_ids": [token], "finish_reason": reason, "logprobs": None}
+            if log_probs is not None:
+                one = slice(place, place + 1)
+                part["logprobs"] = {name: log_probs[name][one] for name in ("tokens", "token_logprobs")}
+            if place == 0:
+                part["prompt_token_ids"] = choice["prompt_token_ids"]
+            self.chunk(f"data: {json.dumps({'choices': [part]})}\n\n")
+        self.chunk("data: [DONE]\n\n")
+        self.chunk("")
+
+    def chunk(self, text: str) -> None:
+        self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
+        self.wfile.flush()
 
     def reply(self, code: int, answer) -> None:
         text = answer if isinstance(answer, str) else json.dumps(answer)

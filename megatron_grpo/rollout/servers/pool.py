@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.utils import progress
@@ -69,7 +68,7 @@ class ServerPool:
                     if not fault.retryable or time.monotonic() + pause > deadline:
                         raise GrpoError(f"{server.url}: {fault}") from fault
                     if pause == 1.0:
-                        print_rank_0(f"waiting up to {self.timeout:g} s for server {server.url}: {fault}")
+                        print(f"waiting up to {self.timeout:g} s for server {server.url}: {fault}", flush=True)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, 4.0)
 
@@ -96,9 +95,8 @@ class ServerPool:
                 self._exclude(server, str(outcome))
                 continue
             if server.exclusion_reason is not None or outcome.process != server.process:
-                print_rank_0(
-                    f"server {server.url} answers again or has restarted: it receives the weights before it generates"
-                )
+                again = "answers again or has restarted: it receives the weights before it generates"
+                print(f"server {server.url} {again}", flush=True)
                 server.version, server.exclusion_reason, server.process = None, None, outcome.process
             server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
         versions = {server.version for server in self.serving()}
@@ -275,9 +273,13 @@ class ServerPool:
             if not server.in_flight:
                 server.last_progress = time.monotonic()  # it was idle
             server.in_flight += size
-            self._running[self._loop.create_task(server.generate(job.requests, job.seed))] = (job, server)
+            self._running[self._loop.create_task(self._answers(job, server))] = (job, server)
         if self._queue and not any(server.version is not None for server in self.serving()):
             raise EngineLost("no server holds the weights: sync the weights first")
+
+    async def _answers(self, job: Job, server: Server) -> list[Completion]:
+        """Return the completions of a job by a server."""
+        return await server.generate(job.requests, job.seed)
 
     def _handle_failure(self, job: Job, server: Server, fault: Fault) -> None:
         self._queue.appendleft(job)

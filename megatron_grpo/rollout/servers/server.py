@@ -3,6 +3,7 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_grpo.data.sampling_params import Sampling
@@ -17,6 +18,26 @@ class Status(NamedTuple):
 
     process: str
     progress: float | None
+
+
+@dataclass
+class Streamed:
+    """A request whose tokens arrive one by one, and what has arrived of them."""
+
+    request: Request
+    version: int = -1  # of the weights that sample
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def completion(self, reason: str = "abort") -> Completion:
+        """Return the tokens of ``request.begun`` and those that have arrived."""
+        log_probs = list(self.log_probs) if self.request.sampling.log_probs else None
+        new = Completion(self.request.id, list(self.ids), log_probs, reason, [self.version] * len(self.ids))
+        return new.after(self.request.begun)
+
+    def continued(self) -> Request:
+        """Return the request for what is missing."""
+        return replace(self.request, begun=self.completion()) if self.ids else self.request
 
 
 class Server(Client, ABC):
@@ -46,6 +67,10 @@ class Server(Client, ABC):
     @abstractmethod
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         """Return completions of requests that share a prompt and a ``Sampling``."""
+
+    async def stream(self, streamed: Streamed, seed: int) -> Completion:
+        """Return the completion of a request; add its tokens to ``streamed`` as they arrive."""
+        raise NotImplementedError
 
     @abstractmethod
     async def load_weights(self, directory: str, timeout: float) -> None:

@@ -23,6 +23,7 @@ from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
+from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
@@ -76,6 +77,8 @@ class Producer:
         self._is_lead = joint.role.rank == 0
         self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
         self._outbox = messages.Sender(joint.store, messages.reports(self._replica))
+        servers = len(server_urls(args)[self._replica :: joint.num_replicas])
+        self._capacity = args.vllm_max_num_seqs * max(1, servers)  # requests at a time
         self._size = args.num_generations
         self._num_groups = args.generation_batch_size // args.num_generations
         self._groups: dict[int, Group] = {}  # started and not taken, by number
@@ -192,7 +195,7 @@ class Producer:
             return
         if self._job is not None and self._args.weight_update != "keep":
             return  # the others wait until it is done
-        free = self._args.vllm_max_num_seqs - len(self._running)
+        free = self._capacity - len(self._running)
         ids = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._engine.submit([self._request(number) for number in ids])
         self._running.update(ids)

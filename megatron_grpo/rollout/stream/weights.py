@@ -45,7 +45,7 @@ def buckets(described: Sequence[Described], limit: int = BUCKET_BYTES) -> Iterat
 def send(weights: Weights, described: Sequence[Described], group: dist.ProcessGroup) -> None:
     """Broadcast ``weights`` from rank 0 of ``group``."""
     for bucket in buckets(described):
-        flat = torch.zeros(sum(map(_bytes, bucket)), dtype=torch.uint8, device=device())
+        flat = torch.zeros(sum(map(_bytes, bucket)), dtype=torch.uint8, device=_device_of(group))
         for expected, part in zip(bucket, flat.split(list(map(_bytes, bucket))), strict=True):
             name, tensor = next(weights)
             assert (name, tensor.shape) == (expected.name, expected.shape), f"{name} is sent in place of {expected}"
@@ -59,10 +59,14 @@ def receive(described: Sequence[Described], group: dist.ProcessGroup) -> Weights
     """Yield the weights that rank 0 of ``group`` sends; the receiver must iterate to the end."""
     for bucket in buckets(described):
         sizes = list(map(_bytes, bucket))
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device())
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=_device_of(group))
         _broadcast(flat, group)
         for expected, part in zip(bucket, flat.split(sizes), strict=True):
             yield expected.name, _view(part, expected)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device | str:
+    return "cpu" if isinstance(group, dist.ProcessGroupGloo) else device()
 
 
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:

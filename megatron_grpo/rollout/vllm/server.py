@@ -16,10 +16,19 @@ import numpy.typing as npt
 
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.roles import Role
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
-from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
+from megatron_grpo.rollout.servers.server import (
+    Server,
+    Status,
+    Streamed,
+    refuse_quantized,
+    sampling_parameters,
+    weight_tag,
+)
+from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.vllm.adapter import slot_rank
 from megatron_grpo.rollout.vllm.adapter_servers import AdapterServers
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
@@ -36,6 +45,14 @@ def build_vllm_servers(args) -> ServerEngine:
         return AdapterServers(servers, args, receivers)
     transfer = build_transfer(args)
     return ServerEngine(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, receivers=receivers)
+
+
+def build_vllm_stream(args, role: Role) -> ServerStream:
+    """Return the engine of a rank of --rollout-ranks with ``--vllm-mode server``: its share of the servers."""
+    assert role.replica is not None
+    urls = args.vllm_server_base_url[role.replica :: args.rollout_ranks]
+    servers = [VllmServer(url, args) for url in urls]
+    return ServerStream(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica)
 
 
 class VllmServer(Server):
@@ -173,12 +190,41 @@ class VllmServer(Server):
         return Status(process, sum(map(float, tokens)) if tokens else None)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
-        sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
-        version = self.version
+        prompt, version = list(requests[0].prompt_ids), self.version
         assert version is not None
-        body = {
+        choices = (await self.call("POST", "/v1/completions", self._body(requests, seed)))["choices"]
+        if sorted(choice["index"] for choice in choices) != list(range(len(requests))):
+            raise Fault(f"it returned the completions {[c['index'] for c in choices]} for {len(requests)} requests")
+        return [self._completion(requests[choice["index"]], choice, prompt, version) for choice in choices]
+
+    async def stream(self, streamed: Streamed, seed: int) -> Completion:
+        assert self.version is not None
+        streamed.version, request = self.version, streamed.request.with_begun_in_prompt()
+        # Keys and values of older weights are never reused: the prefix cache is keyed by the version.
+        body = self._body([request], seed) | {"stream": True, "cache_salt": weight_tag(self.version)}
+        async for event in self.events("/v1/completions", body):
+            if "choices" not in event:
+                raise Fault(f"/v1/completions: {str(event)[:300]}", retryable=True)
+            for choice in event["choices"]:
+                if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
+                    raise Fault("it changed the token ids of a prompt")
+                ids = choice["token_ids"] or []
+                if request.sampling.log_probs and ids:
+                    if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:
+                        raise Fault("its log-probabilities do not belong to the sampled tokens")
+                    streamed.log_probs += choice["logprobs"]["token_logprobs"]
+                streamed.ids += ids
+                if reason := choice.get("finish_reason"):
+                    self.check_end(request, streamed.ids, reason, self._args.vocab_size)
+                    return streamed.completion(reason)
+        raise Fault("/v1/completions: the stream has ended before the completion", retryable=True)
+
+    def _body(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
+        """Return the body of a request for completions of one prompt."""
+        sampling = requests[0].sampling
+        return {
             "model": self.adapter or self.model,
-            "prompt": prompt,
+            "prompt": list(requests[0].prompt_ids),
             "n": len(requests),
             "seed": seed,  # of the first sample; the server adds 1 for each further one
             "max_tokens": sampling.max_tokens,
@@ -189,10 +235,6 @@ class VllmServer(Server):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        choices = (await self.call("POST", "/v1/completions", body))["choices"]
-        if sorted(choice["index"] for choice in choices) != list(range(len(requests))):
-            raise Fault(f"it returned the completions {[c['index'] for c in choices]} for {len(requests)} requests")
-        return [self._completion(requests[choice["index"]], choice, prompt, version) for choice in choices]
 
     def _completion(self, request: Request, choice: dict[str, Any], prompt: list[int], version: int) -> Completion:
         sampling, ids, reason = request.sampling, choice["token_ids"], choice["finish_reason"]

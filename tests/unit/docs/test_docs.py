@@ -61,6 +61,7 @@ OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience".split()  # of tools/soak.py
 OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py
+OTHERS += ["--mode"]  # of tools/ledger_check.py
 OTHERS += "--batch --group --check".split()  # of tools/ledger.py
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
 # Of vLLM's and SGLang's servers.

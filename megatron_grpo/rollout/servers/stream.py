@@ -1,0 +1,115 @@
+"""Servers as the engine of a rank of their own (``--rollout-ranks`` with ``--vllm-mode server``).
+
+Every request is a stream of tokens, so that what has arrived is never lost: a request that new weights interrupt, or
+whose server dies, goes on from its tokens, on whatever server has room.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, request_seed
+from megatron_grpo.rollout.servers.engine import WeightTransfer
+from megatron_grpo.rollout.servers.pool import Job, ServerPool
+from megatron_grpo.rollout.servers.server import Server, Streamed
+
+POLL = 0.02  # seconds that a poll waits at most: the producer looks for commands between two
+
+
+@dataclass
+class StreamedJob(Job):
+    """One request, and what has arrived of its completion."""
+
+    streamed: Streamed | None = None
+
+
+class StreamPool(ServerPool):
+    """A pool whose requests are streams, and have seeds of their own."""
+
+    def submit_streams(self, requests: Iterable[Request]) -> None:
+        """Queue requests."""
+        for request in requests:
+            assert request.seed is not None
+            self._queue.append(StreamedJob([request], request.seed, streamed=Streamed(request)))
+
+    async def _answers(self, job: Job, server: Server) -> list[Completion]:
+        assert isinstance(job, StreamedJob) and job.streamed is not None
+        request, sampling = job.streamed.continued(), job.requests[0].sampling
+        begun = request.begun
+        if begun is not None and begun.token_ids:  # the server may have died after the last token
+            ended = "stop" if begun.token_ids[-1] in sampling.stop_token_ids else None
+            ended = ended or ("length" if begun.num_sampled >= sampling.max_tokens else None)
+            if ended:
+                return [Streamed(request).completion(ended)]
+        began_here = len(request.begun_ids) > len(job.requests[0].begun_ids)
+        seed = request_seed(job.seed, request.id, len(request.begun_ids)) if began_here else job.seed
+        job.streamed = Streamed(request)
+        return [await server.stream(job.streamed, seed)]
+
+    def unfinished(self) -> list[Completion]:
+        """Return what all requests have so far, in order of their ids."""
+        jobs = [*(job for job, _ in self._running.values()), *self._queue]
+        streams = [job.streamed for job in jobs if isinstance(job, StreamedJob) and job.streamed is not None]
+        return sorted((stream.completion() for stream in streams), key=lambda completion: completion.id)
+
+    def drop_all(self) -> None:
+        """Drop all requests and close their connections, so that the servers abort them."""
+        self._queue.clear()
+        for task, (_, server) in list(self._running.items()):
+            self._cancel(task, server)
+
+
+class ServerStream(TakesTurns):
+    """Engine of one rank over its servers, whose requests can be continued later, under other weights.
+
+    It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive them again.
+    """
+
+    num_replicas, is_lead = 1, True
+
+    def __init__(
+        self, servers: Sequence[Server], transfer: WeightTransfer, timeout: float, max_in_flight: int, replica: int = 0
+    ):
+        self.replica, self.has_weights = replica, False
+        self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight)
+        self._pool.check()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """See `Engine.submit`."""
+        self._pool.submit_streams(requests)
+
+    def poll(self) -> list[Completion]:
+        """Return the completions that have finished since the last call."""
+        return self._pool.poll(POLL)
+
+    def unfinished(self) -> list[Completion]:
+        """See `InterruptibleEngine.unfinished`."""
+        return self._pool.unfinished()
+
+    def interrupt(self) -> list[Completion]:
+        """See `InterruptibleEngine.interrupt`."""
+        found = self._pool.unfinished()
+        self._pool.drop_all()
+        return found
+
+    def rollout(self, seed: int) -> AbstractContextManager[None]:
+        """Do nothing: every request has a seed."""
+        return contextlib.nullcontext()
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Send new weights to all servers that answer."""
+        self._pool.refresh()
+        try:
+            self._transfer.send(weights, version, self._pool)
+        finally:
+            for _ in weights:  # the trainer sends to the end
+                pass
+        self.has_weights = True
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._transfer.close()
+        self._pool.close()

@@ -1,0 +1,154 @@
+"""Servers as the engine of a rank of --rollout-ranks: what has arrived of a completion is never lost."""
+
+import time
+
+import pytest
+import torch
+from server_double import EOS, Double, sample, tiny_model
+from test_servers import PROMPTS, arguments
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Request, request_seed
+from megatron_grpo.rollout.servers import pool as pools
+from megatron_grpo.rollout.servers.stream import ServerStream
+from megatron_grpo.rollout.vllm.server import VllmServer
+from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
+from megatron_grpo.utils.errors import EngineLost
+
+LONGEST = 8
+SAMPLING = Sampling(LONGEST, temperature=1.0, stop_token_ids=(EOS,), log_probs=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(pools, "WATCH_INTERVAL", 0.1)
+    monkeypatch.setattr(pools, "_pause", lambda retry: 0.05 * 2**retry)
+
+
+@pytest.fixture
+def doubles():
+    made = [Double(), Double()]
+    yield made
+    for double in made:
+        if double.fault != "die":
+            double.stop()
+
+
+@pytest.fixture
+def engine(doubles, tmp_path):
+    servers = [VllmServer(double.url, arguments()) for double in doubles]
+    made = ServerStream(servers, CheckpointTransfer(str(tmp_path)), 10.0, 8)
+    assert not made.has_weights
+    made.update_weights(iter(tiny_model(1).state_dict().items()), 1)
+    yield made
+    made.close()
+
+
+def requests(count=6):
+    return [Request(number, PROMPTS[number % 2], SAMPLING, seed=request_seed(5, number)) for number in range(count)]
+
+
+def finish(engine, count):
+    found, deadline = [], time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += engine.poll()
+    return sorted(found, key=lambda completion: completion.id)
+
+
+def expected(request, seed=1, begun=()):
+    """What a model with the weights of ``seed`` samples for a request, alone."""
+    body = {"max_tokens": LONGEST - len(begun), "temperature": 1.0}
+    request_seed_now = request_seed(request.seed, request.id, len(begun)) if begun else request.seed
+    return sample(tiny_model(seed), [*request.prompt_ids, *begun], body, request_seed_now, [EOS])
+
+
+@torch.no_grad()
+def log_probs_of(request, ids, seed):
+    """The log-probabilities of given tokens under the weights of ``seed``."""
+    logits = tiny_model(seed)(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, len(request.prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def test_streamed_completions_are_the_models_own(engine, doubles):
+    engine.submit(requests())
+    for completion, request in zip(finish(engine, 6), requests(), strict=True):
+        ids, log_probs, reason = expected(request)
+        assert (completion.token_ids, completion.finish_reason) == (ids, reason)
+        assert completion.log_probs == log_probs and set(completion.weight_versions) == {1}
+    asked = [body for double in doubles for path, body in double.calls if path == "/v1/completions"]
+    assert len({body["cache_salt"] for body in asked}) == 1 and len(asked) == 6
+
+
+def stalled(engine, doubles, after):
+    """Submit requests, and wait until every server has sent ``after`` tokens of one."""
+    for double in doubles:
+        double.stall = after
+    engine.submit(requests())
+    deadline = time.monotonic() + 60
+    finished = []
+    while sum(len(c.token_ids) for c in engine.unfinished()) < after * (6 - len(finished)):
+        assert time.monotonic() < deadline
+        finished += engine.poll()
+    return finished
+
+
+def test_interrupted_completions_go_on_under_new_weights(engine, doubles):
+    finished = stalled(engine, doubles, 2)
+    begun = engine.interrupt()
+    assert begun and not engine.poll() and not engine.unfinished()
+    assert {(c.finish_reason, len(c.token_ids)) for c in begun} == {("abort", 2)}
+    for double in doubles:
+        double.stall = None
+    engine.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    engine.submit(
+        Request(c.id, PROMPTS[c.id % 2], SAMPLING, c, seed=request_seed(5, c.id, len(c.token_ids))) for c in begun
+    )
+    whole = {c.id: c for c in finish(engine, len(begun))}
+    assert whole.keys() | {c.id for c in finished} == set(range(6))
+    for before in begun:
+        completion, request = whole[before.id], requests()[before.id]
+        assert completion.token_ids[:2] == before.token_ids == expected(request)[0][:2]
+        assert list(completion.weight_versions) == [1, 1, *[2] * (len(completion.token_ids) - 2)]
+        assert len(completion.log_probs) == len(completion.token_ids) <= LONGEST
+        after = log_probs_of(request, completion.token_ids, 2)[2:]
+        assert torch.allclose(torch.tensor(completion.log_probs[2:]), after, atol=1e-5)
+    salts = {body["cache_salt"] for double in doubles for path, body in double.calls if path == "/v1/completions"}
+    assert len(salts) == 2  # keys and values of version 1 are not reused under version 2
+
+
+def test_what_a_dead_server_has_sent_goes_on_elsewhere(engine, doubles):
+    """The dead server comes back, and receives the next weights."""
+    finished = stalled(engine, doubles, 3)
+    cut = {c.id: c.token_ids for c in engine.unfinished()}
+    doubles[0].fault = "die"
+    doubles[1].stall = None
+    whole = {c.id: c for c in [*finished, *finish(engine, 6 - len(finished))]}
+    went_on = 0
+    for number, request in enumerate(requests()):
+        completion, before = whole[number], cut.get(number, [])
+        assert completion.token_ids[: len(before)] == before
+        assert set(completion.weight_versions) == {1}
+        wanted = log_probs_of(request, completion.token_ids, 1)
+        assert torch.allclose(torch.tensor(completion.log_probs), wanted, atol=1e-5)
+        alone = expected(request)[0]
+        went_on += completion.token_ids != alone
+        if before and completion.token_ids != alone:  # a continued one has a seed of its own
+            assert completion.token_ids == [*before, *expected(request, begun=before)[0]]
+    assert went_on
+    doubles[0].fault, doubles[0].stall = "", None
+    doubles[0].restart()
+    engine.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    sent = len(doubles[0].calls)
+    engine.submit(requests())
+    for completion, request in zip(finish(engine, 6), requests(), strict=True):
+        assert completion.token_ids == expected(request, 2)[0] and set(completion.weight_versions) == {2}
+    assert any(path == "/v1/completions" for path, _ in doubles[0].calls[sent:])
+
+
+def test_without_a_server_the_run_ends(engine, doubles):
+    for double in doubles:
+        double.fault = "die"
+    engine.submit(requests())
+    with pytest.raises(EngineLost, match="no server is left to generate"):
+        finish(engine, 6)
