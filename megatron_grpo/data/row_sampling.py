@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.end_of_turn import special_stop_words
-from megatron_grpo.data.sampling_params import Sampling, constraint_refused
+from megatron_grpo.data.sampling_params import Sampling, constraint_refused, continues_on_servers
 from megatron_grpo.utils.errors import GrpoError
 
 COLUMN = "sampling_params"
@@ -64,6 +64,11 @@ def row_sampling(row: Mapping[str, Any], args: Namespace, special_tokens: Mappin
                 raise GrpoError(
                     f"stop of {COLUMN} needs --tokenizer-type HuggingFaceTokenizer: the engine searches stop words in "
                     "the text"
+                )
+            if continues_on_servers(args):
+                raise GrpoError(
+                    f"stop of {COLUMN} cannot be used with --rollout-ranks and servers: a continued completion is a "
+                    "new request to a server, which sees no stop word across its begin"
                 )
             fields["stop"] = tuple(words)
             fields["stop_token_ids"] = tuple(special_stop_words(words, special_tokens))

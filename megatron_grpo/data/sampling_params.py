@@ -42,6 +42,11 @@ def uses_engine_log_probs(args: Namespace) -> str | None:
     return None
 
 
+def continues_on_servers(args: Namespace) -> bool:
+    """Return whether a completion can go on as a new request to a server, which knows nothing of its begin."""
+    return bool(args.rollout_ranks) and args.vllm_mode == "server"
+
+
 def constraint_refused(args: Namespace) -> str | None:
     """Return the reason why this run cannot constrain completions, with the cure; None if it can."""
     if args.rollout_engine != "vllm":
@@ -50,6 +55,11 @@ def constraint_refused(args: Namespace) -> str | None:
         return (
             "needs --tokenizer-type HuggingFaceTokenizer: vLLM builds the constraint from the vocabulary of the "
             "tokenizer"
+        )
+    if continues_on_servers(args):
+        return (
+            "cannot be used with --rollout-ranks and servers: a continued completion is a new request to a server, "
+            "whose constraint begins again"
         )
     user = uses_engine_log_probs(args)
     if user:

@@ -687,7 +687,6 @@ def _check_placed_servers(args: Namespace) -> None:
     for dest, given, reason in (
         ("weight_update", args.weight_update == "keep", "servers receive weights while nothing runs"),
         ("stop_words", args.stop_words, f"{alone}, which sees no stop word across its begin"),
-        ("structured_outputs_regex", args.structured_outputs_regex, f"{alone}, whose constraint begins again"),
         ("top_k", replays_top_k(args), "their streams have no kept tokens; add --no-top-k-replay"),
     ):
         if given:

@@ -19,13 +19,14 @@ import pretrain_grpo
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.reference import reference_model
+from megatron_grpo.rollout.engine import TakesTurns
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
 
 
-class Engine:
+class Engine(TakesTurns):
     """Keeps what it is sent."""
 
     def update_weights(self, stream, version):

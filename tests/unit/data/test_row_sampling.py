@@ -63,6 +63,8 @@ def test_a_rows_own_sampling_wins(tmp_path):
         ({"stop": []}, "", "give a string, or a list of strings"),
         ({"stop": ["a", ""]}, "", "give a string, or a list of strings"),
         ({"stop": "a"}, "--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-type HuggingFaceTokenizer"),
+        ({"stop": "a"}, "--rollout-ranks 1 --vllm-mode server", "sees no stop word across its begin"),
+        ({"structured_outputs": {"regex": "a"}}, "--rollout-ranks 1 --vllm-mode server", "constraint begins again"),
         ({"structured_outputs": "[0-9]"}, "", "give an object with one of regex, json, choice, grammar"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "", "give an object with one of"),
         ({"structured_outputs": {"regex": "(a"}}, "", "unterminated subpattern"),

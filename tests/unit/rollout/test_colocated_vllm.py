@@ -19,7 +19,7 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError
 def engine(**methods) -> VllmColocate:
     """An engine that sleeps between rollouts, around a vLLM of which only some methods exist."""
     made = object.__new__(VllmColocate)
-    made.replica, made._version, made._submitted, made._under_way = 0, 0, 0, {}
+    made.replica, made._version, made._loads, made._submitted, made._under_way = 0, 0, 0, 0, {}
     made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
     made._moe_layers = made._adapter_request = None
     made._llm = SimpleNamespace(**methods)

@@ -379,11 +379,11 @@ def test_servers_may_still_be_starting(start, monkeypatch):
     double, said = start(), []
     double.fault = "die"
 
-    def note(line: str) -> None:
+    def note(line: str, flush: bool) -> None:
         said.append(line)
         double.fault = ""  # there as soon as the wait for it was told
 
-    monkeypatch.setattr(servers, "print_rank_0", note)
+    monkeypatch.setattr(servers, "print", note, raising=False)
     pool = make_pool([double])
     pool.check()
     assert len(said) == 1 and said[0].startswith(f"waiting up to 10 s for server {double.url}: ")
