@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo.algorithm.losses import LOSSES
@@ -193,6 +194,21 @@ def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, 
         started = time.monotonic()
         rows.append(pretrain_grpo.update(args, trainer, batch, completions))
     return rows, rows[-1]["tokens/update"] / (time.monotonic() - started), batch
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the seconds of a call that all ranks begin together, with the work of this rank's device."""
+    _synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def peak_memory(reset: bool = False) -> float:

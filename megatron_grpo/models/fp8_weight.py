@@ -112,7 +112,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def stored(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors whose memory holds a tensor: those of an `Fp8Weight`, else the tensor itself."""
+    """Return the tensors with the memory of a tensor: the parts of an `Fp8Weight`, else the tensor itself."""
     if isinstance(tensor, Fp8Weight):
         return tensor.values, tensor.scales, tensor.rows, tensor.columns
     return (tensor,)

@@ -529,6 +529,11 @@ def server_urls(args: Namespace) -> list[str]:
     return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
 
 
+def urls_of_replica(args: Namespace, replica: int) -> list[str]:
+    """Return the addresses of the servers that a replica of --rollout-ranks drives; none if it is an engine itself."""
+    return server_urls(args)[replica :: args.rollout_ranks]
+
+
 def check_lengths(args: Namespace) -> None:
     """Raise GrpoError for sequences too long for model, engine or micro-batches; set --vllm-max-model-len."""
     longest = longest_sequence(args)

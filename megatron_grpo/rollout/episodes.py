@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools
 from megatron_grpo.environments.pool import Answer, EnvironmentPool
-from megatron_grpo.environments.registry import Message, Turn, environment_of, tools_of
+from megatron_grpo.environments.registry import Message, ToolCall, Turn, environment_of, tools_of
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
@@ -73,11 +73,14 @@ class _Episode:
         return self.trajectory is not None and self.trajectory.num_sampled >= self.request.sampling.max_tokens
 
 
-class Episodes:
-    """``engine`` with environments; ``pool`` and ``renderer`` are those of the lead rank, None on the others.
+class Conversing:
+    """An engine around ``engine``, in which programs answer the policy's turns.
 
-    ``group`` is the gloo process group of the replica's ranks, None for a single rank.
+    ``pool``, ``renderer`` and ``parser`` are those of the lead rank, None on the others. ``group`` is the gloo process
+    group of the replica's ranks, None for a single rank.
     """
+
+    program: str  # the noun of the messages
 
     def __init__(
         self,
@@ -91,15 +94,36 @@ class Episodes:
     ):
         self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
         self._tokenizer, self._args, self._group = tokenizer, args, group
-        self._episodes: dict[int, _Episode] = {}
-        self._generating: set[int] = set()
-        self._waiting: set[int] = set()  # for the environment
-        self._immediate: set[int] = set()  # those of them whose environment answers at once
+        self._generating: set[int] = set()  # ids of the engine's requests
         self._failures = FailureCounts()
 
     def __getattr__(self, name: str) -> Any:
-        """Weights, memory and the rest are the engine's own matter."""
+        """Return an attribute of the engine, which keeps weights, memory and the rest."""
         return getattr(self._engine, name)
+
+    def _read_turn(self, ids: list[int], with_calls: bool = True) -> tuple[str, str, list[ToolCall]]:
+        """Return (the policy's text without its end of turn, the text without tool calls, the calls) of a turn."""
+        spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
+        raw = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None)
+        if self._parser is None or not with_calls:
+            return raw, raw, []
+        return raw, *self._parser.parse(raw)
+
+    def failures(self) -> list[str]:
+        """Return one line for each reason for which programs have failed since the last call, on the lead rank."""
+        return self._failures.lines(self.program)
+
+
+class Episodes(Conversing):
+    """``engine`` with environments."""
+
+    program = "the environment"
+
+    def __init__(self, *parts: Any, **more: Any):
+        super().__init__(*parts, **more)
+        self._episodes: dict[int, _Episode] = {}
+        self._waiting: set[int] = set()  # for the environment
+        self._immediate: set[int] = set()  # those of them whose environment answers at once
 
     # ---- requests
 
@@ -143,11 +167,7 @@ class Episodes:
         self._waits(completion.id)
         if self._pool is None:
             return
-        spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
-        text, calls = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None), []
-        episode.text = text
-        if self._parser is not None:
-            text, calls = self._parser.parse(text)
+        episode.text, text, calls = self._read_turn(ids)
         episode.turn = {"role": "assistant", "content": text}
         if calls:
             episode.turn["tool_calls"] = [
@@ -294,7 +314,3 @@ class Episodes:
             self._episodes.pop(number, None)
             if self._pool is not None:
                 self._pool.end(number)
-
-    def failures(self) -> list[str]:
-        """Return one line for each reason for which environments have failed since the last call, on the lead rank."""
-        return self._failures.lines("the environment")

@@ -5,7 +5,6 @@ continues every completion after its recorded tokens.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_grpo.data.batch import FinishReason, offsets
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
+from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
 
 DIRECTORY = "unfinished"  # subfolder of a checkpoint
@@ -124,10 +124,9 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, int]) -> None:
 def write_groups(directory: Path, replica: int, groups: Mapping[int, Group]) -> None:
     """Write the groups of a replica into a checkpoint, and flush them to the disk; raises OSError."""
     directory.mkdir(exist_ok=True)
-    with open(directory / f"{replica:05d}.npz", "wb") as file:
-        np.savez(file, **to_arrays(groups))
-        file.flush()
-        os.fsync(file.fileno())
+    file = directory / f"{replica:05d}.npz"
+    np.savez(file, **to_arrays(groups))
+    flush_to_disk(file)
 
 
 def read_groups(directory: Path, replica: int, prompt_of: PromptOf) -> dict[int, Group]:

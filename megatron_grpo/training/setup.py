@@ -49,7 +49,7 @@ from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import has_servers, lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
-from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.episodes import Conversing, Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.stream.messages import wait_for_trainers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
@@ -533,7 +533,7 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     )
 
 
-def build_episodes(args, engine: Engine, tokenizer) -> Episodes | Agents:
+def build_episodes(args, engine: Engine, tokenizer) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
     kind = Agents if args.agent else Episodes
     group = replica_group(engine.replica, engine.num_replicas, backend="gloo")

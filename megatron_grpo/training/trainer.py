@@ -38,12 +38,11 @@ from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
-from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.rollout.collect import Needs, collect_rollout, everything
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
-from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
 from megatron_grpo.rollout.ledger.recording import Recording
@@ -196,7 +195,7 @@ class Trainer:
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
-        for line in self.engine.failures() if isinstance(self.engine, Episodes | Agents) else []:
+        for line in self.engine.failures() if isinstance(self.engine, Conversing) else []:
             print(f"[rank {dist.get_rank()}] {line}", flush=True)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())

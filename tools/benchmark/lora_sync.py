@@ -11,7 +11,6 @@ Operations are calls of torch that are no views: on a GPU each launches one kern
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,20 +50,6 @@ def operations(call: Callable[[], object]) -> int:
     return counted.count
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, with the device's work."""
-    _synchronize()
-    start = time.perf_counter()
-    call()
-    _synchronize()
-    return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def read_all(stream: Callable, model, args) -> int:
     """Read a stream of weights to its end, without keeping one; return the number of tensors."""
     return sum(1 for _ in stream(model, args))
@@ -75,7 +60,7 @@ def merge_only(args, model, repeat: int) -> None:
     print_rank_0("| weights | tensors | ms | operations of torch |\n|---|--:|--:|--:|")
     for name, stream in (("as they are", stream_hf), ("merged", stream_merged)):
         read = partial(read_all, stream, model, args)
-        times = [seconds(read) for _ in range(repeat + 1)]
+        times = [made_up.seconds(read) for _ in range(repeat + 1)]
         tensors, count = read(), operations(read)
         print_rank_0(f"| {name} | {tensors:,} | {1e3 * median(times[1:]):,.1f} | {count:,} |")
 
@@ -101,12 +86,12 @@ def main() -> None:
     engine.update_weights(stream_hf(model, args), 0)
     full, parts = [], []
     for _ in range(options.repeat + 1):
-        full.append(seconds(lambda: engine.update_weights(stream_merged(model, args), 1)))
+        full.append(made_up.seconds(lambda: engine.update_weights(stream_merged(model, args), 1)))
         adapter: dict[str, torch.Tensor] = {}
-        gather = seconds(lambda into=adapter: into.update(sent_adapter(args, model)))
-        load = seconds(lambda of=adapter: engine.update_adapter(of, 1))
+        gather = made_up.seconds(lambda into=adapter: into.update(sent_adapter(args, model)))
+        load = made_up.seconds(lambda of=adapter: engine.update_adapter(of, 1))
         differences: list[str] = []
-        check = seconds(lambda of=adapter, lines=differences: lines.extend(engine.compare_adapter(of)))
+        check = made_up.seconds(lambda of=adapter, lines=differences: lines.extend(engine.compare_adapter(of)))
         assert not differences, differences
         parts.append((gather, load, check))
     counts = [
@@ -118,7 +103,7 @@ def main() -> None:
         )
     ]
     engine.wake_cache()
-    probe = seconds(lambda: probe_adapter(engine))
+    probe = made_up.seconds(lambda: probe_adapter(engine))
     weights = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in describe(args)) / 1e6
     factors = sum(tensor.nbytes for tensor in adapter.values()) / 1e6
     gather, load, check = (1e3 * median(column) for column in zip(*parts[1:], strict=True))

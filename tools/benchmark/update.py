@@ -10,7 +10,6 @@ largest time are listed. Prints a Markdown table of rank 0.
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 from statistics import median
 
@@ -27,22 +26,10 @@ from megatron_grpo.parallel.initialize import initialize_distributed, print_rank
 from megatron_grpo.training.entry_point import run
 
 
-def timed(call) -> float:
-    """Return the seconds of a call, with the device's work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def kernels(call, count: int) -> None:
     """Print the kinds of kernels of a call that take most of the time."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:  # operators would take minutes to read
-        seconds = timed(call)
+        seconds = made_up.seconds(call)
     table = {}
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -74,19 +61,19 @@ def main() -> None:
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     rows, seconds = [], []
+    batch = made_up.rollout(args, options.tokens)
+    chosen = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[0]
+    batch = made_up.share(args, batch, [chosen])
+
+    def update() -> None:
+        rows.append(pretrain_grpo.update(args, trainer, batch, chosen))
+
     for number in range(options.updates + bool(options.kernels)):
-        batch = made_up.rollout(args, options.tokens)
-        divided = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[:1]
-        batch = made_up.share(args, batch, divided)
-
-        def update(batch=batch, chosen=divided[0]) -> None:
-            rows.append(pretrain_grpo.update(args, trainer, batch, chosen))
-
         if number == options.updates:
             kernels(update, options.kernels)
         else:
             made_up.peak_memory(reset=True)
-            seconds.append(timed(update))
+            seconds.append(made_up.seconds(update))
             print_rank_0(f"update {number + 1}: {seconds[-1]:.3f} s")
     peak, middle = made_up.peak_memory() / 1024, median(seconds[1:])
     tokens = rows[1]["tokens/update"]

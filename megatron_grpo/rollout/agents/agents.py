@@ -1,4 +1,4 @@
-"""An engine whose completions are runs of agent programs: `Agents` wraps any engine, as `Episodes` does.
+"""Rollouts of agent programs: `Agents` wraps any engine, and each of its completions is one run of a program.
 
 A request starts the program in a process of the environment pool, with a URL of its own (endpoint.py). Its calls are
 rendered, broadcast to the ranks of the replica, and generated; prompts and answers are recorded token by token
@@ -15,18 +15,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_grpo.environments.agent import URL
-from megatron_grpo.environments.pool import Answer, EnvironmentPool
+from megatron_grpo.environments.pool import Answer
 from megatron_grpo.environments.registry import Turn
-from megatron_grpo.environments.rendering import TurnRenderer
-from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
 from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised
-from megatron_grpo.rollout.engine import Completion, Engine, Request
-from megatron_grpo.rollout.episodes import FailureCounts
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.utils.errors import GrpoError
 
 _CALLS = 1 << 20  # of one run: ids of the engine's requests are id * _CALLS + number of the call
@@ -58,36 +54,18 @@ class _Run:
     over: bool = False  # a call was refused at a limit
 
 
-class Agents:
-    """``engine`` with agent programs; ``pool`` and ``renderer`` are those of the lead rank, None on the others.
+class Agents(Conversing):
+    """``engine`` with agent programs."""
 
-    ``name`` is the environment of the programs; ``group`` is the gloo process group of the replica's ranks, None for a
-    single rank.
-    """
+    program = "the agent"
 
-    def __init__(
-        self,
-        engine: Engine,
-        pool: EnvironmentPool | None,
-        renderer: TurnRenderer | None,
-        parser: ToolCallParser | None,
-        tokenizer: Any,
-        args: Any,
-        group: dist.ProcessGroup | None = None,
-    ):
-        self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
-        self._tokenizer, self._args, self._group = tokenizer, args, group
-        self._endpoint = Endpoint() if pool is not None else None
+    def __init__(self, *parts: Any, **more: Any):
+        super().__init__(*parts, **more)
+        self._endpoint = Endpoint() if self._pool is not None else None
         self._requests: dict[int, Request] = {}
-        self._generating: set[int] = set()  # ids of the engine
         self._runs: dict[int, _Run] = {}
         self._sessions: dict[str, int] = {}
         self._calls: dict[int, tuple[Call, _Prompt, int]] = {}  # with the most tokens of the answer
-        self._failures = FailureCounts()
-
-    def __getattr__(self, name: str) -> Any:
-        """Weights, memory and the rest are the engine's own matter."""
-        return getattr(self._engine, name)
 
     # ---- requests
 
@@ -130,7 +108,7 @@ class Agents:
                 return sorted(calls), []
 
     def _said(self, answer: Answer) -> tuple[int, str, float | None] | None:
-        """Return (id, finish reason, reward) of a run whose program has ended; start the program after its reset."""
+        """Start a program after its reset: None. After its end, return (id, finish reason, reward) of its run."""
         assert self._pool is not None
         run = self._runs[answer.key]
         if answer.error is None and not answer.done:
@@ -260,11 +238,7 @@ class Agents:
         run.sampled -= most if call.abandoned else most - len(ids)
         if call.abandoned:  # nobody has read the answer
             return
-        spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
-        raw, calls = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None), []
-        text = raw
-        if self._parser is not None and call.chat:
-            text, calls = self._parser.parse(raw)
+        raw, text, calls = self._read_turn(ids, with_calls=call.chat)
         reply: Message = {"role": "assistant", "content": text or None}
         if calls:
             reply["tool_calls"] = [
@@ -322,10 +296,6 @@ class Agents:
             self._requests.pop(number)
             if self._pool is not None:
                 self._close(number)
-
-    def failures(self) -> list[str]:
-        """Return one line for each reason for which programs have failed since the last call, on the lead rank."""
-        return self._failures.lines("the agent")
 
     def close(self) -> None:
         """End the endpoint, then the engine."""

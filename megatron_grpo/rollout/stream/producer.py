@@ -23,7 +23,7 @@ from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
-from megatron_grpo.rollout.arguments import server_urls
+from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
@@ -77,7 +77,7 @@ class Producer:
         self._is_lead = joint.role.rank == 0
         self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
         self._outbox = messages.Sender(joint.store, messages.reports(self._replica))
-        servers = len(server_urls(args)[self._replica :: joint.num_replicas])
+        servers = len(urls_of_replica(args, self._replica))
         self._capacity = args.vllm_max_num_seqs * max(1, servers)  # requests at a time
         self._size = args.num_generations
         self._num_groups = args.generation_batch_size // args.num_generations

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.roles import Role
-from megatron_grpo.rollout.arguments import probability_changes, replays_top_k
+from megatron_grpo.rollout.arguments import probability_changes, replays_top_k, urls_of_replica
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
 from megatron_grpo.rollout.servers.server import (
@@ -50,8 +50,7 @@ def build_vllm_servers(args) -> ServerEngine:
 def build_vllm_stream(args, role: Role) -> ServerStream:
     """Return the engine of a rank of --rollout-ranks with ``--vllm-mode server``: its share of the servers."""
     assert role.replica is not None
-    urls = args.vllm_server_base_url[role.replica :: args.rollout_ranks]
-    servers = [VllmServer(url, args) for url in urls]
+    servers = [VllmServer(url, args) for url in urls_of_replica(args, role.replica)]
     return ServerStream(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica)
 
 
