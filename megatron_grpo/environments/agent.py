@@ -10,7 +10,6 @@ value is the reward, or several by name, of which the sum counts. A program that
 import asyncio
 import functools
 import importlib
-import importlib.util
 import inspect
 import secrets
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.environments.registry import Environment, Reply, Turn
+from megatron_grpo.rewards.registry import run_file
 from megatron_grpo.utils.errors import GrpoError
 
 URL = "agent_base_url"  # of the row
@@ -32,7 +32,7 @@ def load(name: str) -> Callable[..., Any]:
         raise GrpoError(f"--agent {name}: give module:function or FILE.py:function")
     try:
         found = getattr(_file(module) if module.endswith(".py") else importlib.import_module(module), function)
-    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise GrpoError(f"--agent {name}: {error}. A module must be importable from the working directory") from error
     if not callable(found):
         raise GrpoError(f"--agent {name} is {found!r:.80}, not a function")
@@ -41,11 +41,7 @@ def load(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return run_file(Path(path), "--agent")
 
 
 class AgentProgram(Environment):

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron_grpo.utils.errors import GrpoError
@@ -109,21 +110,27 @@ def is_group_wise(name: str) -> bool:
 def load_plugins(paths: Sequence[str | Path]) -> None:
     """Run the files of --external-plugins, each once, to register their definitions; GrpoError if one fails."""
     for path in map(Path, paths):
-        if not path.is_file():
-            raise GrpoError(f"--external-plugins {path}: no such file")
-        if path.resolve() in _loaded:
+        if path.resolve() in _loaded and path.is_file():
             continue
-        spec = importlib.util.spec_from_file_location(f"plugin:{path}", path)
-        if spec is None or spec.loader is None:
-            raise GrpoError(f"--external-plugins {path}: not a Python file (.py)")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses and pickle look up their module
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[spec.name]
-            raise GrpoError(f"--external-plugins {path}: {_error_location(error, path)}") from error
+        run_file(path, "--external-plugins")
         _loaded.add(path.resolve())
+
+
+def run_file(path: Path, flag: str) -> ModuleType:
+    """Run a user's Python file, and return it as a module; GrpoError, which names ``flag``, if that fails."""
+    if not path.is_file():
+        raise GrpoError(f"{flag} {path}: no such file")
+    spec = importlib.util.spec_from_file_location(f"plugin:{path}", path)
+    if spec is None or spec.loader is None:
+        raise GrpoError(f"{flag} {path}: not a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up their module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise GrpoError(f"{flag} {path}: {_error_location(error, path)}") from error
+    return module
 
 
 def _error_location(error: BaseException, path: Path) -> str:

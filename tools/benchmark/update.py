@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, metavar="N", help="updates, at least two [4]")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="kinds of kernels to list [0: none]")
     options, flags = parser.parse_known_args()
+    if options.kernels and not torch.cuda.is_available():
+        parser.error("--kernels needs a GPU")
     size = ["--max-prompt-length", "1", "--max-completion-length", str(options.tokens - 1), "--beta", "0"]
     size += ["--global-batch-size", str(options.completions), "--num-generations", "2", "--steps-per-generation", "1"]
     args = made_up.parse([*size, *flags], int(os.environ.get("WORLD_SIZE", "1")))
