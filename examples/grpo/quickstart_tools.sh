@@ -2,8 +2,9 @@
 # The quickstart with a tool: bash examples/grpo/quickstart_tools.sh [--fresh]
 #
 # A model of 0.9 M parameters that cannot add four-digit numbers learns by GRPO to call a calculator, on two CPU cores in a
-# few minutes. Its warm-up shows it conversations: in 20% of them the assistant calls the tool and repeats the result, in
-# the others it answers at once. Ten updates without the tool follow: their accuracy stays where it began. docs/environments.md explains the flags.
+# few minutes. The warm-up has conversations: in 20% of them the assistant calls the tool and repeats the result, in the
+# others it answers at once. Ten updates without the tool follow: their accuracy stays where it began.
+# docs/environments.md explains the flags.
 #
 #   --fresh     delete the run folder first; without this flag, runs resume from their checkpoints
 #   UPDATES=30  updates with the tool
