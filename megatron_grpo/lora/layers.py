@@ -79,6 +79,7 @@ class Adapter(nn.Module):
         self.rows: dict[str, Tensor | None] = {}
         self.outputs = weight.shard_shape(size)[0]
         lines = 0 if self.axis == 0 else None
+        orders: list[Tensor] = []
         for number, pair in enumerate(experts[0]):
             alike = [pairs[number] for pairs in experts]
             a = self._parameter(config, [pair.a.shard_shape(size) for pair in alike], 1 if self.axis == 1 else None)
@@ -86,9 +87,19 @@ class Adapter(nn.Module):
             norms = [pair.m.shard_shape(size) for pair in alike if pair.m is not None]
             self.parts[pair.part] = Matrices(a, b, self._parameter(config, norms, lines) if norms else None)
             runs = list(rows(pair, rank, size))
-            order = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-            whole = len(order) == self.outputs and bool((order == torch.arange(len(order))).all())
-            self.rows[pair.part] = None if whole else order.to(device())
+            orders.append(torch.cat([torch.arange(run.start, run.stop) for run in runs]))
+            whole = len(orders[-1]) == self.outputs and bool((orders[-1] == torch.arange(self.outputs)).all())
+            self.rows[pair.part] = None if whole else orders[-1].to(device())
+        self.places = self._places(orders)
+
+    def _places(self, orders: Sequence[Tensor]) -> Tensor | None:
+        """Return the position of every element of the Bs in the flattened block matrix; None if that is the only B."""
+        if list(self.rows.values()) == [None]:
+            return None
+        total = sum(part.lora_A.shape[-2] for part in self.parts.values())
+        columns = torch.arange(total).chunk(len(orders))
+        places = [(order[:, None] * total + some).flatten() for order, some in zip(orders, columns, strict=True)]
+        return torch.cat(places).to(device())
 
     def _parameter(self, config, shapes: Sequence[tuple[int, ...]], axis: int | None) -> nn.Parameter:
         """Create a matrix that tensor parallelism shards along ``axis``, with megatron-core's attributes."""
@@ -113,14 +124,14 @@ class Adapter(nn.Module):
 
         A grouped layer's have a leading axis of experts, and R is padded for the kernels.
         """
-        a, b = [], []
-        for part, matrices in self.parts.items():
-            for column, matrix in zip((a, b), matrices()[:2], strict=True):
-                column.append(matrix)
-            if (order := self.rows[part]) is not None:
-                shape = (*b[-1].shape[:-2], self.outputs, b[-1].shape[-1])
-                b[-1] = b[-1].new_zeros(shape).index_copy(-2, order, b[-1])
-        down, up = (a[0] if len(a) == 1 else torch.cat(a, -2)), (b[0] if len(b) == 1 else torch.cat(b, -1))
+        a, b = zip(*(part()[:2] for part in self.parts.values()), strict=True)
+        if self.places is None:
+            down, up = a[0], b[0]
+        else:
+            down, values = torch.cat(a, -2), torch.cat([matrix.flatten(-2) for matrix in b], -1)
+            shape = self.outputs, down.shape[-2]
+            up = values.new_zeros(*values.shape[:-1], prod(shape)).index_copy_(-1, self.places, values)
+            up = up.unflatten(-1, shape)
         if self.axis == 0:
             down = self._of_all_experts_ranks(down)
         else:
@@ -151,9 +162,8 @@ class Adapter(nn.Module):
             h = grouped_matmul(x, down, *experts)
             output = output + grouped_matmul(self.scale * h, up, *experts).to(output.dtype)
         else:
-            h = self._communicate(self.scale * F.linear(x, down.to(x.dtype)))
-            flat = torch.addmm(output.reshape(-1, output.shape[-1]), h.reshape(-1, h.shape[-1]), up.to(x.dtype).t())
-            output = flat.view(output.shape)
+            h, up_t = self._communicate(F.linear(x, down.to(x.dtype))).flatten(0, -2), up.to(x.dtype).t()
+            output = torch.addmm(output.flatten(0, -2), h, up_t, alpha=self.scale).view(output.shape)
         if (factors := self.row_factors(down, up)) is None:
             return output
         if self.grouped:

@@ -134,7 +134,8 @@ class PackedAttention(MegatronModule):
 def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:
     """Compute attention with ``kernel``; pad keys or values with zeros to one head size, which kernels need."""
     size, value_size = max(k.shape[-1], v.shape[-1]), v.shape[-1]
-    q, k, v = (torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+    # A pad by nothing would copy the tensor.
+    q, k, v = (x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
     return Attention.apply(q, k, v, sinks, kernel)[..., :value_size]
 
 

@@ -1,11 +1,16 @@
-"""Frequencies of rotary position embeddings; transformers' functions compute the scaling (``--rope-scaling``)."""
+"""Frequencies of rotary position embeddings; transformers' functions compute the scaling (``--rope-scaling``).
+
+megatron-core rotates queries and keys. `compile_rotation` makes that one kernel.
+"""
 
 import math
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.utils.errors import GrpoError
@@ -116,3 +121,17 @@ def set_attention_factor(config: TransformerConfig, factor: float) -> None:
     config.yarn_rotary_scaling_factor = math.e
     config.yarn_mscale = 10 * (factor - 1)
     config.yarn_mscale_all_dim = 0.0
+
+
+def compile_rotation() -> None:
+    """Compile megatron-core's rotation without Transformer Engine, which is a dozen kernels as large as the queries."""
+    compiled = torch.compile(rope_utils._apply_rotary_pos_emb_bshd)
+
+    @wraps(rope_utils._apply_rotary_pos_emb_bshd)
+    def rotated(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        # Packs differ in their tokens, queries and keys in their heads.
+        for tensor, axis in ((t, 0), (t, 2), (freqs, 0)):
+            torch._dynamo.maybe_mark_dynamic(tensor, axis)
+        return compiled(t, freqs, *args, **more)
+
+    rope_utils._apply_rotary_pos_emb_bshd = rotated

@@ -11,8 +11,10 @@ pytestmark = pytest.mark.xdist_group("kernels")
 import numpy as np
 from attention_worker import GPU_CASES, NAMES, Alone, module_results, reference
 from launch import torchrun
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_grpo.models import layer_specs  # noqa: F401, it compiles the rotation
 from megatron_grpo.models.attention import visible_keys
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.softcap import soft_capped_attention
@@ -61,6 +63,29 @@ def test_soft_capped_attention_stays_compiled():
             if grad:
                 out.sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2 << 30
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["halves", "pairs (latent attention)"])
+def test_rotation(latent):
+    """The compiled rotation against the formula in float64, with gradients, for heads of which a part is rotated.
+
+    With (x, y) a pair of channels and a an angle: (x cos a - y sin a, x sin a + y cos a), RoFormer (arXiv:2104.09864),
+    equation 34. It is compiled once for all packs and numbers of heads.
+    """
+    torch._dynamo.reset()
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for tokens, heads in ((1000, 8), (1000, 2), (3, 8), (257, 2)):
+        x = torch.randn(tokens, 1, heads, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        angles = torch.randn(tokens, 1, 1, 32, device="cuda").repeat(1, 1, 1, 2)
+        out = rope_utils._apply_rotary_pos_emb_bshd(x, angles, multi_latent_attention=latent)
+        first, second = (x[..., 0:64:2], x[..., 1:64:2]) if latent else (x[..., :32], x[..., 32:64])
+        sine, cosine = angles[..., :32].double().sin(), angles[..., :32].double().cos()
+        want = [first.double() * cosine - second.double() * sine, first.double() * sine + second.double() * cosine]
+        want = torch.cat([*want, x[..., 64:].double()], -1)
+        weights = torch.randn_like(want)
+        gradients = [torch.autograd.grad((y.double() * weights).sum(), x)[0] for y in (out, want)]
+        assert relative(out, want) < 1e-2 and relative(*gradients) < 1e-2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled + 1
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
