@@ -145,7 +145,7 @@ def _layers(chunk: nn.Module, by_base: dict[str, list[Pair]]) -> Iterator[tuple[
 
 
 def _hook(layer: nn.Module, adapter: Adapter) -> None:
-    """Add the adapter's output to the layer's."""
+    """Add the adapter's output to that of the layer's matrix product."""
     fused_norm = hasattr(layer, "layer_norm_weight")
     if fused_norm:  # Transformer Engine's layer then returns the input of its matrix product, too
         layer.return_layernorm_output = True
@@ -161,7 +161,7 @@ def _hook(layer: nn.Module, adapter: Adapter) -> None:
             output = adapter(x, output, added, _experts(x, inputs[1:]) if adapter.grouped else ())
         return (output, bias) if fused_norm or isinstance(out, tuple) else output
 
-    layer.register_forward_hook(add)
+    layer.register_forward_hook(add, prepend=True)  # before a norm of the output (Gemma 2, GLM-4)
 
 
 def _experts(x: Tensor, inputs: tuple) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,26 @@ def scaling(args: Namespace) -> float:
     return args.lora_alpha / (args.lora_rank**0.5 if args.lora_use_rslora else args.lora_rank)
 
 
+class AddProduct(torch.autograd.Function):
+    """output + s h B^T, in the memory of ``output``; torch's own out-of-place sum copies it first.
+
+    ``output`` ``[t, out]`` is the layer's, whose backward pass does not read it. ``h`` ``[t, R]``, B ``[out, R]``.
+    """
+
+    @staticmethod
+    def forward(ctx, output: Tensor, h: Tensor, up: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(h, up)
+        ctx.scale = scale
+        return output.detach().addmm_(h, up.t(), alpha=scale)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        h, up = ctx.saved_tensors
+        grad_h = torch.addmm(h, grad, up, beta=0, alpha=ctx.scale)  # beta 0: without the first argument
+        grad_up = torch.addmm(up, grad.t(), h, beta=0, alpha=ctx.scale)
+        return grad, grad_h, grad_up, None
+
+
 class Matrices(nn.Module):
     """A ``[rank, in]``, B ``[out, rank]`` and DoRA's norms ``[out]`` or None of one Hugging Face layer.
 
@@ -162,8 +182,9 @@ class Adapter(nn.Module):
             h = grouped_matmul(x, down, *experts)
             output = output + grouped_matmul(self.scale * h, up, *experts).to(output.dtype)
         else:
-            h, up_t = self._communicate(F.linear(x, down.to(x.dtype))).flatten(0, -2), up.to(x.dtype).t()
-            output = torch.addmm(output.flatten(0, -2), h, up_t, alpha=self.scale).view(output.shape)
+            h = self._communicate(F.linear(x, down.to(x.dtype)))
+            flat = AddProduct.apply(output.flatten(0, -2), h.flatten(0, -2), up.to(x.dtype), self.scale)
+            output = flat.view(output.shape)
         if (factors := self.row_factors(down, up)) is None:
             return output
         if self.grouped:

@@ -4,7 +4,6 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
@@ -22,7 +21,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
-from megatron_grpo.models.rope import compile_rotation
 from megatron_grpo.models.router_replay import Replay
 from megatron_grpo.models.two_ropes import TwoRopesAttention
 
@@ -42,8 +40,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = type("Absent", (), {})
     multi_latent_attention.Linear = Linear
-if torch.cuda.is_available():
-    compile_rotation()
 
 
 class LatentAttention(MLASelfAttention):

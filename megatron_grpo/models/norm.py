@@ -39,9 +39,7 @@ def with_post_layernorm(linear: type, norm: Any) -> type:
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any):
             super().__init__(input_size, output_size, config=config, **more)
             self.post_layernorm = norm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            output, bias = super().forward(x)
-            return self.post_layernorm(output), bias
+            # A hook, before which an adapter adds to the output of the linear layer (lora/attach.py).
+            self.register_forward_hook(lambda _, __, out: (self.post_layernorm(out[0]), out[1]))
 
     return PostNormLinear

@@ -1,18 +1,21 @@
 """Frequencies of rotary position embeddings; transformers' functions compute the scaling (``--rope-scaling``).
 
-megatron-core rotates queries and keys. `compile_rotation` makes that one kernel.
+`rotate_pack` replaces megatron-core's rotation of packed queries and keys.
 """
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import ProcessGroup
 
+from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.errors import GrpoError
 
 # rope_scaling of config.json: {"rope_type": "yarn", "factor": 4.0, ...}; None: frequencies without scaling.
@@ -123,15 +126,43 @@ def set_attention_factor(config: TransformerConfig, factor: float) -> None:
     config.yarn_mscale_all_dim = 0.0
 
 
-def compile_rotation() -> None:
-    """Compile megatron-core's rotation without Transformer Engine, which is a dozen kernels as large as the queries."""
-    compiled = torch.compile(rope_utils._apply_rotary_pos_emb_bshd)
+def rotate_pack(
+    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *, cp_group: ProcessGroup, **kind: Any
+) -> torch.Tensor:
+    """Rotate the queries or keys ``[t, heads, d]`` of a context-parallel rank's tokens of a pack.
 
-    @wraps(rope_utils._apply_rotary_pos_emb_bshd)
-    def rotated(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        # Packs differ in their tokens, queries and keys in their heads.
-        for tensor, axis in ((t, 0), (t, 2), (freqs, 0)):
-            torch._dynamo.maybe_mark_dynamic(tensor, axis)
-        return compiled(t, freqs, *args, **more)
+    ``cu_seqlens`` ``[n + 1]``: offsets of the whole sequences. ``freqs`` ``[s, 1, 1, channels]``: angles of the
+    positions in a sequence; or of all tokens of the pack, if it has as many rows. ``kind``: the other arguments of
+    megatron-core's function, which this one replaces: that cuts and joins the angles sequence by sequence in every
+    layer, and launches a dozen kernels. On a GPU this is one kernel.
+    """
+    offsets = tuple(cu_seqlens.tolist())
+    rows = _rows(offsets, len(freqs) == offsets[-1], cp_group.size(), cp_group.rank(), t.device)
+    if not t.is_cuda:
+        return _rotate(t, freqs, rows, kind)
+    # Packs differ in their tokens, queries and keys in their heads.
+    for tensor, axis in ((t, 0), (t, 1), (freqs, 0), (rows, 0)):
+        torch._dynamo.maybe_mark_dynamic(tensor, axis)
+    return _compiled()(t, freqs, rows, kind)
 
-    rope_utils._apply_rotary_pos_emb_bshd = rotated
+
+rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+@lru_cache(maxsize=8)  # the layers of a micro-batch share the result
+def _rows(cu_seqlens: tuple[int, ...], whole: bool, cp_size: int, cp_rank: int, device: torch.device) -> torch.Tensor:
+    """Return the row of the angles for each of the rank's tokens, int64 ``[t]``; ``whole``: a row for every token."""
+    offsets = np.array(cu_seqlens)
+    rows = zigzag(offsets, cp_size, cp_rank)
+    if not whole:
+        rows -= offsets[np.searchsorted(offsets, rows, side="right") - 1]
+    return torch.from_numpy(rows).to(device, non_blocking=True)
+
+
+def _rotate(t: torch.Tensor, freqs: torch.Tensor, rows: torch.Tensor, kind: Mapping[str, Any]) -> torch.Tensor:
+    return rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs.index_select(0, rows), **kind)[:, 0]
+
+
+@cache
+def _compiled() -> Callable:
+    return torch.compile(_rotate)

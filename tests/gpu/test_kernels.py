@@ -11,12 +11,11 @@ pytestmark = pytest.mark.xdist_group("kernels")
 import numpy as np
 from attention_worker import GPU_CASES, NAMES, Alone, module_results, reference
 from launch import torchrun
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_grpo.models import layer_specs  # noqa: F401, it compiles the rotation
 from megatron_grpo.models.attention import visible_keys
 from megatron_grpo.models.head import vocab_parallel_log_probs
+from megatron_grpo.models.rope import rotate_pack
 from megatron_grpo.models.softcap import soft_capped_attention
 from megatron_grpo.rollout.weight_sync.nccl import send_packed
 
@@ -74,12 +73,15 @@ def test_rotation(latent):
     """
     torch._dynamo.reset()
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for tokens, heads in ((1000, 8), (1000, 2), (3, 8), (257, 2)):
-        x = torch.randn(tokens, 1, heads, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        angles = torch.randn(tokens, 1, 1, 32, device="cuda").repeat(1, 1, 1, 2)
-        out = rope_utils._apply_rotary_pos_emb_bshd(x, angles, multi_latent_attention=latent)
+    kind = {"rotary_interleaved": False, "multi_latent_attention": latent, "mscale": 1.0}
+    for lengths, heads in (([700, 300], 8), ([700, 300], 2), ([3], 8), ([2, 99, 156], 2)):
+        cu_seqlens, tokens = torch.tensor([0, *np.cumsum(lengths)]), sum(lengths)
+        x = torch.randn(tokens, heads, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        angles = torch.randn(max(lengths), 1, 1, 32, device="cuda").repeat(1, 1, 1, 2)
+        out = rotate_pack(x, cu_seqlens, angles, cp_group=Alone(), **kind)
         first, second = (x[..., 0:64:2], x[..., 1:64:2]) if latent else (x[..., :32], x[..., 32:64])
-        sine, cosine = angles[..., :32].double().sin(), angles[..., :32].double().cos()
+        of_tokens = torch.cat([angles[:length, :, 0, :32] for length in lengths]).double()
+        sine, cosine = of_tokens.sin(), of_tokens.cos()
         want = [first.double() * cosine - second.double() * sine, first.double() * sine + second.double() * cosine]
         want = torch.cat([*want, x[..., 64:].double()], -1)
         weights = torch.randn_like(want)

@@ -29,6 +29,8 @@ CASES = [
     ("qwen3", ["q_proj", "v_proj", "o_proj", *MLP], {"use_dora": True}),
     ("qwen3_moe", ["k_proj", "o_proj", *MLP], {"use_dora": True, "grouped": True}),
     ("qwen3", ["k_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
+    ("glm4", "all-linear", {}),
+    ("gemma3_text", "all-linear", {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
 ]
 
@@ -165,8 +167,10 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     model.finish_grad_sync()
     optimizer.step()
     updated = {_plain(name): p.detach() for name, p in peft.named_parameters() if p.requires_grad}
+    # Gemma's gradients differ from float64's by 4e-6 in both models, others' by less; Adam divides by small ones.
+    limit = 1e-4 if family == "gemma3_text" else 1e-5
     for name, tensor in [*stream_adapter([model], args), *stream_saved([model], args)]:
-        assert relative(tensor, updated[name]) < 1e-5, name
+        assert relative(tensor, updated[name]) < limit, name
 
     # The base is what it was, the merged weights are PEFT's, and PEFT loads the files of the updated adapter.
     merged = dict(peft.merge_and_unload().named_parameters())

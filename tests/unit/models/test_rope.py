@@ -2,16 +2,19 @@
 
 import json
 from argparse import Namespace
+from inspect import signature
 
 import pytest
+import torch
 
 from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import _apply_rotary_pos_emb_thd as theirs
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 
-from megatron_grpo.models.rope import check_rope, frequencies, set_attention_factor
+from megatron_grpo.models.rope import check_rope, frequencies, rotate_pack, set_attention_factor
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
@@ -86,3 +89,27 @@ def test_the_flag_reads_json():
     for text in ("8.0", "{"):
         with pytest.raises(SystemExit):
             parse_args(["--rope-scaling", text])
+
+
+class Group:
+    """A process group of ``count`` ranks, without torch.distributed."""
+
+    def __init__(self, rank: int, count: int):
+        self.rank, self.size = lambda: rank, lambda: count
+
+
+@pytest.mark.parametrize("lengths", [(8,), (4, 12, 8), (4, 4)])
+@pytest.mark.parametrize("whole", [False, True], ids=["a table of positions", "a row for every token"])
+def test_a_pack_is_rotated_as_by_megatron_core(lengths, whole):
+    """With and without context parallelism, as by the function that `rotate_pack` replaces."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    freqs = torch.randn(sum(lengths) if whole else max(lengths), 1, 1, 6)
+    latent = (
+        "mla_rotary_interleaved"
+        if "mla_rotary_interleaved" in signature(theirs).parameters
+        else "multi_latent_attention"
+    )
+    for cp, rank, interleaved, latents in ((1, 0, False, False), (2, 0, True, False), (2, 1, False, True)):
+        t = torch.randn(sum(lengths) // cp, 3, 8)
+        kind = {"rotary_interleaved": interleaved, latent: latents, "mscale": 1.5, "cp_group": Group(rank, cp)}
+        assert torch.equal(rotate_pack(t, cu_seqlens, freqs, **kind), theirs(t, cu_seqlens, freqs, **kind))
