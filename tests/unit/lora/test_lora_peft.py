@@ -176,7 +176,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     merged = dict(peft.merge_and_unload().named_parameters())
     for name, tensor in stream_merged([model], args):
         if name in merged:
-            assert (tensor - merged[name]).abs().max() < 1e-5, name
+            assert (tensor - merged[name]).abs().max() < limit, name
     files.save_adapter(args, [model], tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     if not config and family in ("qwen3_moe", "deepseek_v3"):
