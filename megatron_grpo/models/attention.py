@@ -132,10 +132,15 @@ class PackedAttention(MegatronModule):
 
 
 def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:
-    """Compute attention with ``kernel``; pad keys or values with zeros to one head size, which kernels need."""
+    """Compute attention with ``kernel``; pad keys or values with zeros to one head size, which kernels need.
+
+    The backward pass keeps its inputs. Values are a part of the projection, which a copy of them lets go.
+    """
     size, value_size = max(k.shape[-1], v.shape[-1]), v.shape[-1]
-    # A pad by nothing would copy the tensor.
-    q, k, v = (x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (
+        x.contiguous() if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+        for x in (q, k, v)
+    )
     return Attention.apply(q, k, v, sinks, kernel)[..., :value_size]
 
 

@@ -70,7 +70,9 @@ def _started_by_main_thread(parent: int) -> bool:
 def _end_after(process: int, descriptor: int | None) -> None:
     """Wait for the end of another process, then end this one."""
     if descriptor is not None:
-        select.select([descriptor], [], [])
+        poll = select.poll()  # select() takes no descriptor above 1,023
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
     else:
         while Path(f"/proc/{process}").exists():
             time.sleep(1.0)

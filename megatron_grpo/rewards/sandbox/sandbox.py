@@ -93,9 +93,10 @@ class Sandbox:
     def _read_line(self, seconds: float) -> bytes:
         assert self._process and self._process.stdout
         deadline, data = time.monotonic() + seconds, b""
+        poll = select.poll()  # select() takes no descriptor above 1,023
+        poll.register(self._process.stdout, select.POLLIN)
         while not data.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-            if not ready:
+            if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
                 raise SandboxError(f"the driver did not answer within {seconds:g} s")
             part = os.read(self._process.stdout.fileno(), 1 << 20)
             if not part:

@@ -1,9 +1,11 @@
 """The reward "code" and its sandbox: whatever a program does is contained and named, and the next one is fine."""
 
+import contextlib
 import json
 import math
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -336,6 +338,19 @@ def test_rows_without_tests(tests):
 
 
 @namespaces
+def test_with_many_open_files():
+    """Descriptors above 1,023, which select() does not take; a trainer's connections and files can be as many."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        candidate = Sandbox("limits")
+        opened.callback(candidate.close)
+        assert candidate.run("print(1 + 1)", [{"stdin": ""}], Limits(10.0, 10.0))[0]["stdout"] == "2\n"
+
+
 def test_in_the_pool(tmp_path):
     programs = [ADD, *(program for program, _ in FAULTS.values()), "import os\nos.kill(-1, 9)", ADD]
     row = {"tests": [{"stdin": "1 2", "stdout": "3"}]}
