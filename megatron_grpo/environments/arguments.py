@@ -80,10 +80,6 @@ def check_environments(args: Namespace) -> None:
     for given, what in (
         (args.partial_rollouts, "--partial-rollouts"),
         (args.rollout_ranks, "--rollout-ranks"),
-        (args.ledger, "--ledger"),
-        (args.rollout_only, "--rollout-only"),
-        (args.replay_rollouts or args.train_only, "recorded rollouts"),
-        (args.rollout_engine == "sglang" or args.vllm_mode == "server", "inference servers"),
         (args.router_replay_mode == "R3", "--router-replay-mode R3"),
         (args.over_sampling_ratio > 1, "--over-sampling-ratio"),
         (args.structured_outputs_regex, "--structured-outputs-regex"),

@@ -4,6 +4,7 @@ A checkpoint has one file for each engine replica: ``unfinished/00000.npz``, fla
 continues every completion after its recorded tokens.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -170,11 +171,58 @@ def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
         none = [np.full((len(c.token_ids), kept.shape[1]), -1, np.int32) for c in known]
         rows = [c.kept_token_ids if c.kept_token_ids is not None else n for c, n in zip(known, none, strict=True)]
         arrays["kept_token_ids"] = np.concatenate(rows)
+    if any(completion.turns > 1 or completion.messages is not None for completion in known) or any(
+        completion.response_mask is not None or completion.prompt_ids is not None for completion in known
+    ):
+        arrays |= _of_episodes(completions)
     if experts:
         lengths = [len(c.routed_experts) if c is not None and c.routed_experts is not None else 0 for c in completions]
         arrays["expert_lengths"] = np.array(lengths, np.int64)
         arrays["routed_experts"] = np.concatenate(experts)
     return arrays
+
+
+def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDArray[Any]]:
+    """Return what episodes (rollout/episodes.py) have besides tokens; see `_with_episode`."""
+    found = [completion or Completion(0, [], None, "abort", []) for completion in completions]
+    messages = [json.dumps(completion.messages).encode() for completion in found]
+    prompts, starts = [c.prompt_ids for c in found], [c.sample_starts for c in found]
+    rewards = [math.nan if c.environment_reward is None else c.environment_reward for c in found]
+    return {
+        "response_mask": np.array([m for completion in found for m in completion.mask], np.uint8),
+        "turns": np.array([completion.turns for completion in found], np.int32),
+        "environment_rewards": np.array(rewards, np.float64),
+        "message_lengths": np.array([len(text) for text in messages], np.int64),
+        "messages": np.frombuffer(b"".join(messages), np.uint8),
+        # -1: None
+        "own_prompt_lengths": np.array([-1 if prompt is None else len(prompt) for prompt in prompts], np.int64),
+        "own_prompt_ids": np.array([i for prompt in prompts for i in prompt or ()], np.int32),
+        "num_sample_starts": np.array([-1 if own is None else len(own) for own in starts], np.int64),
+        "sample_starts": np.array([i for own in starts for i in own or ()], np.int64),
+    }
+
+
+def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArray[Any]], tokens: slice) -> Completion:
+    """Return completion number ``i``, which has ``tokens``, with what `_of_episodes` has of it."""
+
+    def part(lengths: str, values: str) -> npt.NDArray[Any] | None:
+        sizes = arrays[lengths]
+        begin = int(np.maximum(sizes[:i], 0).sum())
+        return None if sizes[i] < 0 else arrays[values][begin : begin + sizes[i]]
+
+    text, prompt = part("message_lengths", "messages"), part("own_prompt_lengths", "own_prompt_ids")
+    starts, mask = part("num_sample_starts", "sample_starts"), arrays["response_mask"][tokens]
+    reward = float(arrays["environment_rewards"][i])
+    assert text is not None
+    return replace(
+        completion,
+        response_mask=None if mask.all() else mask.tolist(),
+        turns=int(arrays["turns"][i]),
+        environment_reward=None if math.isnan(reward) else reward,
+        messages=json.loads(text.tobytes()),
+        prompt_ids=None if prompt is None else prompt.tolist(),
+        sample_starts=None if starts is None else starts.tolist(),
+    )
 
 
 def prompts_of(dataset: PromptDataset) -> PromptOf:
@@ -216,6 +264,8 @@ def from_arrays(arrays: Mapping[str, npt.NDArray[Any]], prompt_of: PromptOf) -> 
                 routed_experts=arrays["routed_experts"][experts] if experts.start < experts.stop else None,
                 kept_token_ids=arrays["kept_token_ids"][tokens] if "kept_token_ids" in arrays else None,
             )
+            if "turns" in arrays:
+                completion = _with_episode(completion, i, arrays, tokens)
             begun = completion.token_ids or completion.finish_reason != "abort"
             completions.append(completion if begun else None)
         rewards = arrays["rewards"][scored[g]] if arrays["scored"][g] else None
@@ -225,5 +275,5 @@ def from_arrays(arrays: Mapping[str, npt.NDArray[Any]], prompt_of: PromptOf) -> 
 
 def with_completion(group: Group, place: int, completion: Completion) -> Group:
     """Return the group with a newer state of one of its completions."""
-    newer = completion if completion.token_ids else None
+    newer = completion if completion.token_ids or completion.finish_reason != "abort" else None
     return replace(group, completions=(*group.completions[:place], newer, *group.completions[place + 1 :]))

@@ -207,7 +207,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             _free_for_colocated_engine(args, state_offloader, weight_offloader),
         ):
             engine = memory.engine = build_engine(args, model, tokenizer)
-            if args.environment:
+            if args.environment and not recorded_in(args):
                 engine = memory.engine = build_episodes(args, engine, tokenizer)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
@@ -536,7 +536,8 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
 def build_episodes(args, engine: Engine, tokenizer) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
     kind = Agents if args.agent else Episodes
-    group = replica_group(engine.replica, engine.num_replicas, backend="gloo")
+    # One rank sends the requests of a replica of servers; the others have none.
+    group = None if has_servers(args) else replica_group(engine.replica, engine.num_replicas, backend="gloo")
     if not engine.is_lead:
         return kind(engine, None, None, None, tokenizer, args, group)
     pool = EnvironmentPool(

@@ -1,4 +1,9 @@
-"""Environment for tests: three turns, each rewarded by its letters; the row that says 3 has no environment."""
+"""Environment for tests: three turns, each rewarded by its letters; the row that says 3 has no environment.
+
+Each step is a line in the file that the variable ECHO_CALLS names.
+"""
+
+import os
 
 from megatron_grpo.environments.registry import Environment, Reply, register_environment
 
@@ -12,6 +17,9 @@ class Echo(Environment):
             raise OSError("no connection")
 
     def step(self, turn):
+        if "ECHO_CALLS" in os.environ:
+            with open(os.environ["ECHO_CALLS"], "a") as calls:
+                calls.write(f"{turn.number}\n")
         reward = sum(character.isalpha() for character in turn.text) / 10
         if turn.number == 3:
             return Reply(reward=reward, done=True)

@@ -1,4 +1,4 @@
-"""Whole runs with an environment: two ranks of one engine, and a vLLM in each of two ranks; a fault costs one row.
+"""Whole runs with an environment: every kind of engine, and every kind of rollout; a fault costs one row.
 
 examples/grpo/quickstart_tools.sh, killed and started again.
 """
@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 from ranks import REPO, run_torchrun
+from server_double import Double
+from slow import slow_except
+from test_rollout import KEY, vllm_server
+from transformers import AutoModelForCausalLM
 
 from tools.make_tiny_model import build_parser, make
 from tools.resume_check import differences
@@ -27,28 +31,82 @@ FLAGS = """--tokenizer-type HuggingFaceTokenizer --transformer-impl local --max-
     --no-shuffle --num-completions-to-log 64""".split()
 
 
-@pytest.mark.parametrize("engine", ["megatron", "vllm"])
-def test_a_run(engine, tiny_models, tmp_path):
-    """Logged completions have their turns; log-probabilities agree over whole trajectories."""
-    data, model = tmp_path / "train.jsonl", tiny_models["qwen3"]
+def run_echo(ranks, model, tmp_path, *flags, env=None, name="run"):
+    """Return (output, rows of metrics) of a run with the environment echo."""
+    data = tmp_path / "train.jsonl"
     rows = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(16)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"] if engine == "megatron" else []
-    layout += ["--vllm-max-num-seqs", 16] if engine == "vllm" else []
+    save = tmp_path / name
     # Every tenth byte ends a turn, so that random weights have several.
     ends = ["--stop-token-ids", *range(0, 250, 10)]
+    env = (env or {}) | {"ECHO_CALLS": str(tmp_path / "calls")}
     run = run_torchrun(
-        2, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data, *FLAGS,
-        "--external-plugins", PLUGIN, "--rollout-engine", engine, *layout, *ends, "--save", tmp_path / "run",
+        ranks, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data, *FLAGS,
+        "--external-plugins", PLUGIN, *ends, "--save", save, *flags, env=env,
     )  # fmt: skip
-    assert "the environment failed in 4 episodes: raised OSError: no connection" in run.stdout
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in lines]
+    return run.stdout, [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_echo(output, metrics, completions):
+    """Logged completions have their turns; log-probabilities agree over whole trajectories."""
+    assert "the environment failed in 4 episodes: raised OSError: no connection" in output
     first = metrics[0]
-    assert len(metrics) == 2 and first["environment/failed"] == 4 / 32
+    assert len(metrics) == 2 and first["environment/failed"] == 4 / completions
     assert first["environment/turns"] > 1.5 and first["environment/tokens"] > 10
     assert all(row["mismatch/mean_abs"] < 1e-5 for row in metrics)
     assert all(abs(row["reward/mean"]) > 0 for row in metrics)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "vllm"])
+def test_a_run(engine, tiny_models, tmp_path):
+    layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"] if engine == "megatron" else []
+    layout += ["--vllm-max-num-seqs", 16] if engine == "vllm" else []
+    check_echo(*run_echo(2, tiny_models["qwen3"], tmp_path, "--rollout-engine", engine, *layout), 32)
+
+
+@pytest.mark.parametrize("kind", slow_except(["vllm"], ["vllm", "sglang"]))
+def test_servers(kind, tiny_models, tmp_path):
+    """Two ranks send turns; each is a request of its own, after the tokens so far."""
+    model = tiny_models["qwen3"]
+    double = Double(kind, make_model=lambda: AutoModelForCausalLM.from_pretrained(model).float().eval())
+    flags = {"vllm": ["--vllm-mode", "server"], "sglang": ["--rollout-engine", "sglang"]}[kind]
+    flags += [f"--{kind}-server-base-url", double.url, "--global-batch-size", 16]
+    try:
+        check_echo(*run_echo(2, model, tmp_path, *flags), 16)
+    finally:
+        double.stop()
+    bodies = [body for path, body in double.calls if path in ("/v1/completions", "/generate")]
+    prompts = [body["prompt"] if kind == "vllm" else body["input_ids"][0] for body in bodies]
+    # A later turn's prompt begins with an earlier one's.
+    continued = [p for p in prompts if any(len(q) < len(p) and p[: len(q)] == q for q in prompts)]
+    assert len(continued) > 16
+
+
+def test_the_ledger_replays_a_run_without_its_environment(tiny_models, tmp_path):
+    """A replay ends with the same metrics and the same weights, bit for bit; no environment is called."""
+    save, model = tmp_path / "run", tiny_models["qwen3"]
+    flags = ["--vllm-max-num-seqs", 16, "--ledger", save / "ledger", "--global-batch-size", 16]
+    output, metrics = run_echo(1, model, tmp_path, *flags)
+    check_echo(output, metrics, 16)
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("3\n") > 8  # third turns
+    replay = ["--global-batch-size", 16, "--replay-rollouts", save]
+    _, again = run_echo(1, model, tmp_path, *replay, name="again")
+    first, second = (
+        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+        for rows in (metrics, again)
+    )
+    assert first == second and (tmp_path / "calls").read_text() == calls
+    weights = [(tmp_path / run / "hf_model" / "model.safetensors").read_bytes() for run in ("run", "again")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_real_server(tiny_models, tmp_path):
+    model = tiny_models["qwen3"]
+    with vllm_server(model, tmp_path) as url:
+        flags = ["--vllm-mode", "server", "--vllm-server-base-url", url, "--vllm-server-timeout", 300]
+        check_echo(*run_echo(2, model, tmp_path, *flags, env={"VLLM_API_KEY": KEY}), 32)
 
 
 AGENTS = """

@@ -199,12 +199,14 @@ class ServerPool:
     def submit(self, requests: Iterable[Request], seed: int) -> None:
         """Queue requests; consecutive requests of one prompt are sent together, so that the prefill runs once.
 
-        The samples of a request depend on ``seed``, the first ``id`` of its prompt and its index within the prompt.
+        The samples of a request depend on ``seed``, the first ``id`` of its prompt and its index within the prompt;
+        those of a further turn of an episode also on the number of tokens before it.
         """
         group: list[Request] = []
         for request in [*requests, None]:
             if group and (request is None or len(group) == self._job_size or not _same_job(group[0], request)):
-                words = np.random.SeedSequence([seed, group[0].id]).generate_state(1)
+                before = group[0].sampled_before + len(group[0].begun_ids)
+                words = np.random.SeedSequence([seed, group[0].id, *([before] if before else [])]).generate_state(1)
                 self._queue.append(Job(group, int(words[0]) // 2))
                 group = []
             if request is not None:
@@ -279,7 +281,9 @@ class ServerPool:
 
     async def _answers(self, job: Job, server: Server) -> list[Completion]:
         """Return the completions of a job by a server."""
-        return await server.generate(job.requests, job.seed)
+        begun = {request.id: request.begun for request in job.requests}
+        new = await server.generate([request.with_begun_in_prompt() for request in job.requests], job.seed)
+        return [completion.after(begun[completion.id]) for completion in new]
 
     def _handle_failure(self, job: Job, server: Server, fault: Fault) -> None:
         self._queue.appendleft(job)
@@ -380,6 +384,8 @@ def _ids(job: Job) -> list[int]:
 
 def _same_job(first: Request, second: Request) -> bool:
     if first.sampling.temperature == 0:  # vLLM refuses several greedy completions of one prompt
+        return False
+    if first.begun_ids or second.begun_ids or first.sampled_before != second.sampled_before:  # further turns
         return False
     same_prompt = second.prompt_ids is first.prompt_ids or list(second.prompt_ids) == list(first.prompt_ids)
     return same_prompt and second.sampling == first.sampling

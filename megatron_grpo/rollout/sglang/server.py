@@ -87,7 +87,7 @@ class SglangServer(Server):
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
-        version = self.version
+        version, weights = self.version, self.process  # every sender knows the name of rank 0's weights
         assert version is not None
         one = {
             "max_new_tokens": sampling.max_tokens,
@@ -104,19 +104,21 @@ class SglangServer(Server):
         if len(answers) != len(requests):
             raise Fault(f"it returned {len(answers)} completions for {len(requests)} requests")
         return [
-            self._completion(request, answer, len(prompt), version)
+            self._completion(request, answer, len(prompt), version, weights)
             for request, answer in zip(requests, answers, strict=True)
         ]
 
-    def _completion(self, request: Request, answer: dict[str, Any], prompt_length: int, version: int) -> Completion:
+    def _completion(
+        self, request: Request, answer: dict[str, Any], prompt_length: int, version: int, weights: str
+    ) -> Completion:
         sampling, ids, meta = request.sampling, answer.get("output_ids"), answer["meta_info"]
         reason = (meta["finish_reason"] or {}).get("type", "")
         if ids is None:
             raise Fault("its answer has no output_ids: use a newer SGLang, or start it with --skip-tokenizer-init")
         if meta["prompt_tokens"] != prompt_length:
             raise Fault(f"it read {meta['prompt_tokens']} prompt tokens instead of {prompt_length}")
-        if meta.get("weight_version", weight_tag(version)) != weight_tag(version):
-            raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not with {weight_tag(version)!r}")
+        if meta.get("weight_version", weights) != weights:
+            raise Fault(f"it sampled with the weights {meta['weight_version']!r}, not with {weights!r}")
         self.check_end(request, ids, reason, self._args.vocab_size)
         log_probs = None
         if sampling.log_probs:
