@@ -165,7 +165,7 @@ PAIRWISE = {
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][0], LAYOUTS["gpt_oss"][1], LAYOUTS["gpt_oss"][3]],
 }
-FP8 = pytest.param("fp8_base", marks=pytest.mark.slow)
+SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in ("balanced", "dora", "fp8_base")]
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
@@ -221,7 +221,7 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("model", ["moe", "balanced", "latent", "adapters", "dora", FP8, "gpt_oss"])
+@pytest.mark.parametrize("model", ["moe", "latent", "adapters", "gpt_oss", *SLOW])
 def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
     balanced by a bias, and multi-token prediction; adapters of all its layers, on a base in 8 bits, too; biases,
