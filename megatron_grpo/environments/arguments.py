@@ -69,6 +69,13 @@ def check_environments(args: Namespace) -> None:
     user = "--agent" if args.agent else "--environment"
     if args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError(f"{user} needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
+    if args.agent:
+        for dest in ("partial_rollouts", "rollout_ranks"):
+            if getattr(args, dest):
+                raise GrpoError(
+                    f"--agent cannot be used with {flag(dest)} yet: a program's calls cannot be interrupted; leave one "
+                    "of them out"
+                )
     if args.on_rewritten_history == "split" or args.agent:
         several = "--agent" if args.agent else "--on-rewritten-history split"
         for given, what in (
@@ -78,8 +85,6 @@ def check_environments(args: Namespace) -> None:
             if given:
                 raise GrpoError(f"{several} cannot be used with {what} yet: leave one of them out")
     for given, what in (
-        (args.partial_rollouts, "--partial-rollouts"),
-        (args.rollout_ranks, "--rollout-ranks"),
         (args.router_replay_mode == "R3", "--router-replay-mode R3"),
         (args.over_sampling_ratio > 1, "--over-sampling-ratio"),
         (args.structured_outputs_regex, "--structured-outputs-regex"),

@@ -9,8 +9,14 @@ A finished turn ends its episode when the environment says so, at --max-turns, a
 (--max-completion-length) and of the environment's tokens (--max-environment-tokens). An environment that fails
 (environments/pool.py) ends it with the finish reason "failed": no reward function scores it, and its tokens are not in
 the loss.
+
+Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). An interrupted episode stays here: its turn goes on
+after the tokens that it has, and its environment is not called again. Its completion so far is what others see of it:
+a request that has it as ``begun`` continues the episode. After a resume there is no such episode, and it starts again
+from its row.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,10 +29,11 @@ from megatron_grpo.environments.registry import Message, ToolCall, Turn, environ
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
-from megatron_grpo.rollout.engine import Completion, Engine, Request
+from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
 
 _CONTINUES, _ENDS, _FAILS, _SPLITS = range(4)
+_WAIT = 0.2  # s between looks at the environments while nothing generates
 
 
 class FailureCounts:
@@ -58,7 +65,9 @@ class _Episode:
     """An episode on one rank; the lead rank alone knows the conversation."""
 
     request: Request
-    trajectory: Completion | None = None  # of the newest sample
+    key: int = -1  # in the pool
+    trajectory: Completion | None = None  # of the newest sample, without the turn that is being generated
+    interrupted: Completion | None = None  # the same with that turn, as far as it was generated
     samples: list[Completion] = field(default_factory=list)  # the earlier ones
     turns: int = 0
     environment_tokens: int = 0
@@ -121,28 +130,48 @@ class Episodes(Conversing):
 
     def __init__(self, *parts: Any, **more: Any):
         super().__init__(*parts, **more)
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, _Episode] = {}  # by the id of the request
         self._waiting: set[int] = set()  # for the environment
         self._immediate: set[int] = set()  # those of them whose environment answers at once
+        self._paused: dict[int, _Episode] = {}  # interrupted; an evaluation can have the same ids
+        self._keys = itertools.count()
+        self._arrived: dict[int, Answer] = {}  # by the episode's key
 
     # ---- requests
 
     def submit(self, requests: Iterable[Request]) -> None:
+        """See `Engine.submit`; a request without a row has no environment."""
+        to_generate = []
         for request in requests:
-            self._episodes[request.id] = _Episode(request)
-            self._waits(request.id)
-            if self._pool is not None:
-                self._begin(request)
+            if not request.row:
+                to_generate.append(request)
+            elif request.begun_ids and request.id in self._paused:
+                to_generate += self._resume(request.id)
+            else:
+                self._begin(replace(request, begun=None))
+        self._generate(to_generate)
 
     def _generate(self, requests: Sequence[Request]) -> None:
         self._generating.update(request.id for request in requests)
         self._engine.submit(requests)
 
     def _begin(self, request: Request) -> None:
-        row, episode = request.row, self._episodes[request.id]
+        episode = self._episodes[request.id] = _Episode(request)
+        self._waits(request.id)
+        if self._pool is None:
+            return
+        row, episode.key = request.row, next(self._keys)
         prompt = parse_prompt(dict(row), self._args.prompt_key, self._args.system_prompt)
         episode.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        self._pool.begin(request.id, environment_of(row, self._args.environment).name, row)  # type: ignore[union-attr]
+        self._pool.begin(episode.key, environment_of(row, self._args.environment).name, row)
+
+    def _next_turn(self, episode: _Episode, begun: Completion | None) -> Request:
+        """Return the engine's request for what follows ``begun``; each has another seed."""
+        request = episode.request
+        tokens = len(begun.token_ids) if begun is not None else 0
+        if request.seed is None or not (episode.turns or tokens):
+            return replace(request, begun=begun)
+        return replace(request, begun=begun, seed=request_seed(request.seed, episode.turns, tokens))
 
     def _waits(self, number: int) -> None:
         self._waiting.add(number)
@@ -155,7 +184,10 @@ class Episodes(Conversing):
         if self._generating:
             for completion in self._engine.poll():
                 self._generating.remove(completion.id)
-                self._finish_turn(completion)
+                if completion.id in self._episodes:
+                    self._finish_turn(completion)
+                else:
+                    ended.append(completion)
         return ended
 
     def _finish_turn(self, completion: Completion) -> None:
@@ -173,7 +205,7 @@ class Episodes(Conversing):
             episode.turn["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
             ]
-        self._pool.step(completion.id, Turn(text, calls, episode.turns, completion.finish_reason, ids))
+        self._pool.step(episode.key, Turn(text, calls, episode.turns, completion.finish_reason, ids))
 
     # ---- answers
 
@@ -191,7 +223,7 @@ class Episodes(Conversing):
             elif episode.turns == 0:  # the messages of the environment's reset are part of the prompt
                 if tokens:
                     episode.request = replace(episode.request, prompt_ids=tokens)
-                continued.append(episode.request)
+                continued.append(self._next_turn(episode, None))
             elif what == _ENDS:
                 ended.append(self._end(number, episode.trajectory.finish_reason))
             elif self._at_a_limit(episode, len(tokens)):
@@ -199,12 +231,12 @@ class Episodes(Conversing):
             elif what == _SPLITS:
                 episode.environment_tokens += len(tokens)
                 self._begin_sample(episode, tokens)
-                continued.append(episode.request)
+                continued.append(self._next_turn(episode, None))
             else:
                 assert episode.trajectory is not None
                 episode.environment_tokens += len(tokens)
                 episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
-                continued.append(replace(episode.request, begun=episode.trajectory))
+                continued.append(self._next_turn(episode, episode.trajectory))
         self._generate(continued)
         return ended
 
@@ -224,15 +256,21 @@ class Episodes(Conversing):
 
     def _answers(self) -> list[tuple[int, int, float | None, list[int]]]:
         """Return (episode, what follows, reward, tokens) of each answer, on the lead rank."""
-        assert self._pool is not None
-        answers = self._pool.poll()
-        # With nothing to generate the rollout waits; and always for environments that answer at once.
-        while self._immediate - {a.key for a in answers} or not (answers or self._generating):
-            answers += self._pool.poll(0.2)
-        return [self._said(answer) for answer in sorted(answers, key=lambda answer: answer.key)]
+        waiting = {self._episodes[number].key: number for number in self._waiting}
+        self._read_answers(0.0)
+        if not (self._generating or waiting.keys() & self._arrived.keys()):
+            self._read_answers(_WAIT)
+        while not {self._episodes[number].key for number in self._immediate} <= self._arrived.keys():
+            self._read_answers(_WAIT)
+        keys = sorted(waiting.keys() & self._arrived.keys(), key=lambda key: waiting[key])
+        return [self._said(waiting[key], self._arrived.pop(key)) for key in keys]
 
-    def _said(self, answer: Answer) -> tuple[int, int, float | None, list[int]]:
-        episode = self._episodes[answer.key]
+    def _read_answers(self, wait: float) -> None:
+        assert self._pool is not None
+        self._arrived.update((answer.key, answer) for answer in self._pool.poll(wait))
+
+    def _said(self, number: int, answer: Answer) -> tuple[int, int, float | None, list[int]]:
+        episode = self._episodes[number]
         error = answer.error
         if error is None and not answer.done and not episode.all_sampled and answer.messages:
             try:
@@ -244,11 +282,11 @@ class Episodes(Conversing):
             else:
                 episode.messages += [episode.turn] if episode.turns else []
                 episode.messages += answer.messages
-                return answer.key, what, answer.reward, tokens
+                return number, what, answer.reward, tokens
         if error is not None:
             self._failures.add(error)
-            return answer.key, _FAILS, None, []
-        return answer.key, _ENDS if answer.done else _CONTINUES, answer.reward, []
+            return number, _FAILS, None, []
+        return number, _ENDS if answer.done else _CONTINUES, answer.reward, []
 
     def _render(self, episode: _Episode, messages: Sequence[Message]) -> tuple[int, list[int]]:
         """Return (_CONTINUES, the tokens between the policy's newest turn and its next one), or (_SPLITS, a prompt)."""
@@ -287,22 +325,68 @@ class Episodes(Conversing):
         too_many = episode.environment_tokens + num_tokens > self._args.max_environment_tokens
         return episode.all_sampled or too_many or episode.turns >= self._args.max_turns
 
+    # ---- ends and interruptions
+
     def _end(self, number: int, reason: str) -> Completion:
         episode = self._episodes.pop(number)
-        if self._pool is not None:
-            self._pool.end(number)
-        trajectory = episode.trajectory or Completion(number, [], None, reason, [])
-        trajectory = replace(trajectory, prompt_ids=episode.request.prompt_ids)
-        if self._args.on_rewritten_history == "split":
-            trajectory = Completion.joined([*episode.samples, trajectory])
+        self._forget(episode)
         rewards = [reward for reward in episode.rewards if reward is not None]
         return replace(
-            trajectory,
+            self._so_far(episode, episode.trajectory),
             finish_reason=reason,
             turns=max(episode.turns, 1),
             environment_reward=sum(rewards) if rewards else None,
             messages=[*episode.messages, episode.turn] if self._pool is not None else None,
         )
+
+    def _so_far(self, episode: _Episode, newest: Completion | None) -> Completion:
+        """Return the completion of an episode whose newest sample is ``newest``."""
+        trajectory = newest or Completion(episode.request.id, [], None, "abort", [])
+        trajectory = replace(trajectory, prompt_ids=episode.request.prompt_ids, finish_reason="abort")
+        if self._args.on_rewritten_history == "split":
+            return Completion.joined([*episode.samples, trajectory])
+        return trajectory
+
+    def _forget(self, episode: _Episode) -> None:
+        self._arrived.pop(episode.key, None)
+        if self._pool is not None:
+            self._pool.end(episode.key)
+
+    def unfinished(self) -> list[Completion]:
+        """See `InterruptibleEngine.unfinished`."""
+        turns = {completion.id: completion for completion in self._engine.unfinished()}  # type: ignore[attr-defined]
+        return self._with_episodes(turns)
+
+    def _with_episodes(self, turns: dict[int, Completion]) -> list[Completion]:
+        """Return the completions so far, given those of the engine."""
+        for number, episode in self._episodes.items():
+            turns[number] = self._so_far(episode, turns.get(number) or episode.trajectory)
+        return [turns[number] for number in sorted(turns)]
+
+    def interrupt(self) -> list[Completion]:
+        """See `InterruptibleEngine.interrupt`; an episode without a token starts again from its row."""
+        turns = {completion.id: completion for completion in self._engine.interrupt()}  # type: ignore[attr-defined]
+        for number, episode in self._episodes.items():
+            episode.interrupted = turns.get(number)
+        stopped = self._with_episodes(turns)
+        for completion in stopped:
+            episode = self._episodes.pop(completion.id, None)
+            if episode is not None and completion.token_ids:
+                self._paused[completion.id] = episode
+            elif episode is not None:
+                self._forget(episode)
+        for numbers in (self._generating, self._waiting, self._immediate):
+            numbers.clear()
+        return stopped
+
+    def _resume(self, number: int) -> list[Request]:
+        """Go on with an interrupted episode; return the engine's request for its turn, if it was being generated."""
+        episode = self._episodes[number] = self._paused.pop(number)
+        begun, episode.interrupted = episode.interrupted, None
+        if begun is None:
+            self._waits(number)
+            return []
+        return [self._next_turn(episode, begun)]
 
     def abort(self, ids: Iterable[int]) -> None:
         ids = list(ids)
@@ -311,6 +395,5 @@ class Episodes(Conversing):
             self._generating.discard(number)
             self._waiting.discard(number)
             self._immediate.discard(number)
-            self._episodes.pop(number, None)
-            if self._pool is not None:
-                self._pool.end(number)
+            if episode := self._episodes.pop(number, None):
+                self._forget(episode)

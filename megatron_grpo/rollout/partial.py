@@ -106,7 +106,7 @@ def _requests(groups: dict[int, Group], members: dict[int, Any], plan: RolloutPl
     for number, (group, place, _) in members.items():
         prompt, begun = groups[group].prompt, groups[group].completions[place]
         if begun is None or begun.finish_reason == "abort":
-            requests.append(Request(number, prompt.ids, prompt.sampling(plan.sampling), begun))
+            requests.append(Request(number, prompt.ids, prompt.sampling(plan.sampling), begun, row=prompt.row))
     return requests
 
 
@@ -130,7 +130,7 @@ def staleness_metrics(batch: RolloutBatch, version: int, updates_per_rollout: in
     staleness = (version - batch.weight_version[sampled]) / updates_per_rollout
     largest, interrupted = np.zeros((2, batch.num_completions))
     np.maximum.at(largest, owner[sampled], staleness)
-    held = np.flatnonzero(batch.held)
+    held = np.flatnonzero(batch.held & (batch.completion_lengths > 0))  # a failed episode can be empty
     first = batch.weight_version[batch.cu_seqlens[held] + batch.prompt_lengths[held]]
     interrupted[held] = first != batch.weight_version[batch.cu_seqlens[held + 1] - 1]
     sums = np.bincount(owner[sampled], staleness, minlength=batch.num_completions)

@@ -269,6 +269,8 @@ def _trainers_here(trainers: int) -> int:
 def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptDataset | None, models) -> None:
     """Run an engine replica on this rank until the trainer ends it."""
     engine = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], tokenizer)
+    if args.environment:
+        engine = build_episodes(args, engine, tokenizer)
     scorer = build_scorer(args, models) if engine.is_lead else None
     wait_for_trainers(roles.store)
     ledger = ledger_of_replica(args, roles.role.replica, engine.is_lead)

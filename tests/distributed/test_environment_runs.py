@@ -101,6 +101,52 @@ def test_the_ledger_replays_a_run_without_its_environment(tiny_models, tmp_path)
     assert weights[0] == weights[1]
 
 
+def test_partial_rollouts(tiny_models, tmp_path):
+    """Episodes go on under newer weights; after a resume those that were not finished start again."""
+    flags = "--vllm-max-num-seqs 16 --partial-rollouts --max-staleness 2 --save-interval 2 --global-batch-size 8"
+    flags += " --rollout-importance-sampling-mode token_truncate --steps-per-generation 1 --lr 1e-6"
+    save, model = tmp_path / "run", tiny_models["qwen3"]
+    run_echo(1, model, tmp_path, *flags.split())
+    output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--train-iters", 6, "--load", save)
+    assert "at iteration 2" in output and [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert max(row["staleness/interrupted"] for row in metrics) > 0 and metrics[-1]["staleness/max"] <= 2
+    assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3, in one batch
+    assert all(row["mismatch/mean_abs"] < 1e-3 for row in metrics)
+    turns = (tmp_path / "calls").read_text().split()
+    trained = sum(row["environment/turns"] * 8 for row in metrics)
+    assert len(turns) >= trained - 4  # a turn of each failed episode is counted, which its environment never saw
+
+
+PLACED = """--rollout-ranks 1 --max-staleness 2 --rollout-importance-sampling-mode token_truncate --train-iters 6
+    --global-batch-size 8 --lr 1e-6 --save-interval 2 --valid-data-path {data} --eval-interval 3 --eval-max-prompts 4"""
+
+
+@pytest.mark.parametrize("servers", slow_except([False], [False, True]))
+def test_engines_of_their_own(servers, tiny_models, tmp_path):
+    """Episodes are generated while the trainer updates; a resume and a replay go on from what was finished."""
+    model, save, flags = tiny_models["qwen3"], tmp_path / "run", PLACED.format(data=tmp_path / "train.jsonl").split()
+    double = Double(make_model=lambda: AutoModelForCausalLM.from_pretrained(model).float().eval()) if servers else None
+    server = ["--vllm-mode", "server", "--vllm-server-base-url", double.url] if double else []
+    engine = server or ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25})]
+    try:
+        run_echo(2, model, tmp_path, *flags, *engine, "--exit-interval", 2)
+        output, metrics = run_echo(2, model, tmp_path, *flags, *engine, "--load", save)
+    finally:
+        if double:
+            double.stop()
+    metrics = [row for row in metrics if "loss" in row]
+    assert "at iteration 2" in output and [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert max(row["staleness/max"] for row in metrics) in (1, 2)
+    assert all(row["mismatch/mean_abs"] < 1e-3 for row in metrics)
+    assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3
+    assert max(row["environment/turns"] for row in metrics) > 2
+    calls = (tmp_path / "calls").read_text()
+    replay = [word for word in flags if word not in ("--rollout-ranks", "1")]
+    _, again = run_echo(1, model, tmp_path, *replay, "--replay-rollouts", save, name="again")
+    assert [row["loss"] for row in again if "loss" in row] == [row["loss"] for row in metrics]
+    assert (tmp_path / "calls").read_text() == calls
+
+
 @pytest.mark.slow
 def test_a_real_server(tiny_models, tmp_path):
     model = tiny_models["qwen3"]

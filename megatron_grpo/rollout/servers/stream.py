@@ -39,7 +39,7 @@ class StreamPool(ServerPool):
         assert isinstance(job, StreamedJob) and job.streamed is not None
         request, sampling = job.streamed.continued(), job.requests[0].sampling
         begun = request.begun
-        if begun is not None and begun.token_ids:  # the server may have died after the last token
+        if begun is not None and begun.token_ids and begun.mask[-1]:  # the server may have died after the last token
             ended = "stop" if begun.token_ids[-1] in sampling.stop_token_ids else None
             ended = ended or ("length" if begun.num_sampled >= sampling.max_tokens else None)
             if ended:

@@ -27,6 +27,7 @@ from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
+from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
@@ -209,7 +210,7 @@ class Producer:
         sampling = group.prompt.sampling(training_sampling(self._args, batch + 1))
         tokens = len(begun.token_ids) if begun is not None else 0
         seed = request_seed(rollout_seed(self._args.seed, batch + 1), place_in_batch * self._size + place, tokens)
-        return Request(number, group.prompt.ids, sampling, begun, seed=seed)
+        return Request(number, group.prompt.ids, sampling, begun, seed=seed, row=group.prompt.row)
 
     def _step(self) -> None:
         for completion in self._engine.poll():
@@ -278,8 +279,10 @@ class Producer:
             self._report_group(number, failures)
             return
         group = self._groups[number]
-        newest = max(completion.weight_versions[-1] for completion in group.completions if completion is not None)
-        write = self._ledger.append(newest // self._args.updates_per_rollout, {number: group})
+        newest = [
+            c.weight_versions[-1] // self._args.updates_per_rollout for c in group.completions if c and c.token_ids
+        ]
+        write = self._ledger.append(max(newest, default=group.birth), {number: group})
         self._written.append((write, number, failures))
 
     def _report_written(self) -> None:
@@ -348,6 +351,7 @@ class Producer:
                 prompts[group].ids,
                 prompts[group].sampling(job.sampling),
                 seed=request_seed(job.seed, group * size + place),
+                row=prompts[group].row if job.scored else {},  # a probe has no environment
             )
             for number, (group, place, _) in job.members.items()
         )
@@ -425,6 +429,8 @@ class Producer:
             self._joint.store.set("signal", self._signal)
             self._signal = None
         now = time.monotonic()
+        for line in self._engine.failures() if isinstance(self._engine, Conversing) else []:
+            print(f"[rank {self._joint.rank}] {line}", flush=True)
         if self._is_lead and now - self._last_sign > BETWEEN_SIGNS:
             self._last_sign = now
             sign = {"steps": self._steps, "running": len(self._running), "idle_seconds": self._idle_seconds}

@@ -46,8 +46,10 @@ class Said:
 
     def __init__(self, answers):
         self.answers, self.waiting, self.ended = {k: list(v) for k, v in answers.items()}, [], []
+        self.of = {}  # the number of the row of each episode
 
     def begin(self, key, name, row):
+        self.of[key] = row["number"]
         self.waiting.append([1, key])
 
     def step(self, key, turn):
@@ -57,10 +59,10 @@ class Said:
     def poll(self, wait=0.0):
         ready = [key for left, key in self.waiting if left <= 0]
         self.waiting = [[left - 1, key] for left, key in self.waiting if left > 0]
-        return [Answer(key, **self.answers[key].pop(0)) for key in ready]
+        return [Answer(key, **self.answers[self.of[key]].pop(0)) for key in ready]
 
     def end(self, key):
-        self.ended.append(key)
+        self.ended.append(self.of[key])
 
 
 def run(turns, answers, max_tokens=20, **given):
@@ -83,7 +85,9 @@ def run(turns, answers, max_tokens=20, **given):
     )
     engine, pool = Script(turns), Said(answers)
     episodes = Episodes(engine, pool, renderer, None, tokenizer, SimpleNamespace(**flags | given))
-    requests = [Request(key, [1, 2], Sampling(max_tokens, log_probs=True), row={"prompt": "p"}) for key in turns]
+    requests = [
+        Request(key, [1, 2], Sampling(max_tokens, log_probs=True), row={"prompt": "p", "number": key}) for key in turns
+    ]
     done = {completion.id: completion for completion in generate(episodes, requests)}
     assert done.keys() == turns.keys() and sorted(pool.ended) == sorted(turns)
     return done, engine.seen, episodes

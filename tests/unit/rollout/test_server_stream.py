@@ -8,7 +8,7 @@ from server_double import EOS, Double, sample, tiny_model
 from test_servers import PROMPTS, arguments
 
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.rollout.engine import Request, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers import pool as pools
 from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.vllm.server import VllmServer
@@ -115,6 +115,17 @@ def test_interrupted_completions_go_on_under_new_weights(engine, doubles):
         assert torch.allclose(torch.tensor(completion.log_probs[2:]), after, atol=1e-5)
     salts = {body["cache_salt"] for double in doubles for path, body in double.calls if path == "/v1/completions"}
     assert len(salts) == 2  # keys and values of version 1 are not reused under version 2
+
+
+def test_a_turn_after_an_environments_end_token(engine, doubles):
+    """Only a sampled token ends a completion."""
+    begun = Completion(0, [7, EOS], [-1.0] * 2, "stop", [1] * 2).with_environment_tokens([5, EOS])
+    engine.submit([Request(0, PROMPTS[0], SAMPLING, begun, seed=8)])
+    (completion,) = finish(engine, 1)
+    body = {"max_tokens": LONGEST - 2, "temperature": 1.0}
+    ids, _, reason = sample(tiny_model(1), [*PROMPTS[0], *begun.token_ids], body, 8, [EOS])
+    assert (completion.token_ids, completion.finish_reason) == ([*begun.token_ids, *ids], reason)
+    assert completion.response_mask == [1, 1, 0, 0, *[1] * len(ids)]
 
 
 def test_what_a_dead_server_has_sent_goes_on_elsewhere(engine, doubles):

@@ -1,0 +1,154 @@
+"""Episodes that are interrupted anywhere end as those that are not, whatever the order of answers and interruptions."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.environments.pool import Answer
+from megatron_grpo.rollout.engine import Completion, Request, generate
+from megatron_grpo.rollout.episodes import Episodes
+
+END, TURNS, MOST = 9, 3, 12
+
+
+def next_token(ids):
+    """A token that follows from all before it; three in ten end a turn."""
+    return int(np.random.default_rng(ids).choice([1, 2, 3, 4, 5, 6, 7, END, END, END]))
+
+
+def answer_to(turn_ids):
+    return [70, sum(turn_ids) % 50, 71]
+
+
+def expected(prompt):
+    """Return (tokens, response mask, finish reason) of the episode, by a loop of its own."""
+    ids, mask = [], []
+    for number in range(1, TURNS + 1):
+        turn = []
+        while sum(mask) + len(turn) < MOST and (not turn or turn[-1] != END):
+            turn.append(next_token([*prompt, *ids, *turn]))
+        ids, mask = [*ids, *turn], [*mask, *[1] * len(turn)]
+        if number == TURNS or sum(mask) == MOST:
+            reason = "stop" if turn[-1] == END else "length"
+            return ids, mask, reason if number == TURNS else "length"
+        ids, mask = [*ids, *answer_to(turn)], [*mask, 0, 0, 0]
+
+
+class Stepper:
+    """An engine of one token a step, under weights whose version counts the interruptions."""
+
+    def __init__(self):
+        self.running, self.version, self.seeds = {}, 0, {}
+
+    def submit(self, requests):
+        for request in requests:
+            assert request.id not in self.running
+            self.running[request.id] = [request, []]
+            self.seeds[request.id, len(request.begun_ids), self.version] = request.seed
+
+    def poll(self):
+        done = []
+        for number, (request, ids) in list(self.running.items()):
+            ids.append(next_token([*request.prompt_ids, *request.begun_ids, *ids]))
+            sampled = len(ids) + (request.begun.num_sampled if request.begun else 0)
+            if ids[-1] == END or sampled == request.sampling.max_tokens:
+                done.append(self.stop(number, "stop" if ids[-1] == END else "length"))
+        return done
+
+    def stop(self, number, reason):
+        request, ids = self.running.pop(number)
+        made = Completion(number, ids, [-1.0] * len(ids), reason, [self.version] * len(ids))
+        return made.after(request.begun)
+
+    def interrupt(self):
+        stopped = [self.stop(number, "abort") for number in sorted(self.running)]
+        self.version += 1
+        return stopped
+
+
+class Delayed:
+    """A pool whose answers come after a number of looks that ``delay`` draws."""
+
+    def __init__(self, delay):
+        self.delay, self.waiting, self.open, self.begun = delay, [], {}, []
+
+    def begin(self, key, name, row):
+        assert key not in self.open
+        self.open[key] = row["number"]
+        self.begun.append(row["number"])
+        self.waiting.append([self.delay(), Answer(key)])
+
+    def step(self, key, turn):
+        assert key in self.open
+        done = turn.number == TURNS
+        text = [] if done else [{"role": "user", "content": " ".join(map(str, answer_to(turn.token_ids)))}]
+        self.waiting.append([self.delay(), Answer(key, text, reward=1.0, done=done)])
+
+    def poll(self, wait=0.0):
+        for entry in self.waiting:
+            entry[0] -= 1
+        ready = [answer for left, answer in self.waiting if left < 0]
+        self.waiting = [entry for entry in self.waiting if entry[0] >= 0]
+        return [answer for answer in ready if answer.key in self.open]
+
+    def end(self, key):
+        del self.open[key]
+
+
+def episodes_of(pool, environment):
+    flags = {"environment": environment, "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
+    flags |= {"max_turns": TURNS, "max_environment_tokens": 50, "on_rewritten_history": "keep", "tool_role": "tool"}
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=True: " ".join(map(str, ids)))
+    renderer = SimpleNamespace(
+        after_turn=lambda before, turn, new, last, tools, variables: [int(t) for t in new[0]["content"].split()]
+    )
+    args = SimpleNamespace(**flags, chat_template_kwargs=None)
+    return Episodes(Stepper(), pool, renderer, None, tokenizer, args)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    steps=st.lists(st.integers(1, 6), max_size=8),
+    evaluations=st.sets(st.integers(0, 7)),
+    environment=st.sampled_from(["countdown_game", "python"]),  # one answers at once, the other one when it can
+)
+def test_any_interleaving(seed, steps, evaluations, environment):
+    rng = np.random.default_rng(seed)
+    pool = Delayed(lambda: int(rng.integers(0, 5)))
+    episodes = episodes_of(pool, environment)
+    sampling = Sampling(MOST, log_probs=True)
+    requests = [Request(n, [seed % 97, n], sampling, seed=1000 + n, row={"prompt": "p", "number": n}) for n in range(4)]
+    begun, done, restarted = {}, {}, dict.fromkeys(range(4), 0)
+    for rollout in range(len(steps) + 1):
+        episodes.submit([replace(r, begun=begun.get(r.id)) for r in requests if r.id not in done])
+        left = steps[rollout] if rollout < len(steps) else 10**6
+        while len(done) < 4 and left:
+            done |= {completion.id: completion for completion in episodes.poll()}
+            left -= 1
+        if len(done) == 4:
+            break
+        for completion in episodes.interrupt():
+            assert completion.finish_reason == "abort"
+            begun[completion.id] = completion
+            restarted[completion.id] += not completion.token_ids
+        if rollout in evaluations:  # its requests have the same ids, and rows of their own
+            others = [Request(n, [200, n], sampling, seed=n, row={"prompt": "q", "number": 50 + n}) for n in range(4)]
+            found = {completion.id: completion for completion in generate(episodes, others)}
+            assert {n: c.token_ids for n, c in found.items()} == {n: expected([200, n])[0] for n in range(4)}
+    for number, completion in done.items():
+        ids, mask, reason = expected([seed % 97, number])
+        assert (completion.token_ids, completion.response_mask or [1] * len(ids)) == (ids, mask)
+        assert completion.finish_reason == reason and completion.environment_reward == completion.turns
+        versions = completion.weight_versions
+        assert len(versions) == len(ids) and sorted(versions) == list(versions)
+        # Nothing is asked twice, but the reset of an episode that was interrupted before its first token.
+        assert pool.begun.count(number) == 1 + restarted[number]
+    assert not pool.open and not episodes._paused
+    ours = {key: s for key, s in episodes._engine.seeds.items() if s >= 4}
+    by_start = {(number, tokens): s for (number, tokens, _), s in ours.items()}
+    assert len(set(by_start.values())) == len(by_start)  # each start of sampling has a seed of its own
