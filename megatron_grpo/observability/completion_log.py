@@ -33,6 +33,7 @@ def completion_row(
 
     ``log_probs``: old log-probabilities if they were computed, else rollout log-probabilities (nan if the engine
     returned none). ``token_advantages``: only if tokens of a completion can have different advantages.
+    ``response_mask``: only if an environment said some of the tokens, which have 0.
     """
     start, end = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
     middle = start + int(batch.prompt_lengths[i])
@@ -50,6 +51,8 @@ def completion_row(
         "tokens": token_texts(tokenizer, batch.tokens[shown].tolist()),
         "log_probs": np.round(log_probs[shown].astype(float), 4).tolist(),
     }
+    if not batch.response_mask[middle:end].all():
+        row["response_mask"] = batch.response_mask[shown].tolist()
     if batch.token_advantages is not None:
         row["token_advantages"] = np.round(batch.token_advantages[shown].astype(float), 4).tolist()
     return row

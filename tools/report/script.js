@@ -256,11 +256,13 @@ function buildPhases() {
 const LEAST_LOG_PROB = -4; // where the colour of unlikely tokens is at its full strength
 const mixed = (colour, share) => `background: color-mix(in srgb, var(--${colour}) ${Math.round(share)}%, transparent)`;
 
+const sampledHere = (sample, i) => !sample.response_mask || sample.response_mask[i] === 1;
 const advantageOf = (sample, i) => (sample.token_advantages ? sample.token_advantages[i] : sample.advantage);
 
 function tokenStyle(sample, i, largest) {
   const advantage = advantageOf(sample, i);
   const logProb = sample.log_probs[i];
+  if (!sampledHere(sample, i)) return "";
   if (byId("colour").value === "advantage" && advantage) {
     return mixed(advantage > 0 ? "good" : "bad", 8 + (52 * Math.abs(advantage)) / largest);
   }
@@ -273,20 +275,27 @@ function tokenStyle(sample, i, largest) {
 function sampleCard(sample, largest) {
   const tone = sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : "line";
   const tokens = element("div", { class: "tokens" });
+  let part = tokens; // of an episode: a turn of the policy, or what the environment said, which is folded
+  let turns = 0;
   sample.tokens.forEach((text, i) => {
+    if (sample.response_mask && (i === 0 || sample.response_mask[i] !== sample.response_mask[i - 1])) {
+      part = sampledHere(sample, i) ? element("div", {}, element("b", { class: "turn" }, `turn ${++turns}`))
+        : element("details", {}, element("summary", {}, "environment"));
+      tokens.append(part);
+    }
     const token = element("span", { style: tokenStyle(sample, i, largest) }, text);
     if (/^<.+>$/s.test(text.trim())) token.className = "special";
     token.addEventListener("pointermove", (event) => {
       const advantage = advantageOf(sample, i);
       const logProb = sample.log_probs[i];
-      const rows = [["", "advantage", advantage === null ? "none" : number(advantage)]];
+      const rows = sampledHere(sample, i) ? [["", "advantage", advantage === null ? "none" : number(advantage)]] : [];
       if (logProb !== null) {
         rows.unshift(["", "probability", number(Math.exp(logProb))], ["", "log-probability", number(logProb)]);
       }
       showTip(event, `token ${i + 1}: ${JSON.stringify(text)}`, rows);
     });
     token.addEventListener("pointerleave", hideTip);
-    tokens.append(token);
+    part.append(token);
   });
   const fact = (label, value) => element("span", {}, label + " ", element("b", {}, value));
   const rewards = Object.entries(sample.rewards).map(([name, r]) => fact(name, r === null ? "not scored" : number(r)));

@@ -95,6 +95,13 @@ def test_what_is_said_of_a_completion():
     assert completion_row(rollout, 0, "first", ["f1", "f2"], Bytes())["log_probs"] == [-0.125, -0.125]
 
 
+def test_an_episode_has_its_mask():
+    rollout = batch(["2", "33"], [[-0.5, -0.25], [-1.0, -2, -3]])
+    rollout.response_mask[-2] = 0
+    rows = [completion_row(rollout, i, "first", ["f1", "f2"], Bytes()) for i in range(2)]
+    assert "response_mask" not in rows[0] and rows[1]["response_mask"] == [1, 0, 1]
+
+
 def test_long_completions_are_told_in_part(monkeypatch):
     monkeypatch.setattr(completion_log, "TOKENS", 3)
     row = completion_row(batch(["12345"], [None]), 0, "first", ["f1", "f2"], Bytes())
