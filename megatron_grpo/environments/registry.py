@@ -171,9 +171,11 @@ def tools_of(row: Mapping[str, Any], default: str) -> list[Any] | None:
 
 
 def tool_schema(tool: Callable | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the JSON schema of a tool, from a function's signature and docstring; a schema is returned as it is."""
+    """Return the JSON schema of a tool, from a function's attribute ``schema``, or its signature and docstring."""
     if isinstance(tool, Mapping):
         return tool
+    if hasattr(tool, "schema"):  # of an MCP server
+        return tool.schema
     from transformers.utils import get_json_schema  # takes seconds: only functions need it
 
     try:

@@ -1,0 +1,118 @@
+"""Tools of an MCP server (https://modelcontextprotocol.io) that speaks on its stdin and stdout, by the package mcp.
+
+Each environment worker starts one server with its first call, and another one after the server has ended. All episodes
+of the worker share it.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from megatron_grpo.environments.tools import ToolError
+from megatron_grpo.utils.errors import GrpoError
+
+_START_LIMIT = 60.0  # s
+
+
+def mcp_tools(*command: str) -> list[Callable]:
+    """Return the tools of the server that ``command`` starts, for `register_tools`.
+
+    GrpoError without the package mcp, or if the server does not list its tools.
+    """
+    try:
+        import mcp  # noqa: F401  (only these tools need it)
+    except ImportError as error:
+        raise GrpoError(f"tools of an MCP server need the package mcp: pip install mcp ({error})") from error
+    server = _Server(command)
+    try:
+        described = asyncio.run(asyncio.wait_for(server.described(), _START_LIMIT))
+    except TimeoutError as error:
+        raise GrpoError(f"the MCP server {' '.join(command)} lists no tools within {_START_LIMIT:g} s") from error
+    except Exception as error:  # of the program, or of the protocol
+        raise GrpoError(f"the MCP server {' '.join(command)} lists no tools: {_first(error)}") from error
+    return [_function(server, tool) for tool in described]
+
+
+def _function(server: "_Server", described: dict[str, Any]) -> Callable:
+    """Return a tool of the server as a function that has its name and its JSON schema."""
+
+    name = described["name"]
+
+    async def call(**arguments: Any) -> str:
+        return await server.call(name, arguments)
+
+    about = {"name": name, "description": described.get("description") or "", "parameters": described["inputSchema"]}
+    call.__name__ = name
+    call.schema = {"type": "function", "function": about}  # type: ignore[attr-defined]
+    return call
+
+
+class _Server:
+    """The server of one process."""
+
+    def __init__(self, command: Sequence[str]):
+        self._command = command
+        self._session: asyncio.Future | None = None
+        self._lost = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        from mcp import ClientSession, StdioServerParameters, stdio_client
+
+        program, *arguments = self._command
+        parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
+        async with stdio_client(parameters) as (read, write), ClientSession(read, write) as session:
+            await session.initialize()
+            yield session
+
+    async def described(self) -> list[dict[str, Any]]:
+        """Return the protocol's descriptions of all tools, by a server that ends then."""
+        async with self._connected() as session:
+            return _of_protocol(await session.list_tools())["tools"]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return the text of a tool's result; ToolError for what the server calls an error."""
+        if self._session is None:
+            self._session, self._lost = asyncio.get_running_loop().create_future(), asyncio.Event()
+            task = asyncio.create_task(self._hold(self._session, self._lost))  # the task that enters also leaves
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        waited, lost = self._session, self._lost
+        session = await asyncio.shield(waited)
+        try:
+            result = _of_protocol(await session.call_tool(name, arguments))
+        except Exception as error:  # the connection: the next call starts the server again
+            lost.set()
+            if self._session is waited:
+                self._session = None
+            raise ConnectionError(f"the MCP server {' '.join(self._command)}: {_first(error)}") from error
+        texts = [block["text"] if block["type"] == "text" else json.dumps(block) for block in result["content"]]
+        if result.get("isError"):
+            raise ToolError("\n".join(texts))
+        return "\n".join(texts)
+
+    async def _hold(self, ready: asyncio.Future, lost: asyncio.Event) -> None:
+        try:
+            async with self._connected() as session:
+                ready.set_result(session)
+                await lost.wait()
+        except Exception as error:
+            if not ready.done():
+                self._session = None
+                ready.set_exception(ConnectionError(f"the MCP server does not start: {_first(error)}"))
+
+
+def _of_protocol(answer: Any) -> dict[str, Any]:
+    """Return an answer with the protocol's names: Python's names differ between versions 1 and 2 of the package."""
+    return answer.model_dump(by_alias=True, mode="json", exclude_none=True)
+
+
+def _first(error: BaseException) -> str:
+    """Return the first line of an error; of a group of errors, that of its first one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,119 @@
+"""Tools of an MCP server of the package mcp, which the tests start: results, mistakes, and a server that ends."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mcp.server.mcpserver")  # version 2
+
+from megatron_grpo.environments.builtin.mcp_server import mcp_tools
+from megatron_grpo.environments.pool import EnvironmentPool
+from megatron_grpo.environments.registry import ToolCall, Turn, tool_schema
+from megatron_grpo.environments.tools import ToolEnvironment
+from megatron_grpo.utils.errors import GrpoError
+
+SERVER = """
+import os
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("test")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+@server.tool()
+def process() -> str:
+    return str(os.getpid())
+
+@server.tool()
+def fail() -> str:
+    raise ToolError("no such page")
+
+server.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mcp") / "server.py"
+    file.write_text(SERVER)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def tools(server):
+    return mcp_tools(sys.executable, server)
+
+
+def test_schemas(tools):
+    schemas = [tool_schema(tool) for tool in tools]
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "process", "fail"]
+    add = schemas[0]["function"]
+    assert add["description"] == "Add two numbers." and add["parameters"]["required"] == ["a", "b"]
+    assert add["parameters"]["properties"]["a"]["type"] == "integer"
+
+
+def test_calls(tools):
+    environment = ToolEnvironment(tools)
+
+    async def said(*calls):
+        turn = Turn("", [ToolCall(name, arguments, str(i)) for i, (name, arguments) in enumerate(calls)])
+        return [message["content"] for message in (await environment.step(turn)).messages]
+
+    async def all_calls():
+        assert await said(("add", {"a": 1984, "b": 2267})) == ["4251"]
+        wrong, failed = await said(("add", {"a": "x", "b": 1}), ("fail", {}))
+        assert wrong.startswith("error: ") and "valid integer" in wrong
+        assert failed.startswith("error: ") and "no such page" in failed
+        first, again = await said(("process", {}), ("process", {}))
+        assert first == again and int(first) != os.getpid()  # one server for all calls
+        os.kill(int(first), signal.SIGKILL)
+        with pytest.raises(ConnectionError, match=r"the MCP server .*server\.py"):
+            await said(("process", {}))
+        (other,) = await said(("process", {}))  # the retry of the pool
+        assert int(other) != int(first)
+        return int(other)
+
+    process = asyncio.run(asyncio.wait_for(all_calls(), 60))
+    assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
+
+
+def test_a_worker_ends_its_server(server, tmp_path):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from megatron_grpo.environments.builtin.mcp_server import mcp_tools\n"
+        "from megatron_grpo.environments.registry import register_tools\n"
+        f"register_tools('mcp_of_test', mcp_tools({sys.executable!r}, {server!r}))\n"
+    )
+    pool = EnvironmentPool(["mcp_of_test"], [plugin])
+
+    def answer():
+        while not (answers := pool.poll(1.0)):
+            pass
+        return answers[0]
+
+    pool.begin(0, "mcp_of_test", {})
+    assert answer().error is None
+    pool.step(0, Turn("", [ToolCall("process", {}, "0")]))
+    process = Path("/proc") / answer().messages[0]["content"]
+    assert process.exists()
+    pool.close()
+    deadline = time.monotonic() + 60
+    while process.exists():  # its input has ended
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_program_that_is_no_server_is_refused():
+    with pytest.raises(GrpoError, match=r"the MCP server /bin/false lists no tools"):
+        mcp_tools("/bin/false")
+    with pytest.raises(GrpoError, match=r"the MCP server /no/such/program lists no tools: FileNotFoundError"):
+        mcp_tools("/no/such/program")
