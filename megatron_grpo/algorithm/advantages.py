@@ -37,6 +37,17 @@ ADVANTAGES.declare(
         positive=True,
         within=(0, 1),
     ),
+    Flag(
+        "--turn-gamma",
+        float,
+        1.0,
+        "turn_returns, gigpo: discount of later rewards, per turn",
+        positive=True,
+        within=(0, 1),
+    ),
+    Flag(
+        "--gigpo-weight", float, 1.0, "gigpo: weight of the comparison of turns that follow equal states", positive=True
+    ),
 )
 
 STD_EPSILON = 1e-4  # bounds the scale of groups whose rewards hardly differ
@@ -313,6 +324,139 @@ def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64
         total += weight * group_advantages(column, group_ids, "group").astype(np.float64)
     total[np.isnan(rewards).all(axis=1)] = np.nan
     return _whitened(total).astype(np.float32)
+
+
+def turn_returns(rewards: Float32, turn_rewards: Float32, turns: Int64, gamma: float) -> Float64:
+    """Return the discounted returns of the turns of episodes.
+
+        r_t = the environment's reward of turn t, and in the last turn also R minus the sum of all of these
+        G_t = r_t + gamma G_{t+1}
+
+    Args:
+        rewards: [n], R.
+        turn_rewards: [n, most turns], NaN where the environment gave none.
+        turns: [n], number of turns of each episode.
+        gamma: discount of later rewards per turn, at most 1.
+
+    Returns:
+        [n, most turns], NaN after the last turn and for R = NaN.
+    """
+    own = np.nan_to_num(turn_rewards.astype(np.float64))
+    there = np.arange(own.shape[1]) < turns[:, None]
+    own[~there] = 0.0
+    own[np.arange(len(own)), turns - 1] += rewards - own.sum(axis=1)
+    returns = own.copy()
+    for turn in reversed(range(own.shape[1] - 1)):
+        returns[:, turn] += gamma * returns[:, turn + 1]
+    return np.where(there, returns, np.nan)
+
+
+def _of_tokens(
+    advantages: npt.NDArray[np.floating], response_mask: npt.NDArray[np.uint8], cu_seqlens: Int64
+) -> Float32:
+    """Return [total] of the advantages [n, most turns]: a turn is a run of tokens in the loss; 0 on other tokens."""
+    sampled = response_mask == 1
+    begins = sampled & ~np.concatenate([[False], sampled[:-1]])  # a sequence begins with its prompt
+    count = np.concatenate([[0], np.cumsum(begins)])
+    completion = np.repeat(np.arange(len(advantages)), np.diff(cu_seqlens))
+    turn = count[1:] - count[cu_seqlens[:-1]][completion] - 1
+    result = np.zeros(len(response_mask), np.float32)
+    result[sampled] = advantages[completion[sampled], turn[sampled]]
+    return result
+
+
+def _check_turns(environment: str | None, agent: str | None, advantage_estimator: str) -> None:
+    if environment is None or agent is not None:
+        raise GrpoError(
+            f"--advantage-estimator {advantage_estimator} needs --environment: only the turns of an episode have "
+            "rewards and states of their own"
+        )
+
+
+@register_advantage("turn_returns", scale="group", per_token=True, check=_check_turns, example=None)
+def turn_return_advantages(
+    rewards: Float32,
+    turn_rewards: Float32,
+    turns: Int64,
+    group_ids: Int64,
+    response_mask: npt.NDArray[np.uint8],
+    cu_seqlens: Int64,
+    turn_gamma: float,
+    scale_rewards: Scale,
+) -> Float32:
+    """Return the advantage of each turn: its return compared with those of the same turn in the group.
+
+        A_t = (G_t - mean of G_t over the group's episodes with a turn t) / scale
+
+    with G of `turn_returns`; the scale is that of `group_advantages`, over the same values. A turn that no other
+    episode of the group has gets 0. With the only reward at the end and gamma 1, G_t = R.
+
+    Args:
+        rewards, group_ids: [n].
+        turn_rewards: [n, most turns].
+        turns: [n].
+        response_mask: [total], 1 on sampled tokens.
+        cu_seqlens: [n + 1].
+        turn_gamma: discount per turn.
+        scale_rewards: as of `group_advantages`.
+
+    Returns:
+        [total], 0 on tokens that are not in the loss.
+
+    Source: returns to go with a baseline of the group that may depend on the time step (Williams 1992, REINFORCE;
+    Greensmith et al. 2004, JMLR 5:1471); for turns Zeng et al. 2025, arXiv:2505.11821.
+    """
+    returns = turn_returns(rewards, turn_rewards, turns, turn_gamma)
+    most = returns.shape[1]
+    ids = (group_ids[:, None] * most + np.arange(most)).reshape(-1)
+    values = returns.reshape(-1)
+    advantages = _scaled(_centred(values, ids), values, ids, scale_rewards).reshape(returns.shape)
+    return _of_tokens(advantages, response_mask, cu_seqlens)
+
+
+@register_advantage("gigpo", scale="group", per_token=True, check=_check_turns, example=None)
+def gigpo_advantages(
+    rewards: Float32,
+    turn_rewards: Float32,
+    turn_states: Int64,
+    turns: Int64,
+    group_ids: Int64,
+    response_mask: npt.NDArray[np.uint8],
+    cu_seqlens: Int64,
+    turn_gamma: float,
+    gigpo_weight: float,
+    scale_rewards: Scale,
+) -> Float32:
+    """Return GiGPO's advantages: of the episode in its group, and of each turn among those that follow the same state.
+
+        A_t = A_episode + weight * (G_t - mean of G over the group's turns in state s_t) / scale
+
+    A_episode is that of `group_advantages`, G of `turn_returns`. A state is what the environment said before the turn;
+    the first turns of a group are in one state.
+
+    Args:
+        rewards, group_ids: [n].
+        turn_rewards: [n, most turns].
+        turn_states: [n, most turns], a number for each state.
+        turns: [n].
+        response_mask: [total], 1 on sampled tokens.
+        cu_seqlens: [n + 1].
+        turn_gamma: discount per turn.
+        gigpo_weight: weight of the turns.
+        scale_rewards: as of `group_advantages`; the paper has group and none.
+
+    Returns:
+        [total], 0 on tokens that are not in the loss.
+
+    Source: Feng et al. 2025, "Group-in-Group Policy Optimization", arXiv:2505.10978, equations 4 to 8.
+    """
+    returns = turn_returns(rewards, turn_rewards, turns, turn_gamma)
+    pairs = np.stack([np.broadcast_to(group_ids[:, None], returns.shape), turn_states], -1).reshape(-1, 2)
+    ids = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+    values = returns.reshape(-1)
+    of_turns = _scaled(_centred(values, ids), values, ids, scale_rewards).reshape(returns.shape)
+    of_episodes = group_advantages(rewards, group_ids, scale_rewards)
+    return _of_tokens(of_episodes[:, None] + gigpo_weight * of_turns, response_mask, cu_seqlens)
 
 
 def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:

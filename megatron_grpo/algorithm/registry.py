@@ -38,7 +38,11 @@ UPDATE_INPUTS = ("scores", "advantages", "group_ids")
 # holds, those of other completions are left out: response_mask and penalties [total] (penalties is None without
 # --kl-in-reward); cu_seqlens [n + 1]. gather(values [..., n]) returns a number of each completion, computed from its
 # tokens, of all completions.
-ADVANTAGE_INPUTS = ("rewards", "group_ids", "response_mask", "cu_seqlens", "penalties", "gather")
+# turns [n], and of episodes with an environment turn_rewards and turn_states [n, most turns]: `RolloutBatch`.
+ADVANTAGE_INPUTS = (
+    *("rewards", "group_ids", "response_mask", "cu_seqlens", "penalties", "gather"),
+    *("turns", "turn_rewards", "turn_states"),
+)
 
 
 class PolicyLoss(NamedTuple):

@@ -59,6 +59,9 @@ def _estimate(
         "cu_seqlens": batch.cu_seqlens,
         "penalties": penalties,
         "gather": partial(of_completions, batch),
+        "turns": batch.turns,
+        "turn_rewards": None if batch.turn_rewards is None else batch.turn_rewards * _environment_weight(args),
+        "turn_states": batch.turn_states,
     }
     advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
     size = len(batch.tokens) if estimator.per_token else batch.num_completions
@@ -68,6 +71,12 @@ def _estimate(
             f"of each {'token' if estimator.per_token else 'completion'} ({size})"
         )
     return (None, advantages) if estimator.per_token else (advantages, None)
+
+
+def _environment_weight(args) -> float:
+    """Return the weight of the environment's rewards in the sum over reward functions."""
+    weights = dict(zip(args.reward_funcs, args.reward_weights, strict=True))
+    return weights.get("environment", 0.0)
 
 
 def _sum_per_completion(batch: RolloutBatch, values: np.ndarray) -> np.ndarray:

@@ -88,6 +88,10 @@ class RolloutBatch:
     rewards: Annotated[Float32, ArrayField("completion", columns=1)]
     finish_reasons: Annotated[UInt8, PER_COMPLETION]  # FinishReason
     turns: Annotated[Int32, PER_COMPLETION]  # number of turns of the policy
+    # Of episodes with an environment, [n, --max-turns]: its reward for each turn (NaN: none), and a number for what it
+    # said before the turn (equal texts have equal numbers; 0 before the first turn and after the last).
+    turn_rewards: Annotated[Float32 | None, ArrayField("completion", columns=1)] = None
+    turn_states: Annotated[Int64 | None, ArrayField("completion", columns=1)] = None
     # Under the weights before the first update; NaN on other tokens.
     old_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
     # Under the reference model; NaN on other tokens.

@@ -1,6 +1,7 @@
 """One rollout over all engine replicas: dispatch prompts, score completions, exchange what the ranks need."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -163,7 +164,7 @@ def to_batch(
 
     of = [members[completion.id] for completion in completions]
     groups = [places[member.group] for member in of]
-    return RolloutBatch.from_completions(
+    batch = RolloutBatch.from_completions(
         prompts=[c.prompt_ids or prompts[member.group].ids for c, member in zip(completions, of, strict=True)],
         completions=[completion.token_ids for completion in completions],
         log_probs=[completion.log_probs for completion in completions],
@@ -178,6 +179,9 @@ def to_batch(
         turns=[completion.turns for completion in completions],
         sample_starts=_sample_starts(completions),
     )
+    rewards = [c.turn_rewards for c in completions if c.turn_rewards is not None]
+    states = [c.turn_states for c in completions if c.turn_states is not None]
+    return replace(batch, turn_rewards=np.stack(rewards), turn_states=np.stack(states)) if rewards else batch
 
 
 def _sample_starts(completions: list[Completion]) -> list[list[int]] | None:

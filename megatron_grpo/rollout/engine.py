@@ -113,6 +113,8 @@ class Completion:
     prompt_ids: Sequence[int] | None = None
     turns: int = 1
     environment_reward: float | None = None
+    turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns] of RolloutBatch, which has them of all
+    turn_states: npt.NDArray[np.int64] | None = None
     messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
     # One draw can consist of several samples: sequences that do not see each other. Where each further one begins, with
     # its prompt (response mask 0); None where the run makes only single samples.

@@ -16,11 +16,14 @@ a request that has it as ``begun`` continues the episode. After a resume there i
 from its row.
 """
 
+import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools
@@ -34,6 +37,13 @@ from megatron_grpo.utils.errors import GrpoError
 
 _CONTINUES, _ENDS, _FAILS, _SPLITS = range(4)
 _WAIT = 0.2  # s between looks at the environments while nothing generates
+
+
+def _number_of(tokens: Sequence[int]) -> int:
+    """Return a number for the tokens of an environment's answer, by their hash."""
+    return int(
+        np.frombuffer(hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=8).digest(), np.int64)[0]
+    )
 
 
 class FailureCounts:
@@ -74,7 +84,8 @@ class _Episode:
     messages: list[Message] = field(default_factory=list)  # before the policy's next turn
     turn: Message = field(default_factory=dict)  # the policy's newest turn
     text: str = ""  # of that turn, with its tool calls
-    rewards: list[float | None] = field(default_factory=list)  # of each turn
+    rewards: list[float | None] = field(default_factory=list)  # of the reset, then of each turn
+    states: list[int] = field(default_factory=list)  # a number for what each turn answers
 
     @property
     def all_sampled(self) -> bool:
@@ -218,6 +229,7 @@ class Episodes(Conversing):
             self._immediate.discard(number)
             episode = self._episodes[number]
             episode.rewards.append(reward)
+            episode.states.append(_number_of(tokens) if episode.turns else 0)
             if what == _FAILS:
                 ended.append(self._end(number, "failed"))
             elif episode.turns == 0:  # the messages of the environment's reset are part of the prompt
@@ -331,8 +343,14 @@ class Episodes(Conversing):
         episode = self._episodes.pop(number)
         self._forget(episode)
         rewards = [reward for reward in episode.rewards if reward is not None]
+        most = self._args.max_turns
+        turn_rewards, turn_states = np.full(most, np.nan, np.float32), np.zeros(most, np.int64)
+        turn_rewards[: episode.turns] = [math.nan if r is None else r for r in episode.rewards[1:]]
+        turn_states[: episode.turns] = episode.states[: episode.turns]
         return replace(
             self._so_far(episode, episode.trajectory),
+            turn_rewards=turn_rewards,
+            turn_states=turn_states,
             finish_reason=reason,
             turns=max(episode.turns, 1),
             environment_reward=sum(rewards) if rewards else None,

@@ -188,7 +188,7 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
     messages = [json.dumps(completion.messages).encode() for completion in found]
     prompts, starts = [c.prompt_ids for c in found], [c.sample_starts for c in found]
     rewards = [math.nan if c.environment_reward is None else c.environment_reward for c in found]
-    return {
+    arrays = {
         "response_mask": np.array([m for completion in found for m in completion.mask], np.uint8),
         "turns": np.array([completion.turns for completion in found], np.int32),
         "environment_rewards": np.array(rewards, np.float64),
@@ -200,6 +200,13 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
         "num_sample_starts": np.array([-1 if own is None else len(own) for own in starts], np.int64),
         "sample_starts": np.array([i for own in starts for i in own or ()], np.int64),
     }
+    of_turns = [(c.turn_rewards, c.turn_states) for c in found]
+    most = next((len(own) for own, _ in of_turns if own is not None), None)
+    if most is not None:  # unfinished episodes have none
+        none = np.full(most, np.nan, np.float32), np.zeros(most, np.int64)
+        arrays["turn_rewards"] = np.stack([none[0] if own is None else own for own, _ in of_turns])
+        arrays["turn_states"] = np.stack([none[1] if own is None else own for _, own in of_turns])
+    return arrays
 
 
 def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArray[Any]], tokens: slice) -> Completion:
@@ -214,11 +221,14 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
     starts, mask = part("num_sample_starts", "sample_starts"), arrays["response_mask"][tokens]
     reward = float(arrays["environment_rewards"][i])
     assert text is not None
+    has_turns = "turn_rewards" in arrays
     return replace(
         completion,
         response_mask=None if mask.all() else mask.tolist(),
         turns=int(arrays["turns"][i]),
         environment_reward=None if math.isnan(reward) else reward,
+        turn_rewards=arrays["turn_rewards"][i] if has_turns else None,
+        turn_states=arrays["turn_states"][i] if has_turns else None,
         messages=json.loads(text.tobytes()),
         prompt_ids=None if prompt is None else prompt.tolist(),
         sample_starts=None if starts is None else starts.tolist(),

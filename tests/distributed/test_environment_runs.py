@@ -60,7 +60,7 @@ def check_echo(output, metrics, completions):
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 def test_a_run(engine, tiny_models, tmp_path):
     layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"] if engine == "megatron" else []
-    layout += ["--vllm-max-num-seqs", 16] if engine == "vllm" else []
+    layout += ["--vllm-max-num-seqs", 16, "--advantage-estimator", "turn_returns"] if engine == "vllm" else []
     check_echo(*run_echo(2, tiny_models["qwen3"], tmp_path, "--rollout-engine", engine, *layout), 32)
 
 
@@ -85,12 +85,13 @@ def test_servers(kind, tiny_models, tmp_path):
 def test_the_ledger_replays_a_run_without_its_environment(tiny_models, tmp_path):
     """A replay ends with the same metrics and the same weights, bit for bit; no environment is called."""
     save, model = tmp_path / "run", tiny_models["qwen3"]
-    flags = ["--vllm-max-num-seqs", 16, "--ledger", save / "ledger", "--global-batch-size", 16]
+    gigpo = ["--advantage-estimator", "gigpo", "--turn-gamma", 0.9]  # reads the rewards and states of turns
+    flags = ["--vllm-max-num-seqs", 16, "--ledger", save / "ledger", "--global-batch-size", 16, *gigpo]
     output, metrics = run_echo(1, model, tmp_path, *flags)
     check_echo(output, metrics, 16)
     calls = (tmp_path / "calls").read_text()
     assert calls.count("3\n") > 8  # third turns
-    replay = ["--global-batch-size", 16, "--replay-rollouts", save]
+    replay = ["--global-batch-size", 16, "--replay-rollouts", save, *gigpo]
     _, again = run_echo(1, model, tmp_path, *replay, name="again")
     first, second = (
         [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]

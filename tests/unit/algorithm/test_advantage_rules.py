@@ -39,7 +39,11 @@ def test_scale_is_the_estimators(estimator, scale):
 
 def test_every_estimator_has_a_scale():
     for estimator in ESTIMATORS.entries:
-        checked(f"--advantage-estimator {estimator}" + " --pass-at-k 8" * (estimator == "pass_at_k"))
+        needed = {"pass_at_k": "--pass-at-k 8"} | dict.fromkeys(["turn_returns", "gigpo"], "--environment calculator")
+        checked(f"--advantage-estimator {estimator} {needed.get(estimator, '')}")
+    for given in ("", " --environment calculator --agent my:run"):
+        with pytest.raises(GrpoError, match="--advantage-estimator gigpo needs --environment"):
+            checked(f"--advantage-estimator gigpo{given}")
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_three_turns():
     assert [math.isnan(x) for x in completion.log_probs] == [m == 0 for m in completion.response_mask]
     assert completion.turns == 3 and completion.environment_reward == 2.0 and completion.finish_reason == "stop"
     assert [m["role"] for m in completion.messages] == ["user", "assistant", "user", "assistant", "user", "assistant"]
+    assert completion.turn_rewards.tolist()[:3] == [0.5, 0.5, 1.0] and np.isnan(completion.turn_rewards[3:]).all()
     # Each turn continues from the very tokens so far; the limit counts sampled tokens only.
     assert seen == [(4, [1, 2, *completion.token_ids[:n]], left) for n, left in ((0, 20), (5, 18), (10, 16))]
 
@@ -140,6 +141,16 @@ def test_limits():
     assert done[3].token_ids == [5, 6, END, 70, 1, 71, 7, 8, 5] and done[3].num_sampled == 6
     done, _, _ = run({0: [[5, END]] * 9}, {0: [RESET, *[MORE] * 9]}, max_turns=2)
     assert done[0].turns == 2 and done[0].environment_reward == 1.0
+
+
+def test_turns_that_follow_equal_answers_are_in_one_state():
+    """The double of the renderer shows the number of messages before the turn; a reset's messages are no answer."""
+    turns = {0: [[5, END], [6, END], [7, END]], 1: [[8, END], [4, END]], 2: [[5, END]]}
+    answers = {0: [RESET, MORE, MORE, DONE], 1: [RESET, MORE, DONE], 2: [RESET, {"error": "lost"}]}
+    done, _, _ = run(turns, answers)
+    first, second, failed = (done[number].turn_states for number in range(3))
+    assert first[0] == second[0] == failed[0] == 0 and first[1] == second[1] != 0
+    assert first[2] not in (0, first[1]) and first[3:].tolist() == [0, 0] == failed[1:3].tolist()
 
 
 def test_messages_of_a_reset_are_the_prompts():

@@ -24,6 +24,10 @@ def test_episodes_come_back():
     group = Group(PROMPT, 2, (whole, one, failed, None), np.array([[1.0], [0.5], [np.nan], [0.0]], np.float32))
     plain = Group(PROMPT, 2, tuple(Completion(8 + i, [i], [-1.0], "stop", [0]) for i in range(4)))
     found = from_arrays(to_arrays({1: group, 2: plain}), lambda row, ids: PROMPT)
+    turns = np.array([0.5, np.nan], np.float32), np.array([0, -(2**62)])
+    of_turns = replace(group, completions=(replace(one, turn_rewards=turns[0], turn_states=turns[1]), failed))
+    kept = from_arrays(to_arrays({3: of_turns}), lambda row, ids: PROMPT)[3].completions[0]
+    assert np.array_equal(kept.turn_rewards, turns[0], equal_nan=True) and np.array_equal(kept.turn_states, turns[1])
     back = found[1].completions
     assert back[1:] == group.completions[1:] and np.array_equal(found[1].rewards, group.rewards, equal_nan=True)
     assert back[0].log_probs[:2] == whole.log_probs[:2] and math.isnan(back[0].log_probs[2])
