@@ -54,7 +54,7 @@ The report reads four files in `--save`, written by rank 0:
 - `metrics.jsonl`: the rows of metrics.
 - `completions.jsonl`: `--num-completions-to-log` completions of each rollout; half are the first ones, half the best
   and worst of the rest by advantage. Each has texts, rewards, advantage, and its first 512 tokens with
-  log-probabilities.
+  log-probabilities. In the report, the answers of [environments](environments.md) are folded between the turns.
 - `args.json`: every argument, without API keys.
 - `environment.json`: command (API keys masked), versions, device, parallel configuration and commit of the last start.
 
