@@ -1,13 +1,18 @@
 """Check on a CPU that kills lose no finished completion and train none twice, and that a replay equals the run.
 
     python tools/ledger_check.py runs/ledger_check --mode asynchronous --kills 20 --seed 1
-    python tools/ledger_check.py runs/ledger_check --mode partial --kills 20
+    python tools/ledger_check.py runs/ledger_check --mode partial --kills 20 --nproc-per-node 2
+    python tools/ledger_check.py runs/ledger_check --mode synchronous -- --dynamic-sample
 
 A tiny model learns one-digit arithmetic in one run, which is started again after each kill: SIGKILL to all its
 processes, or SIGTERM to torchrun (--exit-signal-handler), in turn, at random moments of the start and of training.
 
     asynchronous    one trainer and one engine rank (--rollout-ranks 1), --max-staleness 2
     partial         one rank, --partial-rollouts, --max-staleness 2
+    synchronous     one rank, --ledger
+
+With --nproc-per-node N there are N trainers, of which all but those of asynchronous runs hold an engine. Flags after
+`--` are added to all runs.
 
 After each kill the ledger is read. A group of completions that was finished then must be there unchanged at every later
 kill and at the end; it is trained on once, or waits for its batch at the end. A batch that was recorded is never
@@ -36,19 +41,25 @@ from tools.resume_check import Run, count_rows, differences, last_row, make_inpu
 UPDATES_PER_KILL, SAVE_INTERVAL, START_SECONDS = 3, 3, 20.0
 FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 32 --micro-batch-size 16 --loss-type dapo
     --lr 1e-3 --lr-decay-style constant --max-prompt-length 6 --max-completion-length 16 --vllm-max-num-seqs 24
-    --reward-funcs exact_match --vllm-enforce-eager --mismatch-limit 1 --max-staleness 2
+    --reward-funcs exact_match --vllm-enforce-eager --mismatch-limit 1
     --rollout-importance-sampling-mode token_truncate --num-completions-to-log 0"""
-MODES = {"asynchronous": (2, ["--rollout-ranks", "1"]), "partial": (1, ["--partial-rollouts"])}
+# Flags of the run alone, and of the run and its replay, which has no engine ranks and records nothing.
+MODES = {
+    "asynchronous": ("--rollout-ranks 1", "--max-staleness 2"),
+    "partial": ("", "--partial-rollouts --max-staleness 2"),
+    "synchronous": ("--ledger {save}/ledger", ""),
+}
 
 Finished = dict[GroupKey, list[list[int]]]  # token ids of each completion of a group
 
 
 class History:
-    """What kills have left in the ledger of a run."""
+    """What kills have left in the ledger of a run; ``replaces``: it has --dynamic-sample."""
 
-    def __init__(self, ledger: Path):
-        self._ledger = ledger
+    def __init__(self, ledger: Path, replaces: bool):
+        self._ledger, self._replaces = ledger, replaces
         self.finished: Finished = {}
+        self._equal: set[GroupKey] = set()  # finished groups with equal rewards
         self.batches: dict[int, tuple[GroupKey, ...]] = {}
 
     def read(self) -> Content:
@@ -64,10 +75,16 @@ class History:
                         f"{what} {name} is {'lost' if name not in after else 'another one'} after a restart"
                     )
         self.finished, self.batches = now, batches
+        self._equal = {
+            key for key, group in groups.items() if group.rewards is not None and not group.rewards.std(0).any()
+        }
         return found
 
     def check_end(self, num_batches: int) -> str:
-        """Raise GrpoError unless every finished group was trained on once or waits; return a line about them."""
+        """Raise GrpoError unless every finished group was trained on once or waits; return a line about them.
+
+        Groups with equal rewards may have been replaced by --dynamic-sample.
+        """
         found = self.read()
         if sorted(found.batches) != list(range(num_batches)):
             raise GrpoError(f"the ledger has the batches {sorted(found.batches)}, not {num_batches}")
@@ -82,10 +99,11 @@ class History:
             waiting |= {key.number for key in complete} if batch == num_batches - 1 else set()
         # Groups that started for the batch after the last one belong to no batch.
         lost = [key for key in self.finished if key not in trained and key.number not in waiting]
-        lost = [key for key in lost if key.birth < num_batches]
+        lost = [key for key in lost if key.birth < num_batches and not (self._replaces and key in self._equal)]
         if lost:
             raise GrpoError(f"groups {lost} were finished, and never trained on")
-        return f"{len(self.finished)} finished groups, {len(trained)} of them trained on once, the others wait"
+        others = "wait or were replaced" if self._replaces else "wait"
+        return f"{len(self.finished)} finished groups, {len(trained)} of them trained on once, the others {others}"
 
 
 def kill(run: Run, name: str) -> None:
@@ -99,20 +117,22 @@ def kill(run: Run, name: str) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Kill a run again and again, let it end, replay it; print a line for each kill; GrpoError for any difference."""
-    nproc, mode = MODES[args.mode]
+    nproc = args.nproc_per_node + (args.mode == "asynchronous")
     updates = UPDATES_PER_KILL * args.kills + 2
     inputs = make_inputs(args.directory)
     place = inputs.index("--valid-data-path")  # a replay evaluates nothing
     del inputs[place : place + 2]
-    flags = [*FLAGS.split(), *inputs, "--train-iters", str(updates), "--save-interval", str(SAVE_INTERVAL)]
+    flags = [*FLAGS.split(), *inputs, "--train-iters", str(updates), "--save-interval", str(SAVE_INTERVAL), *args.flags]
     save, again = (args.directory / f"{args.mode}{name}" for name in ("", "_replayed"))
     for directory in (save, again):
         shutil.rmtree(directory, ignore_errors=True)
-    history, rng = History(save / "ledger"), random.Random(args.seed)
+    alone, both = (words.format(save=save).split() for words in MODES[args.mode])
+    flags += both
+    history, rng = History(save / "ledger", "--dynamic-sample" in args.flags), random.Random(args.seed)
     print(f"{'kill':>4}  {'signal':8}  {'moment':28}  checkpoint  rows  batches  finished groups", flush=True)
     for number in range(1, args.kills + 1):
         name = ("SIGKILL", "SIGTERM")[number % 2]
-        run = Run(save, [*flags, *mode, "--exit-signal-handler"], nproc)
+        run = Run(save, [*flags, *alone, "--exit-signal-handler"], nproc)
         if rng.random() < 0.25:
             text, reached, delay = "start", lambda run: True, rng.uniform(0, START_SECONDS)
         else:
@@ -129,10 +149,9 @@ def check(args: argparse.Namespace) -> None:
         print(
             f"{number:>4}  {name:8}  {moment:28}  {cells[0]:>10}  {cells[1]:>4}  {cells[2]:>7}  {cells[3]}", flush=True
         )
-    Run(save, [*flags, *mode, "--exit-signal-handler"], nproc).finish()
+    Run(save, [*flags, *alone, "--exit-signal-handler"], nproc).finish()
     print(history.check_end(updates), flush=True)
-    mode = mode if args.mode == "partial" else []  # a replay has no engine ranks
-    Run(again, [*flags, *mode, "--replay-rollouts", str(save)], 1).finish()
+    Run(again, [*flags, "--replay-rollouts", str(save)], args.nproc_per_node).finish()
     if found := differences(again, save):
         raise GrpoError("the replay differs: " + "; ".join(found))
     print(f"the replay of {updates} updates has the same metrics and weights, bit for bit", flush=True)
@@ -140,13 +159,17 @@ def check(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Parse the command line, check, and return the exit code."""
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of all runs")
     parser.add_argument("--mode", choices=MODES, default="asynchronous", help="kind of run [asynchronous]")
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="number of kills [20]")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the moments [1]")
-    args = parser.parse_args()
-    args.directory = args.directory.resolve()
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="trainers [1]")
+    args = parser.parse_args(own)
+    args.flags, args.directory = flags, args.directory.resolve()
     try:
         check(args)
     except GrpoError as error:
