@@ -49,7 +49,7 @@ def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> st
 
 def check_text_only(row: Mapping[str, Any]) -> None:
     """Raise GrpoError for a row with images, video or sound, which the model would not get."""
-    for column in ("images", "videos", "audios"):
+    for column in ("image", "images", "video", "videos", "audio", "audios"):
         if row.get(column):
             raise GrpoError(f'"{column}" is not empty, but only text is supported: leave out the column, or the row')
 

@@ -242,9 +242,10 @@ def test_another_shuffle_is_refused():
         PromptSampler(8, 1, shuffle=False).load_state_dict(PromptSampler(8, 1).state_dict())
 
 
-def test_images_are_refused_by_file_and_line(tmp_path):
-    rows = [{"prompt": "a", "images": None}, {"prompt": "b", "images": []}, {"prompt": "c", "images": ["x.png"]}]
-    with pytest.raises(GrpoError, match=r'a\.jsonl:3: "images" is not empty, but only text is supported'):
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "audios"])
+def test_images_are_refused_by_file_and_line(tmp_path, column):
+    rows = [{"prompt": "a", column: None}, {"prompt": "b", column: []}, {"prompt": "c", column: ["x.png"]}]
+    with pytest.raises(GrpoError, match=rf'a\.jsonl:3: "{column}" is not empty, but only text is supported'):
         dataset(tmp_path / "a.jsonl", *rows)
     assert len(dataset(tmp_path / "a.jsonl", *rows[:2])) == 2
 
