@@ -60,6 +60,7 @@ OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank -
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience --server".split()  # of tools/soak.py
+OTHERS += ["--after"]  # of tools/benchmark/stale_cache.py
 OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py
 OTHERS += ["--mode"]  # of tools/ledger_check.py
 OTHERS += "--batch --group --check".split()  # of tools/ledger.py
