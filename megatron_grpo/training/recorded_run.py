@@ -117,7 +117,7 @@ def open_ledger(args: Namespace, batch: int, engine: Engine) -> tuple[Ledger | N
     producer = dist.get_rank() if engine.is_lead else None
     leads, stop = dist.get_rank() == 0, args.on_save_error == "stop"
     ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), producer, leads, stop)
-    checkpoint.on_rank_0(ledger.begin, next_batch)
+    checkpoint.on_rank_0(ledger.begin)
     if next_batch > batch:
         print_rank_0(f"{next_batch - batch} batches after this position are in the ledger {args.ledger}: used again")
     return ledger, Replay(ledger.content)

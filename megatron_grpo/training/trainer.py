@@ -626,7 +626,7 @@ class Trainer:
         kept = checkpoint_directory.iterations(self.args.save)
         if self.args.max_checkpoints_to_keep is not None and kept and dist.get_rank() == 0:
             oldest = int(kept[0].name[5:]) // self.args.updates_per_rollout
-            delete_before(self.ledger.directory, oldest - self.args.max_staleness)
+            delete_before(self.ledger.directory, oldest, self.args.max_staleness)
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""

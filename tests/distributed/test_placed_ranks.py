@@ -122,16 +122,21 @@ def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path,
 
 @pytest.mark.slow
 def test_a_lost_engine_ends_the_run_and_a_restart_goes_on(flags, tmp_path):
+    """Also with the files of the ledger that are left when one checkpoint is kept."""
     save = tmp_path / "save"
-    words = [*flags, *STALE.split(), "--rollout-ranks", 1, "--train-iters", 6, "--save", save, "--save-interval", 2]
-    words += ["--eval-interval", 6]
+    words = [*flags, *STALE.split(), "--rollout-ranks", 1, "--train-iters", 10, "--save", save, "--save-interval", 2]
+    words += ["--eval-interval", 10, "--max-checkpoints-to-keep", 1]
     run = start(words, tmp_path, 2)
-    wait_for_rows(run, save, 3)
+    wait_for_rows(run, save, 7)
     os.kill(run.pids[1], signal.SIGKILL)
     assert run.wait(300) != 0
-    assert latest_iteration(save) >= 2
+    assert latest_iteration(save) >= 6
+    # Groups of the first two batches began before update 2; those that a resume needs, at update 4 or later.
+    assert not {"batches-0000.bin", "groups-00000-0000.bin"} & {path.name for path in (save / "ledger").iterdir()}
+    trained_before = trained_rows(save)
     run = start([*words, "--load", save], tmp_path, 2)
     assert run.wait(300) == 0, (tmp_path / "output").read_text()
-    assert latest_iteration(save) == 6
+    assert latest_iteration(save) == 10
     trained = trained_rows(save)
-    assert len(set(trained)) == len(trained) == 24
+    assert len(set(trained)) == len(trained) == 40
+    assert trained[: len(trained_before)] == trained_before  # those after the checkpoint: as the ledger has them

@@ -21,7 +21,7 @@ from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout, everything
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.ledger import content
-from megatron_grpo.rollout.ledger.ledger import Ledger
+from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
 from megatron_grpo.rollout.ledger.recording import Recording
 from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.partial import collect_partial_rollout
@@ -82,16 +82,23 @@ class Dataset:
         return prompts(1, first=number)[0]
 
 
-def run(root: Path, partial: bool) -> None:
-    """Run from the checkpoint and the ledger in ``root`` to the end; append each trained batch to trained.jsonl."""
+def checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoints of a run, the oldest first."""
+    return sorted(root.glob("checkpoint-*[0-9]"))
+
+
+def run(root: Path, partial: bool, batches: int = BATCHES, keep: int | None = None) -> None:
+    """Run from the checkpoint and the ledger in ``root`` to the end; append each trained batch to trained.jsonl.
+
+    ``keep``: number of checkpoints to keep. Files of the ledger are deleted with the older ones.
+    """
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     initialize._host_group = dist.group.WORLD
     engine, number, drawn, groups = Engine(), 0, 0, None
     if partial:
         groups = PartialRollouts(engine, GROUPS, GENERATIONS, STALENESS)
-    saved = sorted(root.glob("checkpoint-*[0-9]"))
-    if saved:
+    if saved := checkpoints(root):
         position = json.loads((saved[-1] / "position.json").read_text())
         number, drawn = position["number"], position["drawn"]
         if groups is not None:
@@ -99,9 +106,9 @@ def run(root: Path, partial: bool) -> None:
     found = content.read(root / "ledger")
     following = found.next_missing(number)
     ledger = Ledger(root / "ledger", found, following, {"seed": 1}, 0, True, True)
-    ledger.begin(following)
+    ledger.begin()
     replay = Replay(ledger.content)
-    while number < BATCHES:
+    while number < batches:
         record = replay.get(number)
         if record is not None:
             batch, drawn = replay.collect(record, everything), record.sampler["drawn"]
@@ -124,13 +131,18 @@ def run(root: Path, partial: bool) -> None:
         if number % SAVE_EVERY == 0:
             save(root, number, drawn, groups)
             ledger.roll()
+            if keep is not None:
+                for old in checkpoints(root)[:-keep]:
+                    shutil.rmtree(old)
+                oldest = int(checkpoints(root)[0].name.partition("-")[2])
+                delete_before(root / "ledger", oldest, STALENESS if partial else 0)
     ledger.close()
     dist.destroy_process_group()
 
 
 def save(root: Path, number: int, drawn: int, groups: PartialRollouts | None) -> None:
     """Write a checkpoint; it has its name when it is complete."""
-    directory = root / f"checkpoint-{number}"
+    directory = root / f"checkpoint-{number:02d}"
     shutil.rmtree(directory.with_suffix(".tmp"), ignore_errors=True)
     temporary = directory.with_suffix(".tmp")
     temporary.mkdir()
@@ -143,9 +155,9 @@ def save(root: Path, number: int, drawn: int, groups: PartialRollouts | None) ->
 
 
 def serve():
-    """Run for each line of stdin, [root, partial, kill], in a forked process, and print its exit status."""
+    """Run for each line of stdin, [root, partial, kill, more of `run`], in a forked process; print its exit status."""
     for line in sys.stdin:
-        root, partial, kill = json.loads(line)
+        root, partial, kill, words = json.loads(line)
         child = os.fork()
         if child:
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -154,7 +166,7 @@ def serve():
         try:
             if kill is not None:
                 fatal(*kill)
-            run(Path(root), partial)
+            run(Path(root), partial, *words)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

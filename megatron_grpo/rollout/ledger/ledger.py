@@ -5,10 +5,9 @@ flushes them, while the engine generates. Rank 0 appends the batches. All ranks 
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.ledger import records
-from megatron_grpo.rollout.ledger.content import VERSION, BatchRecord, Content, GroupKey, Place
+from megatron_grpo.rollout.ledger.content import VERSION, BatchRecord, Content, GroupKey, Place, segments
 from megatron_grpo.rollout.unfinished import Group, PromptOf, from_arrays, to_arrays
 from megatron_grpo.utils.errors import GrpoError
 
@@ -30,7 +29,7 @@ class Segments:
 
     def append(self, head: Mapping[str, Any], arrays: records.Arrays | None = None) -> None:
         """Write a record and flush it to the disk; raises OSError."""
-        self.open(head.get("batch", head.get("number", 0)))
+        self.open()
         assert self._file is not None
         try:
             self._file.append(head, arrays)
@@ -38,8 +37,8 @@ class Segments:
             self.close()  # the next record begins a new file: this one may end with a torn record
             raise
 
-    def open(self, batch: int) -> None:
-        """Begin a file whose records are about ``batch`` and later ones, if none is open; raises OSError."""
+    def open(self) -> None:
+        """Begin a file if none is open; raises OSError."""
         if self._file is not None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ class Segments:
         path = self._directory / f"{self._name}-{max(numbers, default=-1) + 1:04d}.bin"
         file = records.RecordFile(path)
         try:
-            file.append({"kind": "segment", "version": VERSION, "begin": batch} | self._head)
+            file.append({"kind": "segment", "version": VERSION} | self._head)
         except OSError:
             file.close()
             path.unlink()
@@ -90,10 +89,10 @@ class Ledger:
         self._lost: set[GroupKey] = set()  # groups that could not be written
         self._reported = False
 
-    def begin(self, batch: int) -> None:
+    def begin(self) -> None:
         """Begin this attempt on the disk, before it generates anything; raises OSError on rank 0."""
         if self._batches is not None:
-            self._batches.open(batch)
+            self._batches.open()
 
     # ---- groups
 
@@ -118,8 +117,8 @@ class Ledger:
 
     def _submit(self, head: dict[str, Any], groups: Mapping[int, Group], keys: list[GroupKey]) -> Future[None]:
         assert self._groups is not None
-        segments, groups = self._groups, dict(groups)
-        write = self._thread.submit(lambda: segments.append(head, to_arrays(groups)))
+        writer, groups = self._groups, dict(groups)
+        write = self._thread.submit(lambda: writer.append(head, to_arrays(groups)))
         self._writes.append((write, keys))
         return write
 
@@ -173,9 +172,9 @@ class Ledger:
     def roll(self) -> None:
         """End the files of this rank, after a checkpoint: the next record begins new ones, and old ones can go."""
         self.flush()
-        for segments in (self._groups, self._batches):
-            if segments is not None:
-                segments.close()
+        for writer in (self._groups, self._batches):
+            if writer is not None:
+                writer.close()
 
     def close(self) -> None:
         """Flush and close."""
@@ -213,20 +212,27 @@ def set_aside(directory: Path) -> Path:
     return folder
 
 
-def delete_before(directory: Path, batch: int) -> Sequence[Path]:
-    """Delete the segments that hold nothing about ``batch`` and later ones; return their paths.
+def delete_before(directory: Path, batch: int, max_staleness: int) -> None:
+    """Delete the segments without a record that a resume at ``batch`` or later can need.
 
-    The newest segment of each writer stays.
+    A group is needed until batch ``birth + max_staleness``, the last one that can have it. The newest segment of each
+    writer stays: it may be open.
     """
-    gone = []
-    by_writer: dict[str, list[tuple[Path, int]]] = {}
-    for path in sorted(directory.glob("*.bin")):
-        head = next(records.scan(path), None)
-        if head is not None:
-            by_writer.setdefault(path.stem.rpartition("-")[0], []).append((path, head.head["begin"]))
-    for files in by_writer.values():
-        for (path, _), (_, end) in pairwise(files):
-            if end <= batch:
+
+    def needed(head: Mapping[str, Any]) -> bool:
+        match head["kind"]:
+            case "groups":
+                return any(GroupKey(*key).birth + max_staleness >= batch for key in head["groups"])
+            case "unfinished":
+                return head["batch"] >= batch
+            case "batch":
+                return head["number"] >= batch
+        return False  # the head of the segment
+
+    by_writer: dict[str, list[Path]] = {}
+    for path in segments(directory):
+        by_writer.setdefault(path.stem.rpartition("-")[0], []).append(path)
+    for paths in by_writer.values():
+        for path in paths[:-1]:
+            if not any(needed(record.head) for record in records.scan(path)):
                 path.unlink()
-                gone.append(path)
-    return gone

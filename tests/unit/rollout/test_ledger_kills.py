@@ -6,6 +6,7 @@ Processes kill themselves with SIGKILL.
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +31,8 @@ def start():
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
     )
 
-    def run(root, partial, kill=None):
-        forker.stdin.write(json.dumps([str(root), partial, kill]) + "\n")
+    def run(root, partial, kill=None, words=()):
+        forker.stdin.write(json.dumps([str(root), partial, kill, words]) + "\n")
         forker.stdin.flush()
         return int(forker.stdout.readline())
 
@@ -46,19 +47,24 @@ def tokens(found, keys):
     return {key: [completion.token_ids for completion in group.completions] for key, group in groups.items()}
 
 
+def check_trained(root, number):
+    """Check the batches of a run that has ended: one that was repeated had the same tokens; no group is in two."""
+    batches = {}
+    for line in (root / "trained.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert batches.setdefault(row["number"], row) == row
+    assert sorted(batches) == list(range(number))
+    rows = Counter(row for batch in batches.values() for row in batch["rows"])
+    assert set(rows.values()) == {ledger_run.GENERATIONS}
+
+
 def check(root, finished):
     """Check the run that has ended: ``finished`` are the tokens of groups that kills left in the ledger."""
-    trained = [json.loads(line) for line in (root / "trained.jsonl").read_text().splitlines()]
-    batches = {}
-    for row in trained:
-        assert batches.setdefault(row["number"], row) == row  # what was trained on again was the same
-    assert sorted(batches) == list(range(BATCHES))
+    check_trained(root, BATCHES)
     found = content.read(root / "ledger")
     assert sorted(found.batches) == list(range(BATCHES))
     consumed = [key for number in range(BATCHES) for key in found.batches[number].groups]
     assert max(Counter(consumed).values()) == 1 and len(consumed) == BATCHES * GROUPS
-    rows = Counter(row for batch in batches.values() for row in batch["rows"])
-    assert set(rows.values()) == {ledger_run.GENERATIONS}
     at_the_end = tokens(found, found.groups)
     assert finished.items() <= at_the_end.items()
     last = found.unfinished.get((BATCHES - 1, 0))
@@ -103,3 +109,40 @@ def test_killed_again_and_again(start, tmp_path, partial):
         count += kills_and_check(
             start, root, partial, [("poll", rng.randint(1, 14), rng.random() < 0.5) for _ in range(5)]
         )
+
+
+@MODES
+def test_old_files_go_and_every_kept_checkpoint_can_be_resumed(start, tmp_path, partial):
+    """Runs that keep one or two checkpoints are killed up to three times; a copy goes on from each checkpoint.
+
+    A batch that was trained on before the kill must be trained on again with the same tokens.
+    """
+    rng, batches, resumed = random.Random(2), 12, 0
+    # The first kill of the first run leaves a finished group of the batch after a checkpoint. This checkpoint is still
+    # kept at the second kill, and a resume from it needs the group.
+    runs = [[("fsync", 15, True), ("poll", 30, True)]]
+    runs += [[("poll", rng.randint(5, 40), rng.random() < 0.5) for _ in range(3)] for _ in range(2)]
+    for number, kills in enumerate(runs):
+        words = [batches, 2 - number % 2]
+        root = tmp_path / f"run {number}"
+        (root / "ledger").mkdir(parents=True)
+        for kill in kills:
+            if start(root, partial, kill, words) == 0:
+                break
+            for place, kept in enumerate(ledger_run.checkpoints(root)):
+                copy = tmp_path / f"from {kept.name}, {resumed}"
+                shutil.copytree(root, copy)
+                for newer in ledger_run.checkpoints(copy)[place + 1 :]:
+                    shutil.rmtree(newer)
+                assert start(copy, partial, words=words) == 0
+                check_trained(copy, batches)
+                resumed += 1
+        assert start(root, partial, words=words) == 0
+        check_trained(root, batches)
+        found, oldest = content.read(root / "ledger"), batches - ledger_run.SAVE_EVERY
+        assert min(found.batches) >= oldest  # there are some even if only the last checkpoint is kept: the newest file
+        # A group that began K batches before the checkpoint can be needed, and lies in a file with groups that ended
+        # since the checkpoint before it, and had begun K batches before that.
+        more = 2 * ledger_run.STALENESS + ledger_run.SAVE_EVERY if partial else 0
+        assert min(key.birth for key in found.groups) >= oldest - more
+    assert resumed > 4
