@@ -69,13 +69,6 @@ def check_environments(args: Namespace) -> None:
     user = "--agent" if args.agent else "--environment"
     if args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError(f"{user} needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
-    if args.agent:
-        for dest in ("partial_rollouts", "rollout_ranks"):
-            if getattr(args, dest):
-                raise GrpoError(
-                    f"--agent cannot be used with {flag(dest)} yet: a program's calls cannot be interrupted; leave one "
-                    "of them out"
-                )
     if args.on_rewritten_history == "split" or args.agent:
         several = "--agent" if args.agent else "--on-rewritten-history split"
         for given, what in (

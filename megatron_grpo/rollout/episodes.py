@@ -11,8 +11,8 @@ A finished turn ends its episode when the environment says so, at --max-turns, a
 the loss.
 
 Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). An interrupted episode stays here: its turn goes on
-after the tokens that it has, and its environment is not called again. Its completion so far is what others see of it:
-a request that has it as ``begun`` continues the episode. After a resume there is no such episode, and it starts again
+after the tokens that it has, and its environment is not called again. Its completion so far is what others see of it.
+A request with the same row object continues the episode. After a resume there is no such episode, and it starts again
 from its row.
 """
 
@@ -114,7 +114,6 @@ class Conversing:
     ):
         self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
         self._tokenizer, self._args, self._group = tokenizer, args, group
-        self._generating: set[int] = set()  # ids of the engine's requests
         self._failures = FailureCounts()
 
     def __getattr__(self, name: str) -> Any:
@@ -141,6 +140,7 @@ class Episodes(Conversing):
 
     def __init__(self, *parts: Any, **more: Any):
         super().__init__(*parts, **more)
+        self._generating: set[int] = set()  # ids of the engine's requests
         self._episodes: dict[int, _Episode] = {}  # by the id of the request
         self._waiting: set[int] = set()  # for the environment
         self._immediate: set[int] = set()  # those of them whose environment answers at once
@@ -154,9 +154,11 @@ class Episodes(Conversing):
         """See `Engine.submit`; a request without a row has no environment."""
         to_generate = []
         for request in requests:
+            paused = self._paused.get(request.id)
             if not request.row:
                 to_generate.append(request)
-            elif request.begun_ids and request.id in self._paused:
+            # The row object is that of the draw; an evaluation has others.
+            elif paused is not None and paused.request.row is request.row:
                 to_generate += self._resume(request.id)
             else:
                 self._begin(replace(request, begun=None))
@@ -382,17 +384,15 @@ class Episodes(Conversing):
         return [turns[number] for number in sorted(turns)]
 
     def interrupt(self) -> list[Completion]:
-        """See `InterruptibleEngine.interrupt`; an episode without a token starts again from its row."""
+        """See `InterruptibleEngine.interrupt`."""
         turns = {completion.id: completion for completion in self._engine.interrupt()}  # type: ignore[attr-defined]
         for number, episode in self._episodes.items():
             episode.interrupted = turns.get(number)
         stopped = self._with_episodes(turns)
         for completion in stopped:
             episode = self._episodes.pop(completion.id, None)
-            if episode is not None and completion.token_ids:
+            if episode is not None:
                 self._paused[completion.id] = episode
-            elif episode is not None:
-                self._forget(episode)
         for numbers in (self._generating, self._waiting, self._immediate):
             numbers.clear()
         return stopped

@@ -157,15 +157,26 @@ def test_a_real_server(tiny_models, tmp_path):
 
 
 AGENTS = """
+import os
 from openai import OpenAI
 
 def run(base_url, row, **metadata):
     ask = OpenAI(base_url=base_url, api_key=metadata["api_key"]).chat.completions.create
     messages = list(row["messages"])
     for text in ("more", "and more"):
-        answer = ask(model="policy", messages=messages, max_tokens=8).choices[0].message.content or ""
+        answer = ask(model="policy", messages=messages, max_tokens=24).choices[0].message.content or ""
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
     return sum(character.isalpha() for character in answer) / 10
+
+
+def runs_once(base_url, row, **metadata):
+    directory = os.path.dirname(__file__)
+    with open(f"{directory}/begun", "a") as file:
+        file.write("x\\n")
+    reward = run(base_url, row, **metadata)
+    with open(f"{directory}/ended", "a") as file:
+        file.write("x\\n")
+    return reward
 
 
 def of_smolagents(base_url, row, **metadata):
@@ -216,6 +227,29 @@ def test_agents_on_two_ranks_of_one_engine(tiny_models, tmp_path):
     assert len(rows) == 2
     for row in rows:
         assert row["environment/turns"] == 2 and row["environment/failed"] == 0 and row["mismatch/mean_abs"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--partial-rollouts", "--rollout-ranks 1", "--rollout-ranks 1 --weight-update keep"])
+def test_agents_go_on_under_new_weights(flags, tiny_models, tmp_path):
+    """The weights change while programs wait for answers: every token has its version, no program runs twice."""
+    asynchronous = "rollout-ranks" in flags
+    flags += (
+        " --max-staleness 2 --rollout-importance-sampling-mode token_truncate --train-iters 6 --max-prompt-length 40"
+    )
+    flags += (
+        " --global-batch-size 8 --steps-per-generation 1 --lr 1e-6 --max-completion-length 60 --vllm-max-num-seqs 8"
+    )
+    flags += " --max-environment-tokens 200 --vllm-engine-kwargs {kv}"
+    kv = json.dumps({"kv_cache_memory_bytes": 2**25})
+    words = [kv if word == "{kv}" else word for word in flags.split()]
+    rows = run_agents(tmp_path, tiny_models["qwen3"], 1 + asynchronous, "runs_once", *words)
+    assert len(rows) == 6
+    for row in rows:
+        assert row["environment/turns"] == 2 and row["environment/failed"] == 0 and row["mismatch/mean_abs"] < 1e-3
+    assert max(row["staleness/interrupted"] for row in rows) > 0 and max(row["staleness/max"] for row in rows) in (1, 2)
+    begun, trained = (len((tmp_path / name).read_text().split()) for name in ("begun", "ended"))
+    assert 6 * 8 <= trained <= begun <= 6 * 8 + 3 * 8  # beside the batches, at most those that --max-staleness allows
 
 
 @pytest.mark.slow

@@ -8,12 +8,17 @@ All calls of a run may sample --max-completion-length tokens; prompts, counted o
 --max-prompt-length + --max-environment-tokens. A call beyond that is refused as OpenAI's servers refuse a prompt that
 is too long, and the run's finish reason is "length". A program that fails (environments/pool.py) is repeated with a new
 URL; if that fails, its finish reason is "failed": not scored, and not in the loss.
+
+Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). The program does not see it: the call that is being
+generated goes on after its tokens under the new weights, and calls that come meanwhile wait. After a resume the program
+starts again from its row.
 """
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_grpo.environments.agent import URL
 from megatron_grpo.environments.pool import Answer
@@ -21,11 +26,11 @@ from megatron_grpo.environments.registry import Turn
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
 from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised
-from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.utils.errors import GrpoError
 
-_CALLS = 1 << 20  # of one run: ids of the engine's requests are id * _CALLS + number of the call
+_CALLS = 1 << 20  # of one run: ids of the engine's requests are id * _CALLS + number of the call, from 1
 _WAIT = 0.02  # s between looks at the programs while nothing generates
 
 
@@ -44,6 +49,7 @@ class _Run:
     """A run of a program, on the lead rank."""
 
     request: Request
+    key: int  # in the pool
     session: str
     program: str | None = None  # the URL's part of the run: a repeated program has another one
     earlier: set[str] = field(default_factory=set)
@@ -52,6 +58,30 @@ class _Run:
     sampled: int = 0
     prompts: int = 0  # tokens of all samples that were not sampled in it
     over: bool = False  # a call was refused at a limit
+
+    def begin_again(self, program: str) -> None:
+        """Forget what an earlier program has said."""
+        self.earlier |= {self.program} if self.program else set()
+        self.program, self.tree, self.sampled, self.prompts, self.over = program, Tree(), 0, 0, False
+
+
+class _Asked(NamedTuple):
+    """A call that the engine generates, on the lead rank."""
+
+    call: Call
+    prompt: _Prompt
+    most: int  # tokens of the answer
+    run: _Run
+
+
+@dataclass(eq=False)
+class _Paused:
+    """An interrupted run, on all ranks of the replica."""
+
+    request: Request
+    run: _Run | None  # on the lead rank
+    asked: list[Request] = field(default_factory=list)  # that the engine was generating, with the tokens so far
+    calls: dict[int, _Asked] = field(default_factory=dict)  # of the asked, on the lead rank
 
 
 class Agents(Conversing):
@@ -63,82 +93,125 @@ class Agents(Conversing):
         super().__init__(*parts, **more)
         self._endpoint = Endpoint() if self._pool is not None else None
         self._requests: dict[int, Request] = {}
+        self._asked: dict[int, Request] = {}  # that the engine generates, by its id
+        self._paused: dict[int, _Paused] = {}  # an evaluation can have the same ids
+        # On the lead rank:
         self._runs: dict[int, _Run] = {}
-        self._sessions: dict[str, int] = {}
-        self._calls: dict[int, tuple[Call, _Prompt, int]] = {}  # with the most tokens of the answer
+        self._sessions: dict[str, _Run] = {}  # those of paused runs, too
+        self._by_key: dict[int, _Run] = {}
+        self._keys = itertools.count()
+        self._calls: dict[int, _Asked] = {}  # by the engine's id
+        self._waiting_calls: list[Call] = []  # of paused runs
+        self._waiting_ends: list[Answer] = []
 
     # ---- requests
 
     def submit(self, requests: Iterable[Request]) -> None:
+        """See `Engine.submit`; a request without a row has no program."""
         for request in requests:
-            self._requests[request.id] = request
-            if self._pool is not None and self._endpoint is not None:
-                session, url = self._endpoint.open()
-                self._runs[request.id] = _Run(request, session)
-                self._sessions[session] = request.id
-                self._pool.begin(request.id, self._args.environment, {**request.row, URL: url})
+            paused = self._paused.get(request.id)
+            if not request.row:
+                self._ask([replace(request, id=request.id * _CALLS)])
+            # The row object is that of the draw; an evaluation has others.
+            elif paused is not None and paused.request.row is request.row:
+                self._resume(request.id)
+            else:
+                self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        self._requests[request.id] = request
+        if self._pool is not None and self._endpoint is not None:
+            session, url = self._endpoint.open()
+            run = self._runs[request.id] = _Run(request, next(self._keys), session)
+            self._sessions[session] = self._by_key[run.key] = run
+            self._pool.begin(run.key, self._args.environment, {**request.row, URL: url})
+
+    def _ask(self, requests: list[Request]) -> None:
+        self._asked.update((request.id, request) for request in requests)
+        self._engine.submit(requests)
 
     def poll(self) -> list[Completion]:
         """Take calls and ends of programs, run an engine step, and return the runs that ended."""
-        calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
-        new = []
+        new, calls, ended = [], [], []
+        if self._requests:
+            calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
         for number, prompt_ids, max_tokens, stop in calls:
-            sampling = self._requests[number // _CALLS].sampling
-            sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop))
-            new.append(Request(number, prompt_ids, sampling))
-        self._generating.update(request.id for request in new)
-        self._engine.submit(new)
-        if self._generating:
+            run, call = divmod(number, _CALLS)
+            request = self._requests[run]
+            sampling = replace(request.sampling, max_tokens=max_tokens, stop=(*request.sampling.stop, *stop))
+            seed = None if request.seed is None else request_seed(request.seed, call)
+            new.append(Request(number, prompt_ids, sampling, seed=seed))
+        self._ask(new)
+        done = []
+        if self._asked:
             for completion in self._engine.poll():
-                self._generating.discard(completion.id)
-                if self._pool is not None:
+                del self._asked[completion.id]
+                if completion.id % _CALLS == 0:  # a request without a program
+                    done.append(replace(completion, id=completion.id // _CALLS))
+                elif self._pool is not None:
                     self._answer(completion)
-        return [self._end(number, reason, reward) for number, reason, reward in ended]
+        return done + [self._end(number, reason, reward) for number, reason, reward in ended]
 
     def _news(self) -> tuple[list[Any], list[Any]]:
         """Return what the ranks of a replica are told: ([id, prompt, tokens, stop words] of calls, ends of runs)."""
-        assert self._pool is not None and self._endpoint is not None
-        while True:
-            calls = [news for call in self._endpoint.calls() if (news := self._accept(call)) is not None]
-            ended = [news for answer in self._pool.poll() if (news := self._said(answer)) is not None]
-            if calls or ended or self._generating:
-                return sorted(calls), ended
-            calls = [news for call in self._endpoint.calls(_WAIT) if (news := self._accept(call)) is not None]
-            if calls:
-                return sorted(calls), []
+        calls, ended = self._new_calls(), self._new_ends()
+        if not (calls or ended or self._asked):
+            calls = self._new_calls(_WAIT)
+        return sorted(calls), ended
 
-    def _said(self, answer: Answer) -> tuple[int, str, float | None] | None:
-        """Start a program after its reset: None. After its end, return (id, finish reason, reward) of its run."""
+    def _new_calls(self, wait: float = 0.0) -> list[Any]:
+        assert self._endpoint is not None
+        accepted, calls = [], [*self._waiting_calls, *self._endpoint.calls(wait)]
+        self._waiting_calls = []
+        for call in calls:
+            run = self._sessions.get(call.session)
+            if run is not None and self._is_paused(run):
+                self._waiting_calls.append(call)
+            elif (news := self._accept(run, call)) is not None:
+                accepted.append(news)
+        return accepted
+
+    def _new_ends(self) -> list[tuple[int, str, float | None]]:
+        """Start programs after their resets; return (id, finish reason, reward) of the runs whose program has ended."""
         assert self._pool is not None
-        run = self._runs[answer.key]
-        if answer.error is None and not answer.done:
-            self._pool.step(answer.key, Turn(""))
-            return None
+        ended, answers = [], [*self._waiting_ends, *self._pool.poll()]
+        self._waiting_ends = []
+        for answer in answers:
+            run = self._by_key[answer.key]
+            if answer.error is None and not answer.done:
+                self._pool.step(answer.key, Turn(""))
+            elif self._is_paused(run):
+                self._waiting_ends.append(answer)
+            else:
+                ended.append((run.request.id, *self._ended(run, answer)))
+        return ended
+
+    def _is_paused(self, run: _Run) -> bool:
+        return self._runs.get(run.request.id) is not run
+
+    def _ended(self, run: _Run, answer: Answer) -> tuple[str, float | None]:
+        """Return (finish reason, reward) of a run whose program has ended."""
         if answer.error is not None and not run.over:
             self._failures.add(answer.error)
-            return answer.key, "failed", None
+            return "failed", None
         if not run.tree.nodes:
             self._failures.add("the agent ended without a call")
-            return answer.key, "failed", None
-        return answer.key, "length" if run.over else "stop", answer.reward
+            return "failed", None
+        return "length" if run.over else "stop", answer.reward
 
     # ---- calls
 
-    def _accept(self, call: Call) -> tuple[int, list[int], int, list[str]] | None:
+    def _accept(self, run: _Run | None, call: Call) -> tuple[int, list[int], int, list[str]] | None:
         """Return (id, prompt, most tokens, stop words) of a call, or refuse it."""
         assert self._endpoint is not None
-        number = self._sessions.get(call.session)
-        if number is None or call.abandoned:
+        if run is None or call.abandoned:
             self._endpoint.refuse(call, "this session has ended", "not_found", 404)
             return None
-        run = self._runs[number]
         if call.run in run.earlier:
             self._endpoint.refuse(call, "this run has failed, and was begun again", "not_found", 404)
             return None
         if call.run != run.program:
-            run.earlier |= {run.program} if run.program else set()
-            kept = {"request": run.request, "session": run.session, "earlier": run.earlier, "calls": run.calls}
-            run = self._runs[number] = _Run(**kept, program=call.run)
+            run.begin_again(call.run)
         left = run.request.sampling.max_tokens - run.sampled
         try:
             prompt = self._prompt(run, call)
@@ -166,9 +239,9 @@ class Agents(Conversing):
         run.prompts, run.sampled = prompts, run.sampled + most  # reserved: calls can run side by side
         if prompt.parent is not None:
             prompt.parent.continued = True
-        number = number * _CALLS + run.calls
         run.calls += 1
-        self._calls[number] = call, prompt, most
+        number = run.request.id * _CALLS + run.calls
+        self._calls[number] = _Asked(call, prompt, most, run)
         return number, [*before, *prompt.ids], most, stop
 
     def _prompt(self, run: _Run, call: Call) -> _Prompt:
@@ -230,9 +303,9 @@ class Agents(Conversing):
     def _answer(self, completion: Completion) -> None:
         """Record an answer and send it."""
         assert self._endpoint is not None
-        call, prompt, most = self._calls.pop(completion.id)
-        run, ids = self._runs.get(completion.id // _CALLS), completion.token_ids
-        if run is None or call.run != run.program:
+        call, prompt, most, run = self._calls.pop(completion.id)
+        ids = completion.token_ids
+        if call.run != run.program:
             self._endpoint.refuse(call, "this run has ended", "not_found", 404)
             return
         run.sampled -= most if call.abandoned else most - len(ids)
@@ -257,10 +330,11 @@ class Agents(Conversing):
         choice |= {"message": reply} if call.chat else {"text": raw}
         self._endpoint.answer(call, choice, (len(node.ids) - len(ids), len(ids)))
 
-    # ---- ends
+    # ---- ends and interruptions
 
     def _end(self, number: int, reason: str, reward: float | None) -> Completion:
         request = self._requests.pop(number)
+        self._stop_calls({number})
         if self._pool is None:
             return Completion(number, [], None, reason, [])  # the lead rank has the tokens
         run = self._close(number)
@@ -279,23 +353,57 @@ class Agents(Conversing):
     def _close(self, number: int) -> _Run:
         assert self._pool is not None and self._endpoint is not None
         run = self._runs.pop(number)
-        self._sessions.pop(run.session)
+        del self._sessions[run.session], self._by_key[run.key]
         self._endpoint.close(run.session)
-        self._pool.end(number)
+        self._pool.end(run.key)
         return run
+
+    def unfinished(self) -> list[Completion]:
+        """See `InterruptibleEngine.unfinished`; a run has no tokens here, because a resume starts its program again."""
+        return [Completion(number, [], None, "abort", []) for number in sorted(self._requests)]
+
+    def interrupt(self) -> list[Completion]:
+        """See `InterruptibleEngine.interrupt`; a request with the same row object continues the run."""
+        stopped = self.unfinished()
+        for number, request in self._requests.items():
+            self._paused[number] = _Paused(request, self._runs.get(number))
+        for completion in self._engine.interrupt():  # type: ignore[attr-defined]
+            asked = self._asked.pop(completion.id)
+            number, call = divmod(completion.id, _CALLS)
+            paused, tokens = self._paused[number], len(completion.token_ids)
+            seed = None if asked.seed is None else request_seed(paused.request.seed, call, tokens)
+            paused.asked.append(replace(asked, begun=completion, seed=seed))
+            if completion.id in self._calls:
+                paused.calls[completion.id] = self._calls.pop(completion.id)
+        self._requests.clear()
+        self._runs.clear()
+        return stopped
+
+    def _resume(self, number: int) -> None:
+        paused = self._paused.pop(number)
+        self._requests[number] = paused.request
+        if paused.run is not None:
+            self._runs[number] = paused.run
+        self._calls |= paused.calls
+        self._ask(paused.asked)
 
     def abort(self, ids: Iterable[int]) -> None:
         ids = set(ids)
-        stopped = [number for number in self._generating if number // _CALLS in ids]
-        self._engine.abort(sorted(stopped))
-        self._generating.difference_update(stopped)
-        for number in stopped:
-            if number in self._calls and self._endpoint is not None:
-                self._endpoint.refuse(self._calls.pop(number)[0], "the rollout has ended", "not_found", 404)
+        self._stop_calls(ids)
         for number in sorted(ids & self._requests.keys()):
             self._requests.pop(number)
             if self._pool is not None:
                 self._close(number)
+
+    def _stop_calls(self, ids: set[int]) -> None:
+        """Abort the calls of runs: a program can end before its calls do."""
+        stopped = sorted(number for number in self._asked if number // _CALLS in ids)
+        if stopped:
+            self._engine.abort(stopped)
+        for number in stopped:
+            del self._asked[number]
+            if number in self._calls and self._endpoint is not None:
+                self._endpoint.refuse(self._calls.pop(number)[0], "this run has ended", "not_found", 404)
 
     def close(self) -> None:
         """End the endpoint, then the engine."""

@@ -34,7 +34,7 @@ from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
 
-FIRST_OF_JOB = 2**48  # id of a request of an evaluation; those of training are far below
+FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
 BETWEEN_SIGNS = 0.5  # seconds between two signs of progress
 

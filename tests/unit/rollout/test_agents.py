@@ -137,7 +137,9 @@ def run(tokenizer, pool):
         parser = ToolCallParser("hermes", tokenizer.backend)
         agents = Agents(Script(tokenizer), pool, TurnRenderer(tokenizer, (256,)), parser, tokenizer, args)
         try:
-            (done,) = generate(agents, [Request(5, [1, 2], Sampling(max_tokens, log_probs=True), row=row)])
+            (done,) = generate(
+                agents, [Request(5, [1, 2], Sampling(max_tokens, log_probs=True), row={"program": program} | row)]
+            )
         finally:
             agents.close()
         return done, agents.failures()
