@@ -202,7 +202,7 @@ def of_smolagents(base_url, row, **metadata):
 """
 
 
-def run_agents(tmp_path, model, ranks, function, *flags):
+def run_agents(tmp_path, model, ranks, function, *flags, name="run"):
     """Return the rows of metrics of a run with an agent program of AGENTS."""
     data = tmp_path / "train.jsonl"
     rows = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(16)]
@@ -213,9 +213,9 @@ def run_agents(tmp_path, model, ranks, function, *flags):
         ranks, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data,
         *"--transformer-impl local --num-generations 4 --reward-funcs environment --micro-batch-size 4".split(),
         *"--global-batch-size 16 --lr 1e-3 --environment-timeout 300 --no-save-hf".split(),
-        "--agent", f"{program}:{function}", *flags, "--save", tmp_path / "run",
+        "--agent", f"{program}:{function}", *flags, "--save", tmp_path / name,
     )  # fmt: skip
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -250,6 +250,26 @@ def test_agents_go_on_under_new_weights(flags, tiny_models, tmp_path):
     assert max(row["staleness/interrupted"] for row in rows) > 0 and max(row["staleness/max"] for row in rows) in (1, 2)
     begun, trained = (len((tmp_path / name).read_text().split()) for name in ("begun", "ended"))
     assert 6 * 8 <= trained <= begun <= 6 * 8 + 3 * 8  # beside the batches, at most those that --max-staleness allows
+
+
+@pytest.mark.slow
+def test_agents_with_servers_and_a_ledger(tiny_models, tmp_path):
+    """Two ranks send the calls to a server; a replay trains alike, from the ledger alone."""
+    model, both = tiny_models["qwen3"], "--max-prompt-length 40 --max-completion-length 30 --train-iters 2"
+    both += " --max-environment-tokens 58"
+    double = Double("vllm", make_model=lambda: AutoModelForCausalLM.from_pretrained(model).float().eval())
+    flags = ["--vllm-mode", "server", "--vllm-server-base-url", double.url, "--ledger", tmp_path / "run" / "ledger"]
+    try:
+        rows = run_agents(tmp_path, model, 2, "run", *both.split(), *flags)
+    finally:
+        double.stop()
+    assert all(row["environment/turns"] == 2 and row["environment/failed"] == 0 for row in rows)
+    assert all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    again = run_agents(tmp_path, model, 2, "run", *both.split(), "--replay-rollouts", tmp_path / "run", name="again")
+    kept = ("loss", "grad_norm", "reward/mean", "tokens/update", "environment/turns")
+    assert len(again) == 2 and [[row[key] for key in kept] for row in again] == [
+        [row[key] for key in kept] for row in rows
+    ]
 
 
 @pytest.mark.slow
