@@ -88,8 +88,8 @@ for file in "${FILES[@]}"; do
     if [[ $(cat "$VENV/.stamp-$file" 2>/dev/null) != "$(stamp "$file")" ]]; then
         logged "$(grep -c '^[a-z].*==' "$file") packages of $file" "${PIP[@]}" install --no-deps --require-hashes -r "$file" \
             || failed "$file could not be installed"
-        # Complete? The four that are left out on purpose (requirements-cpu.txt says why) may be missed, nothing else.
-        missed=$("${PIP[@]}" check 2>&1 | grep -vE 'No broken requirements|requires (torchvision|torchaudio|torchcodec|triton),' || true)
+        # Complete? The three that are left out on purpose (requirements-cpu.txt says why) may be missed, nothing else.
+        missed=$("${PIP[@]}" check 2>&1 | grep -vE 'No broken requirements|requires (torchaudio|torchcodec|triton),' || true)
         [[ -z $missed ]] || fail "after installing $file pip misses:" "$missed"
         stamp "$file" >"$VENV/.stamp-$file"
     fi
@@ -98,7 +98,11 @@ done
 # PyPI's builds of these are CUDA ones: beside torch's CPU build they break `import transformers`.
 extra=$("$VENV/bin/python" -c '
 from importlib.util import find_spec
-print(*[name for name in ("torchvision", "torchaudio", "torchcodec") if find_spec(name)])')
+print(*[name for name in ("torchaudio", "torchcodec") if find_spec(name)])')
 [[ -z $extra ]] || fail "$VENV holds $extra, which breaks transformers here; remove: $VENV/bin/python -m pip uninstall -y $extra"
+
+site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp tools/cpu_torchvision.py "$site/"
+echo "import cpu_torchvision" >"$site/cpu_torchvision.pth"  # a line that Python runs at its start
 
 echo "  environment: $VENV ($("$VENV/bin/python" --version), $TORCH)"

@@ -112,6 +112,9 @@ class RolloutBatch:
     kept_token_ids: Annotated[Int32 | None, ArrayField("token", columns=1, packed="label")] = None
     # [total, MoE layers, topk], to be replayed; -1 where unknown.
     routed_experts: Annotated[Int16 | None, ArrayField("token", columns=2, packed="token", padding=-1)] = None
+    # Of a vision-language model: M-RoPE's positions [total, 3], and which visual token of its row a token is, -1 for text.
+    rope_positions: Annotated[Int32 | None, ArrayField("token", columns=1)] = None
+    visual_index: Annotated[Int32 | None, PER_TOKEN] = None
     # With token_advantages their mean over the tokens in the loss.
     advantages: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
     # w of every token of the completion in its update: algorithm/weighting.py.
@@ -352,7 +355,7 @@ class RolloutBatch:
 
         kept = np.empty((total, 0), np.int32) if self.kept_token_ids is None else self.kept_token_ids
         begins = np.zeros(total, np.uint8) if self.sample_starts is None else self.sample_starts
-        held = self.held_lengths
+        held, visual = self.held_lengths, self.visual_index
         in_prompt = np.arange(total) - np.repeat(cu[:-1], held) < np.repeat(self.prompt_lengths, held)
         rules = {
             "a prompt has at least one token": self.prompt_lengths >= 1,
@@ -367,6 +370,7 @@ class RolloutBatch:
             "rewards are not infinite": ~np.isinf(self.rewards),
             "finish_reasons are known": np.isin(self.finish_reasons, list(FinishReason)),
             "turns is at least 1": self.turns >= 1,
+            "visual tokens are in prompts": in_prompt | ((-1 if visual is None else visual) < 0),
             "a sampled token is among its kept tokens": (kept < 0).all(1) | (kept == self.tokens[:, None]).any(1),
             "advantages are finite": np.isfinite(self.advantages if self.advantages is not None else 0),
             "token_advantages are finite": np.isfinite(

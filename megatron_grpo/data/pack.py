@@ -19,6 +19,7 @@ import numpy.typing as npt
 from megatron_grpo.data.batch import FIELDS, Array, Int32, Int64, RolloutBatch, offsets
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple, zigzag
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.pack_images import PackImages
 
 Bool = npt.NDArray[np.bool_]
 
@@ -46,6 +47,9 @@ class Pack:
     completion: Int64  # [L], number in the pack of the completion of each label
     of_labels: dict[str, Array]  # [L] each: the fields that `RolloutBatch` declares with packed="label"
     of_tokens: dict[str, Array]  # [T, ...] each: those with packed="token", of the tokens themselves
+    # Of a vision-language model: M-RoPE's positions [3, tokens of all context ranks], and the images.
+    rope_positions: Int64 | None = None
+    images: PackImages | None = None
 
     @property
     def num_labels(self) -> int:
@@ -54,7 +58,8 @@ class Pack:
 
     def device_arrays(self) -> dict[str, Array]:
         """Return the arrays that model and loss read, by name."""
-        names = ("tokens", "position_ids", "labels", "padding", "own_labels", "completion")
+        names = ["tokens", "position_ids", "labels", "padding", "own_labels", "completion"]
+        names += ["rope_positions"] * (self.rope_positions is not None)
         return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
 
 
@@ -113,6 +118,10 @@ def pack_completions(
     token_index, number = label_source[labelled], owner[sequence[labelled]]
     completion = chosen[number]
     held = zigzag(cu_seqlens, cp_size, cp_rank)
+    rope_positions = None
+    if batch.rope_positions is not None:
+        rope_positions = np.repeat(position_ids[None], 3, axis=0)
+        rope_positions[:, at] = batch.rope_positions[flat].T
     own_labels = (np.cumsum(labelled) - 1)[held][labelled[held]]
     source = source[held]
     padding = source < 0
@@ -134,6 +143,8 @@ def pack_completions(
         completion=number,
         of_labels=_label_values(batch, token_index, completion),
         of_tokens=_token_values(batch, source),
+        rope_positions=rope_positions,
+        images=_images(batch, chosen, source),
     )
     for name, values in pack.of_labels.items():
         if FIELDS[name].complete and np.isnan(values).any():
@@ -143,6 +154,22 @@ def pack_completions(
                 f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
             )
     return pack
+
+
+def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | None:
+    """Return the images of the completions ``chosen`` and where their tokens are among those at ``source``."""
+    if batch.visual_index is None:
+        return None
+    index = np.full(len(source), -1)
+    index[source >= 0] = batch.visual_index[source[source >= 0]]
+    places = np.flatnonzero(index >= 0)
+    completion = np.searchsorted(batch.cu_seqlens, source[places], "right") - 1
+    rows, row = np.unique(batch.row_ids[completion], return_inverse=True)
+    tokens = np.zeros(len(rows), np.int64)  # of all images of a row, which each of its completions has
+    for number in chosen[np.isin(batch.row_ids[chosen], rows)]:
+        own = batch.visual_index[batch.cu_seqlens[number] : batch.cu_seqlens[number + 1]]
+        tokens[np.searchsorted(rows, batch.row_ids[number])] = own.max() + 1
+    return PackImages(rows.tolist(), places, offsets(tokens)[:-1][row] + index[places])
 
 
 def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from megatron_grpo.data.answer_column import AnswerCounts
 from megatron_grpo.data.routing import check_source, reward_routes
 from megatron_grpo.data.row_files import RowFiles
 from megatron_grpo.data.row_prompt import (
-    check_text_only,
+    check_media,
     longest_text,
     parse_prompt,
     parse_template_variables,
@@ -27,6 +27,7 @@ from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.images import ImageReader, RowImages
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds and which the data tools do not need
     from megatron_grpo.data.tokenizer import Tokenizer
@@ -40,8 +41,8 @@ _TOO_LONG = "raise it, or give --truncation-strategy left (keep the last tokens)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised prompt: number in the data set, token ids, row, place of the row (file and line), and the fields of
-    `Sampling` that the row sets.
+    """A tokenised prompt: number in the data set, token ids, row, place of the row (file and line), the fields of
+    `Sampling` that the row sets, and its images, each of which has all its tokens among the ids.
     """
 
     id: int
@@ -49,6 +50,7 @@ class Prompt:
     row: dict[str, Any]
     source: str
     sampling_fields: Mapping[str, Any] = field(default_factory=dict)
+    images: RowImages | None = None  # of a vision-language model
 
     def sampling(self, sampling: Sampling) -> Sampling:
         """Return the sampling parameters of this prompt: the run's ``sampling`` with the fields that the row sets."""
@@ -70,7 +72,8 @@ class PromptDataset:
     rows get numbers. Larger files are ``streamed``: every row has a number and is checked when it is read. A row is
     skipped if it is invalid (--bad-rows skip), longer than --max-prompt-length (--truncation-strategy delete) or, with
     ``training``, outside --min-pass-rate and --max-pass-rate. ``tools`` returns the tools of a row that names
-    none, those of its environment. GrpoError lists invalid rows by file and line.
+    none, those of its environment. ``images`` reads the images of rows; without it they are invalid. GrpoError lists
+    invalid rows by file and line.
     """
 
     def __init__(
@@ -81,8 +84,9 @@ class PromptDataset:
         training: bool = True,
         streamed: bool = False,
         tools: Callable[[Mapping[str, Any]], list[Any] | None] = lambda row: None,
+        images: ImageReader | None = None,
     ):
-        self._args, self._tokenizer, self._tools = args, tokenizer, tools
+        self._args, self._tokenizer, self._tools, self.images = args, tokenizer, tools, images
         words, self._weights = read_blend([str(path) for path in paths])
         self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1))
         if not len(self._files):
@@ -119,7 +123,7 @@ class PromptDataset:
         answers = AnswerCounts()
         for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
             try:
-                prompt = self.read(number)
+                prompt = self.read(number, decode=True)
             except LeftOut as left:
                 self._count_left_out(left)
                 continue
@@ -157,7 +161,7 @@ class PromptDataset:
             return replace(self.read(int(self._numbers[index])), id=index)
         before, prompt = self._counts.total(), None
         try:
-            prompt = self.read(index)
+            prompt = self.read(index, decode=True)
         except LeftOut as left:
             self._count_left_out(left)
             if left.reason == "bad" and self._args.bad_rows == "raise":
@@ -168,6 +172,12 @@ class PromptDataset:
             for line in self.summary():
                 print_rank_0(f"so far {line}")
         return prompt
+
+    def images_of(self, index: int) -> RowImages:
+        """Return the images of a prompt that has been drawn."""
+        prompt = self[index]
+        assert prompt is not None and prompt.images is not None
+        return prompt.images
 
     def __iter__(self) -> Iterator[Prompt]:
         return (prompt for index in range(len(self)) if (prompt := self[index]) is not None)
@@ -220,12 +230,18 @@ class PromptDataset:
         rows = "\n".join(self._bad) + (f"\nand {more:,} more" if more else "")
         return GrpoError(f"{rows} (give --bad-rows skip to skip such rows)")
 
-    def read(self, number: int) -> Prompt:
-        """Return the prompt of row ``number`` of the files; raise LeftOut for a row that is skipped."""
+    def read(self, number: int, decode: bool = False) -> Prompt:
+        """Return the prompt of row ``number`` of the files; raise LeftOut for a row that is skipped.
+
+        ``decode``: find damaged images, too.
+        """
         file, block, position, where = self._files.find(number)
         try:
             row = file.row(block, position)
-            ids, fields = self._tokens(row), row_sampling(row, self._args, self._tokenizer.special_tokens)
+            ids, images = self._tokens(row, file.path.parent)
+            if decode and images is not None:
+                images.open()
+            fields = row_sampling(row, self._args, self._tokenizer.special_tokens)
             check_source(self._routes, row)
             rate = pass_rate(row) if self._rated else 1.0
         except GrpoError as error:
@@ -234,15 +250,22 @@ class PromptDataset:
         if limit is not None and len(ids) > limit:
             if self._args.truncation_strategy == "delete":
                 raise LeftOut("long", where)
+            if images is not None and images.sources:
+                raise LeftOut("bad", f"{where}: {len(ids)} tokens, more than --max-prompt-length {limit}, with images")
             self._counts["cut"] += 1
             ids = ids[-limit:]
         if not self._low <= rate <= self._high:
             raise LeftOut("rate", where)
-        return Prompt(number, ids, row, where, fields)
+        images = None if images is None else replace(images, where=where)
+        return Prompt(number, ids, row, where, fields, images)
 
-    def _tokens(self, row: dict[str, Any]) -> list[int]:
-        prompt = parse_prompt(row, self._args.prompt_key, self._args.system_prompt)
-        check_text_only(row)
+    def _tokens(self, row: dict[str, Any], directory: Path) -> tuple[list[int], RowImages | None]:
+        """Return the ids of the row's prompt, and its images, whose files are relative to ``directory``."""
+        reader, images = self.images, None
+        prompt = parse_prompt(row, self._args.prompt_key, self._args.system_prompt, with_parts=reader is not None)
+        check_media(row, with_images=reader is not None)
+        if reader is not None:
+            prompt, images = reader.read(row, prompt, directory)
         self._check_characters(longest_text(prompt))
         tools, own = parse_tools(row, prompt), parse_template_variables(row, prompt)
         if isinstance(prompt, str):
@@ -252,10 +275,12 @@ class PromptDataset:
             ids = self._tokenizer.apply_chat_template(prompt, tools or self._tools(row), variables)
         if not ids:
             raise GrpoError("the prompt has no tokens")
+        if images is not None:
+            ids = images.expand(ids)
         limit = self._args.max_prompt_length
         if limit is not None and len(ids) > limit and self._args.truncation_strategy == "raise":
             raise GrpoError(f"the prompt has {len(ids)} tokens, more than --max-prompt-length {limit}; {_TOO_LONG}")
-        return ids
+        return ids, images
 
     def _check_characters(self, count: int) -> None:
         """Refuse a text that is too long even if all tokens are the longest one, without the time to encode it.

@@ -7,12 +7,16 @@ from megatron_grpo.data.json_column import json_column
 from megatron_grpo.data.row_files import kind
 from megatron_grpo.utils.errors import GrpoError
 
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> str | list[dict[str, Any]]:
+def parse_prompt(
+    row: dict[str, Any], key: str, system: str | None = None, with_parts: bool = False
+) -> str | list[dict[str, Any]]:
     """Return the prompt of column ``key``, or of column ``messages`` if it is absent: a string or chat messages.
 
+    ``with_parts``: the content of a message can be a list of parts, text and images.
     A last assistant message of ``messages`` is the reference answer (answer_column.py) and no part of the prompt.
     With a system prompt, a string becomes the user's message after it. Raises GrpoError with the expected format.
     """
@@ -30,7 +34,10 @@ def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> st
         raise GrpoError(f'"{column}" must be a string or a list of messages, found {kind(prompt)}')
     if not prompt:
         raise GrpoError(f'"{column}" is an empty list of messages')
-    messages = [_check_message(f'message {number} of "{column}"', message) for number, message in enumerate(prompt, 1)]
+    messages = [
+        _check_message(f'message {number} of "{column}"', message, with_parts)
+        for number, message in enumerate(prompt, 1)
+    ]
     if column == "messages" and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
@@ -47,11 +54,12 @@ def parse_prompt(row: dict[str, Any], key: str, system: str | None = None) -> st
     return [{"role": "system", "content": system}, *messages]
 
 
-def check_text_only(row: Mapping[str, Any]) -> None:
-    """Raise GrpoError for a row with images, video or sound, which the model would not get."""
-    for column in ("image", "images", "video", "videos", "audio", "audios"):
+def check_media(row: Mapping[str, Any], with_images: bool) -> None:
+    """Raise GrpoError for a row with images, video or sound that the model would not get."""
+    for column in ("video", "videos", "audio", "audios") if with_images else _MEDIA:
         if row.get(column):
-            raise GrpoError(f'"{column}" is not empty, but only text is supported: leave out the column, or the row')
+            supported = "text and images are" if with_images else "text is"
+            raise GrpoError(f'"{column}" is not empty, but only {supported} supported: leave out the column, or the row')
 
 
 def longest_text(prompt: str | list[dict[str, Any]]) -> int:
@@ -61,10 +69,15 @@ def longest_text(prompt: str | list[dict[str, Any]]) -> int:
     """
     if isinstance(prompt, str):
         return len(prompt)
-    return max((len(message["content"]) for message in prompt if message["role"] != "assistant"), default=0)
+    texts = [message["content"] for message in prompt if message["role"] != "assistant"]
+    return max((len(text) for content in texts for text in _texts(content)), default=0)
 
 
-def _check_message(name: str, message: Any) -> dict[str, Any]:
+def _texts(content: str | list[dict[str, Any]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _check_message(name: str, message: Any, with_parts: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise GrpoError(f'{name} must be an object with "role" and "content", found {kind(message)}')
     message = _without_nulls(message)
@@ -77,8 +90,19 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
         return message | {"content": ""}  # a message of tool calls only
     if "content" not in message:
         raise GrpoError(f'{name} has no "content"')
-    _check_text(f'"content" of {name}', message["content"])
+    if with_parts and isinstance(message["content"], list):
+        for number, part in enumerate(message["content"], 1):
+            _check_part(f'part {number} of "content" of {name}', part)
+    else:
+        _check_text(f'"content" of {name}', message["content"])
     return message
+
+
+def _check_part(name: str, part: Any) -> None:
+    if not isinstance(part, dict) or part.get("type") not in ("text", "image", "image_url"):
+        raise GrpoError(f'{name} must be an object with "type" "text", "image" or "image_url", found {part!r:.100}')
+    if part["type"] == "text":
+        _check_text(f'"text" of {name}', part.get("text"))
 
 
 def _check_text(name: str, text: Any) -> None:

@@ -28,6 +28,7 @@ MODEL: tuple[FlagRow, ...] = (
         None,
         "base of the rotary frequencies in sliding-window layers, without scaling [--rotary-base]",
     ),
+    ("--vision-config", dict, None, "vision part of the model: vision_config and the image token of config.json"),
     ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
     ("--sandwich-norm", bool, False, "add norms after attention and MLP, before the residual connection"),
     ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
@@ -70,7 +71,6 @@ ONLY: tuple[Only, ...] = (
         "training in 8 bits is not supported yet: leave it out",
     ),
     ("fp8_format fp4_format", (None,), "training in 8 or 4 bits is not supported yet: leave it out"),
-    ("mrope_section", (None,), "multimodal models are not supported yet: leave it out"),
     (
         "hidden_dropout attention_dropout",
         (0.0,),

@@ -15,6 +15,7 @@ from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.vision.tower import MRope, PackImages, VisionTower
 
 
 class PolicyModel(GPTModel):
@@ -24,14 +25,27 @@ class PolicyModel(GPTModel):
     vocab_size_without_padding: int
     embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
+    vision: VisionTower | None  # on the first stage of a vision-language model
+    _images: PackImages | None = None
 
-    def forward(self, *args, kept_token_ids: torch.Tensor | None = None, **kwargs):
-        """Extend megatron-core's method by ``kept_token_ids`` ``[l, k]`` of the labels: `vocab_parallel_log_probs`."""
-        self._kept_token_ids = kept_token_ids
+    def forward(
+        self,
+        *args,
+        kept_token_ids: torch.Tensor | None = None,
+        rope_positions: torch.Tensor | None = None,
+        images: PackImages | None = None,
+        **kwargs,
+    ):
+        """Extend megatron-core's method by ``kept_token_ids`` ``[l, k]`` of the labels (`vocab_parallel_log_probs`),
+        ``rope_positions`` ``[3, t]`` of all tokens of the pack (`MRope`), and its ``images``.
+        """
+        self._kept_token_ids, self._images = kept_token_ids, images
+        if isinstance(self.rotary_pos_emb, MRope):
+            self.rotary_pos_emb.positions = rope_positions
         return super().forward(*args, **kwargs)
 
     def _preprocess(self, *args, padding_mask=None, **kwargs):
-        """Extend megatron-core's method by scaled embeddings and by the padding mask on every stage.
+        """Extend megatron-core's method by scaled embeddings, by images, and by the padding mask on every stage.
 
         megatron-core returns this rank's slice of the mask on the first stage only.
         """
@@ -39,6 +53,8 @@ class PolicyModel(GPTModel):
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
             hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
+        if self.vision is not None:
+            hidden_states = self.vision(hidden_states, self._images)
         if padding_mask is not None:
             padding_mask = own_tokens(self.config, padding_mask[0])[None]
         return hidden_states, *out[:4], padding_mask, *out[5:]
@@ -165,6 +181,9 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay
     if args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
+    if args.mrope_section:
+        model.rotary_pos_emb = MRope(model.rotary_pos_emb, args.mrope_section)
+    model.vision = VisionTower(args, config) if args.vision_config and pre_process else None
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature

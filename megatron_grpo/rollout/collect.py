@@ -71,7 +71,7 @@ def collect_rollout(
         ids = [member.group * num_generations + member.place for member in begun]
         members.update(zip(ids, begun, strict=True))
         return [
-            Request(number, prompt.ids, prompt.sampling(plan.sampling), row=prompt.row)
+            Request(number, prompt.ids, prompt.sampling(plan.sampling), row=prompt.row, images=prompt.images)
             for number, prompt in zip(ids, (prompts[member.group] for member in begun), strict=True)
         ]
 
@@ -179,9 +179,27 @@ def to_batch(
         turns=[completion.turns for completion in completions],
         sample_starts=_sample_starts(completions),
     )
+    batch = with_images(batch, [prompts[member.group] for member in of])
     rewards = [c.turn_rewards for c in completions if c.turn_rewards is not None]
     states = [c.turn_states for c in completions if c.turn_states is not None]
     return replace(batch, turn_rewards=np.stack(rewards), turn_states=np.stack(states)) if rewards else batch
+
+
+def with_images(batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+    """Return the batch with the arrays of a vision-language model; ``prompts``: of each completion."""
+    found = [
+        prompt.images.layout(prompt.ids, length)
+        for prompt, length in zip(prompts, batch.lengths.tolist(), strict=True)
+        if prompt.images is not None
+    ]
+    if not found:
+        return batch
+    positions, index = zip(*found, strict=True)
+    return replace(
+        batch,
+        rope_positions=np.concatenate(positions).astype(np.int32),
+        visual_index=np.concatenate(index).astype(np.int32),
+    )
 
 
 def _sample_starts(completions: list[Completion]) -> list[list[int]] | None:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
+from megatron_grpo.vision.images import RowImages
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Request:
     seed: int | None = None
     row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
     sampled_before: int = 0  # tokens of the draw in earlier samples (`Completion.sample_starts`): another seed
+    images: RowImages | None = None  # of the prompt
 
     @property
     def begun_ids(self) -> Sequence[int]:

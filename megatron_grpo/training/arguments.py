@@ -46,6 +46,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flag_values import METAVARS, json_object
 from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SECONDS, SHARE, FlagRow, Number
 from megatron_grpo.utils.rules import check_value, flag
+from megatron_grpo.vision.arguments import VISION
 from megatron_grpo.weights.arguments import MODEL_FAMILY
 
 BATCH_AND_DURATION: tuple[FlagRow, ...] = (
@@ -134,6 +135,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "parallelism": PARALLELISM,
     "memory while the engine generates": OFFLOAD,
     "data": DATA,
+    "images": VISION,
     "rollout": ROLLOUT,
     "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *PLACED, *CURRICULUM, STRUCTURED_OUTPUTS),
     "ledger": LEDGER,

@@ -71,6 +71,8 @@ from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.images import ImageReader
+from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import merge_architecture
 
@@ -110,10 +112,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
-    dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools)
+    images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
+    dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)
     valid = None
     if args.valid_data_path:
-        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools)
+        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools, images=images)
     for prompt in [prompt for data in (dataset, valid) if data for prompt in data.first(1)]:
         check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
     args.engine_decodes |= args.agent is not None  # its calls can have stop words
@@ -165,6 +168,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     with memory.phase("the construction of model and optimizer"):
         model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
+        if images is not None:
+            attach_images(model, images, dataset.images_of)
         teacher = None
         if teach_args is not None:
             load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)

@@ -30,6 +30,7 @@ from megatron_grpo.rollout.arguments import (
 from megatron_grpo.training.arguments import check_values, ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.run_rules import check_run
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.arguments import check_vision
 from megatron_grpo.weights import families
 from megatron_grpo.weights.arguments import check_family
 
@@ -46,6 +47,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_parallelism(args)
     families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)
+    check_vision(args)
     check_rope(args)
     check_data(args)
     check_rollout(args, world_size)

@@ -45,6 +45,7 @@ _ASSETS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",  # of images
     "*.model",
     "*.tiktoken",
     "tokenization*.py",  # run with --trust-remote-code only

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.kinds import kind_of, tower_shapes
 from megatron_grpo.weights import families
-from megatron_grpo.weights.parameter_mapping import Dimensions, ParameterMapping, Weight
+from megatron_grpo.weights.parameter_mapping import Dimensions, ParameterMapping, Weight, same
 
 # Transformer Engine's layer spec fuses a norm into the linear layer after it; the local spec's names are canonical.
 FUSED_NORMS = {
@@ -73,7 +74,7 @@ def dimensions(args: Namespace) -> Dimensions:
 
 
 def table(args: Namespace) -> list[Weight]:
-    """Return every weight of the whole model: embedding, layers in order, output layer, multi-token prediction.
+    """Return every weight of the whole model: embedding, layers in order, output layer, vision, multi-token prediction.
 
     Two weights have the same name where the files store one parameter twice; the duplicates come last.
     """
@@ -95,6 +96,11 @@ def table(args: Namespace) -> list[Weight]:
     for layer in range(args.num_layers):
         out += weights(layered, layer, layer=layer)
     out += weights(after, None)
+    if args.vision_config:
+        out += [
+            Weight(f"vision.tower.{name}", {kind_of(args).prefix + name: shape}, same, None, dims)
+            for name, shape in tower_shapes(args).items()
+        ]
     for mtp in range(args.mtp_num_layers or 0):  # each contains a layer of the same kind as the decoder's last
         last, number = args.num_layers - 1, args.num_layers + mtp
         out += weights(family.mtp_mappings, last, layer=number, mtp=mtp)

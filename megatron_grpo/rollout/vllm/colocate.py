@@ -37,6 +37,7 @@ from megatron_grpo.rollout.vllm.load_weights import load_weights
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
+from megatron_grpo.vision.images import load_processor
 
 
 class VllmColocate(TakesTurns):
@@ -62,7 +63,7 @@ class VllmColocate(TakesTurns):
         with (
             _preserve_random_state(),
             _rank_of_role(),
-            _config_directory(hf_config) as directory,
+            _config_directory(args, hf_config) as directory,
             _private_shared_memory(),
         ):
             self._llm = _build(args, directory)
@@ -79,7 +80,10 @@ class VllmColocate(TakesTurns):
         for request in requests:
             whole = request.with_begun_in_prompt()
             # The salt is part of the key of a prefix: a request never hits keys and values of earlier weights.
-            prompt = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"load {self._loads}"}
+            prompt: dict = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"load {self._loads}"}
+            if request.images is not None and request.images.sources:
+                prompt["prompt_token_ids"] = request.images.collapse(whole.prompt_ids)  # vLLM expands them again
+                prompt["multi_modal_data"] = {"image": request.images.open()}
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
@@ -125,10 +129,21 @@ class VllmColocate(TakesTurns):
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
                 request_id = int(output.request_id.rpartition("-")[2])
                 under_way = self._under_way.pop(request_id)
+                self._check_prompt(under_way.request, output.prompt_token_ids)
                 versions = under_way.versions(len(ids), self._version)
                 completion = Completion(request_id, ids, log_probs, reason, versions, experts, kept)
                 finished.append(completion.after(under_way.request.begun))
         return finished
+
+    @staticmethod
+    def _check_prompt(request: Request, ids: list[int]) -> None:
+        """Raise GrpoError if vLLM has put other tokens in place of the images than the trainer does."""
+        images = request.images
+        if images is not None and images.sources and ids != list(request.with_begun_in_prompt().prompt_ids):
+            raise GrpoError(
+                f"{images.where}: vLLM's processor makes {len(ids)} tokens of the prompt and its images, and the "
+                f"trainer's {len(request.prompt_ids)}: leave the row out, and report it with the size of its images"
+            )
 
     def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
         """Return ``Completion.routed_experts`` from vLLM's ``[tokens, layers, topk]``, which includes dense layers."""
@@ -254,7 +269,8 @@ class VllmColocate(TakesTurns):
         return completion
 
     def _drop_prefix_cache(self) -> None:
-        """Drop the keys and values of earlier weights; GrpoError if requests still use some of them."""
+        """Drop the keys, values and images' embeddings of earlier weights; GrpoError if requests still use some."""
+        self._engine.reset_encoder_cache()
         if not self._engine.reset_prefix_cache():
             raise GrpoError(
                 "vLLM did not drop its prefix cache, because requests still use it: the next completions would be "
@@ -350,7 +366,7 @@ def _build(args, directory: str):
         options = dict(
             model=directory,
             load_format="dummy",
-            skip_tokenizer_init=not args.engine_decodes,
+            skip_tokenizer_init=not (args.engine_decodes or args.vision_config),
             tokenizer=args.tokenizer_model if args.engine_decodes else None,
             trust_remote_code=args.trust_remote_code and args.engine_decodes,  # of the tokenizer
             dtype=args.vllm_dtype or str(params_dtype(args)).removeprefix("torch."),
@@ -372,6 +388,7 @@ def _build(args, directory: str):
             # Else a step is in flight at new weights, of which the engine cannot tell the version.
             **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
+            **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config else {}),
             **on_a_cpu,
         )
         return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
@@ -416,6 +433,8 @@ def _cpu_options(args) -> dict:
         )
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
+    if args.vision_config:
+        options["skip_mm_profiling"] = True  # it measures memory, and runs the tower on the largest possible images
     if not args.multi_latent_attention:
         return options
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix
@@ -535,9 +554,13 @@ def _private_shared_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _config_directory(hf_config: dict) -> Iterator[str]:
-    """Context with a directory that holds only ``config.json``, from which vLLM reads the architecture."""
+def _config_directory(args, hf_config: dict) -> Iterator[str]:
+    """Context with a directory that holds ``config.json``, from which vLLM reads the architecture, and the processor of
+    a model with images, with the sizes of the flags.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
+        if args.vision_config:
+            load_processor(args).save_pretrained(directory)
         Path(directory, "config.json").write_text(json.dumps(hf_config))
         yield directory
         dist.barrier(group=host_group())

@@ -17,6 +17,7 @@ from megatron_grpo.weights.families import (
     mixtral,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_moe,
 )
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         mistral,
         phi3,
         qwen2,
+        qwen2_5_vl,
         qwen3,
         qwen3_moe,
         mixtral,

@@ -27,6 +27,8 @@ ABSENT: dict[str, Any] = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "rope_scaling": None,
+    "mrope_section": None,
+    "vision_config": None,
     "rotary_base_local": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
@@ -196,6 +198,7 @@ class Family:
     `read_rope`, `write_rope`: the same for the rotary embedding.
     `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
     `activation`: config.json key of the MLP's activation function, and its value.
+    `text_config(config)`: a config.json with the keys of the language model at its top, where some files nest them.
     """
 
     name: str
@@ -208,12 +211,14 @@ class Family:
     write_rope: Callable[[Namespace], Config] = write_rope
     mtp_mappings: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
+    text_config: Callable[[Config], Config] = dict
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:
         """Return the arguments (Megatron-LM's attribute names -> values) of the model that a config.json describes.
 
         Raises GrpoError for a missing key, or for a setting that cannot be expressed by the arguments.
         """
+        config = self.text_config(config)
         try:
             key, activation = self.activation
             if need(config, key) != activation:

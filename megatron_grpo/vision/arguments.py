@@ -1,0 +1,58 @@
+"""Flags and rules of vision-language models."""
+
+from argparse import Namespace
+
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flags import COUNT, FlagRow
+from megatron_grpo.utils.rules import flag, needs
+
+VISION: tuple[FlagRow, ...] = (
+    (
+        "--max-image-pixels",
+        COUNT,
+        None,
+        "larger images are scaled down to about this many pixels [that of the processor]",
+    ),
+    (
+        "--min-image-pixels",
+        COUNT,
+        None,
+        "smaller images are scaled up to about this many pixels [that of the processor]",
+    ),
+    ("--freeze-vision-tower", bool, False, "do not train the vision tower, except its projector"),
+    ("--freeze-projector", bool, False, "do not train the projector from the vision tower to the language model"),
+)
+
+# Attributes that do not work with images yet: (attribute, values that do, why).
+_REFUSED = (
+    ("rollout_engine", ("vllm",), "images are sent to a colocated vLLM only"),
+    ("vllm_mode", ("colocate",), "images are sent to a colocated vLLM only"),
+    ("rollout_ranks", (None, 0), "images are sent to a colocated vLLM only"),
+    ("partial_rollouts", (False,), "a prompt with images is not continued in a later rollout"),
+    ("environment", (None,), "turns have no images"),
+    ("agent", (None,), "an agent's calls have no images"),
+    ("replay_rollouts", (None,), "a ledger holds no images"),
+    ("train_only", (None, False), "a ledger holds no images"),
+    ("teacher_load_hf", (None,), "a teacher model gets no images"),
+    ("teacher_server", (None,), "a teacher server gets no images"),
+    ("lora_rank", (None,), "adapters beside a vision tower are not tested"),
+    ("mtp_num_layers", (None, 0), "multi-token-prediction layers get no images"),
+    ("apply_rope_fusion", (False,), "the fused kernel turns by one position of each token"),
+    ("tokenizer_type", ("HuggingFaceTokenizer",), "the processor of images needs a Hugging Face tokenizer"),
+)
+
+
+def check_vision(args: Namespace) -> None:
+    """Refuse settings that do not work with a vision-language model, and flags of images without one."""
+    if not args.vision_config:
+        for dest in "max_image_pixels min_image_pixels freeze_vision_tower freeze_projector".split():
+            needs(args, dest, "vision_config", f"model family {args.model_family} has no vision tower")
+        return
+    low, high = args.min_image_pixels, args.max_image_pixels
+    if low is not None and high is not None and low > high:
+        raise GrpoError(f"--min-image-pixels ({low}) is larger than --max-image-pixels ({high}): exchange them")
+    for dest, allowed, reason in _REFUSED:
+        value = getattr(args, dest)
+        if value not in allowed:
+            given = flag(dest) if value is True else f"{flag(dest)} {value}"
+            raise GrpoError(f"{given} does not work with model family {args.model_family} yet: {reason}; leave it out")

@@ -1,0 +1,276 @@
+"""The images of data rows: where they stand in the messages, their size in tokens, and their pixels."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import copy
+import io
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.kinds import Grid, Int64, image_token_id, kind_of, merge_size, mrope_positions
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+PLACE = "<image>"  # in a text: an image of the row stands here
+CACHED_BYTES = 512 * 2**20  # of pixels, on a rank that runs the tower
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """The images of a prompt: encoded bytes or files, patches and tokens of each; none for a prompt of text.
+
+    ``token``: the id that stands for a part of an image. ``merge``: patches along each side of its square.
+    """
+
+    sources: tuple[bytes | Path, ...]
+    grids: tuple[Grid, ...]
+    tokens: tuple[int, ...]
+    token: int
+    merge: int
+    where: str = ""  # the row: file and line
+
+    def open(self) -> list[Image]:
+        """Return the decoded images; GrpoError for a damaged one."""
+        return [decoded(source, number) for number, source in enumerate(self.sources, 1)]
+
+    def expand(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokenizer's ids of the prompt with each image token repeated for all tokens of its image."""
+        places = [place for place, token in enumerate(ids) if token == self.token]
+        if len(places) != len(self.sources):
+            raise GrpoError(
+                f"the prompt has {len(self.sources)} images, but its text has {len(places)} of the model's image "
+                "tokens: the chat template drops images, or a text contains the token"
+            )
+        counts = np.ones(len(ids), np.int64)
+        counts[places] = self.tokens
+        return np.repeat(np.asarray(ids, np.int64), counts).tolist()
+
+    def collapse(self, ids: Sequence[int]) -> list[int]:
+        """Return a sequence that begins with the prompt with one token for each image: the inverse of `expand`."""
+        array = np.asarray(ids, np.int64)
+        keep = np.ones(len(array), bool)
+        visual = np.flatnonzero(array == self.token)[: sum(self.tokens)]
+        keep[np.delete(visual, np.cumsum([0, *self.tokens])[:-1])] = False
+        return array[keep].tolist()
+
+    def layout(self, prompt: Sequence[int], length: int) -> tuple[Int64, Int64]:
+        """Return `RolloutBatch.rope_positions` and `RolloutBatch.visual_index` of the prompt in ``length`` tokens."""
+        index = np.full(length, -1)
+        places = np.flatnonzero(np.asarray(prompt) == self.token)
+        index[places] = np.arange(len(places))
+        return mrope_positions(index, self.grids, self.merge), index
+
+
+class ImageReader:
+    """Reads the images of rows; ``processor`` is the transformers processor of the model, with the flags' pixels."""
+
+    def __init__(self, args: Namespace, special_tokens: Mapping[str, int]):
+        self.processor = load_processor(args)
+        self._args, self._kind, self._token = args, kind_of(args), image_token_id(args)
+        names = {token: name for name, token in special_tokens.items()}
+        begin, end = (args.vision_config.get(f"vision_{side}_token_id") for side in ("start", "end"))
+        if self._token not in names:
+            raise GrpoError(
+                f"--tokenizer-model {args.tokenizer_model}: config.json's image token {self._token} is no special "
+                "token of this tokenizer: give the tokenizer of the model"
+            )
+        self._text = "".join(names[token] for token in (begin, self._token, end) if token in names)
+
+    def read(self, row: Mapping[str, Any], prompt: str | Messages, directory: Path) -> tuple[str | Messages, RowImages]:
+        """Return the prompt with a place for each image, and the images; GrpoError for a row that cannot be read.
+
+        Files are relative to ``directory``. Nothing is decoded but the images' sizes.
+        """
+        prompt, sources = placed(prompt, column(row), self._text)
+        opened = [source if isinstance(source, bytes) else directory / source for source in sources]
+        grids = [self._grid(source, number) for number, source in enumerate(opened, 1)]
+        tokens = tuple(self._kind.tokens(self._args, grid) for grid in grids)
+        return prompt, RowImages(tuple(opened), tuple(grids), tokens, self._token, merge_size(self._args))
+
+    def _grid(self, source: bytes | Path, number: int) -> Grid:
+        with _named(number, source), _opened(source) as image:
+            turned = image.getexif().get(0x0112, 1) >= 5  # a photograph on its side, which `decoded` turns
+            width, height = image.size[::-1] if turned else image.size
+            return self._kind.grid(self.processor.image_processor, height, width)
+
+    def pixels(self, images: RowImages) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tower's input for the images: pixels ``[patches, channels]`` and grids ``[images, 3]``."""
+        found = self.processor.image_processor(images=images.open(), return_tensors="pt")
+        grids = [tuple(grid) for grid in found["image_grid_thw"].tolist()]
+        if grids != list(images.grids):
+            raise GrpoError(f"the processor cut images into {grids} patches, expected were {list(images.grids)}")
+        return found["pixel_values"], found["image_grid_thw"]
+
+
+def column(row: Mapping[str, Any]) -> list[Any]:
+    """Return the values of the row's column ``images`` or ``image``."""
+    values = row.get("images") if row.get("images") is not None else row.get("image")
+    if values is None:
+        return []
+    return list(values) if isinstance(values, list | tuple | np.ndarray) else [values]
+
+
+def placed(prompt: str | Messages, values: Sequence[Any], text: str) -> tuple[str | Messages, list[bytes | str]]:
+    """Return the prompt with a place for each image, and the images in the order of their places.
+
+    A place is an image part of a message, or ``<image>`` in a text. A part may hold its image; all others are in
+    ``values``. Messages without any place get them all at the start of the first user's message, as TRL does. ``text``
+    stands for an image in a prompt without messages.
+    """
+    given = [as_source(value, f"image {number}") for number, value in enumerate(values, 1)]
+    if isinstance(prompt, str):
+        _check_count(prompt.count(PLACE), given, "no chat messages")
+        return prompt.replace(PLACE, text), given
+    messages, own = copy.deepcopy(prompt), []
+    for message in messages:
+        content, parts = message["content"], []
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            if part["type"] != "text":
+                own.append(_own_source(part))
+                parts.append({"type": "image"})
+                continue
+            before, *others = part["text"].split(PLACE)
+            parts += [{"type": "text", "text": before}] if before else []
+            for other in others:
+                own.append(None)
+                parts += [{"type": "image"}] + ([{"type": "text", "text": other}] if other else [])
+        if isinstance(content, list) or any(part["type"] == "image" for part in parts):
+            message["content"] = parts
+    if given and not own:
+        first = next((message for message in messages if message["role"] == "user"), None)
+        if first is None:
+            raise GrpoError(f"the row has {len(given)} images and no user message in which they could stand")
+        content = first["content"]
+        text_parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        first["content"] = [*({"type": "image"} for _ in given), *text_parts]
+        return messages, given
+    _check_count(sum(source is None for source in own), given, "messages")
+    rest = iter(given)
+    return messages, [next(rest) if source is None else source for source in own]
+
+
+def _check_count(places: int, given: Sequence[Any], where: str) -> None:
+    if places != len(given):
+        raise GrpoError(
+            f'the row has {len(given)} images in its column "images", and its prompt ({where}) has {places} places for '
+            f"them: write {PLACE} where each belongs"
+        )
+
+
+def _own_source(part: Mapping[str, Any]) -> bytes | str | None:
+    """Return the image that a message's part holds, None if it is in the column."""
+    for key in ("image", "url", "path", "image_url"):
+        if part.get(key) is not None:
+            value = part[key]
+            return as_source(value["url"] if key == "image_url" and isinstance(value, dict) else value, "an image of a message")
+    return None
+
+
+def as_source(value: Any, name: str) -> bytes | str:
+    """Return the encoded image or the path of its file; GrpoError for what is neither."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if not isinstance(value, str) or not value:
+        raise GrpoError(f"{name} is {str(value)[:60]!r}: expected a path, bytes, or an object with one of them")
+    if value.startswith("data:"):
+        try:
+            return base64.b64decode(value.partition("base64,")[2], validate=True)
+        except binascii.Error as error:
+            raise GrpoError(f"{name} is a data URI that is not valid base64: {error}") from error
+    scheme, found, _ = value.partition("://")
+    if found and scheme != "file":
+        raise GrpoError(f"{name} is at {value[:80]}: images are read from local files only; download it first")
+    return value.removeprefix("file://")
+
+
+def decoded(source: bytes | Path, number: int) -> Image:
+    """Return an image in RGB, upright as its EXIF data says."""
+    from PIL import ImageOps
+
+    with _named(number, source), _opened(source) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _opened(source: bytes | Path) -> Image:
+    import PIL.Image
+
+    return PIL.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+
+
+@contextlib.contextmanager
+def _named(number: int, source: bytes | Path) -> Iterator[None]:
+    """Context that turns any error of an image into a GrpoError with its number and file."""
+    name = f"image {number}" + ("" if isinstance(source, bytes) else f" ({source})")
+    try:
+        yield
+    except GrpoError as error:
+        raise GrpoError(f"{name} {error}") from error
+    except Exception as error:  # PIL's readers raise errors of many types for damaged files
+        raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def load_processor(args: Namespace) -> Any:
+    """Return the processor of the model, from --tokenizer-model, with --min-image-pixels and --max-image-pixels."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(args.tokenizer_model, local_files_only=True)
+        image_processor = processor.image_processor
+    except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+        raise GrpoError(
+            f"--tokenizer-model {args.tokenizer_model}: transformers cannot read the processor of images "
+            f"(preprocessor_config.json): {str(error).strip().splitlines()[0]}"
+        ) from error
+    size = dict(image_processor.size)
+    for flag, key in (("min_image_pixels", "shortest_edge"), ("max_image_pixels", "longest_edge")):
+        if getattr(args, flag) is not None:
+            size[key] = getattr(args, flag)
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise GrpoError(
+            f"images are scaled to at least {size['shortest_edge']} and at most {size['longest_edge']} pixels: give both "
+            "--min-image-pixels and --max-image-pixels"
+        )
+    image_processor.size = type(image_processor.size)(**size) if not isinstance(image_processor.size, dict) else size
+    return processor
+
+
+def attach(model: Sequence[torch.nn.Module], reader: ImageReader, images_of: Callable[[int], RowImages]) -> None:
+    """Give the vision tower, if this rank has one, the pixels of rows by number; the newest are kept in memory."""
+    import torch
+
+    kept: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+
+    def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if row not in kept:
+            kept[row] = reader.pixels(images_of(row))
+        kept.move_to_end(row)
+        while len(kept) > 1 and sum(pixels.nbytes for pixels, _ in kept.values()) > CACHED_BYTES:
+            kept.popitem(last=False)
+        return kept[row]
+
+    def read(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [of_row(row) for row in rows]
+        return torch.cat([pixels for pixels, _ in found]), torch.cat([grids for _, grids in found])
+
+    for wrapped in model:
+        chunk: Any = wrapped
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        if chunk.vision is not None:
+            chunk.vision.read = read
