@@ -112,8 +112,9 @@ class RolloutBatch:
     kept_token_ids: Annotated[Int32 | None, ArrayField("token", columns=1, packed="label")] = None
     # [total, MoE layers, topk], to be replayed; -1 where unknown.
     routed_experts: Annotated[Int16 | None, ArrayField("token", columns=2, packed="token", padding=-1)] = None
-    # Of a vision-language model: M-RoPE's positions [total, 3], and which visual token of its row a token is, -1 for text.
+    # Of a vision-language model: [total, 3], M-RoPE's positions.
     rope_positions: Annotated[Int32 | None, ArrayField("token", columns=1)] = None
+    # Of a vision-language model: which of its row's visual tokens a token is, in their order; -1 for text.
     visual_index: Annotated[Int32 | None, PER_TOKEN] = None
     # With token_advantages their mean over the tokens in the loss.
     advantages: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None

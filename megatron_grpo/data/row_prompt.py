@@ -59,7 +59,9 @@ def check_media(row: Mapping[str, Any], with_images: bool) -> None:
     for column in ("video", "videos", "audio", "audios") if with_images else _MEDIA:
         if row.get(column):
             supported = "text and images are" if with_images else "text is"
-            raise GrpoError(f'"{column}" is not empty, but only {supported} supported: leave out the column, or the row')
+            raise GrpoError(
+                f'"{column}" is not empty, but only {supported} supported: leave out the column, or the row'
+            )
 
 
 def longest_text(prompt: str | list[dict[str, Any]]) -> int:

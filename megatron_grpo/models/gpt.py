@@ -40,7 +40,7 @@ class PolicyModel(GPTModel):
         ``rope_positions`` ``[3, t]`` of all tokens of the pack (`MRope`), and its ``images``.
         """
         self._kept_token_ids, self._images = kept_token_ids, images
-        if isinstance(self.rotary_pos_emb, MRope):
+        if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
         return super().forward(*args, **kwargs)
 

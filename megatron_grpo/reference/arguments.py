@@ -79,6 +79,11 @@ def check_reference_models(args: Namespace) -> None:
         for dest in experts if prefix == "ref" and not args.num_experts else []:
             if (getattr(args, dest) or 1) > 1:
                 raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
+    if args.vision_config and args.beta > 0 and has_own_parallel_configuration(args, "ref"):
+        raise GrpoError(
+            f"a reference model of family {args.model_family} has the parallel configuration of the policy, because "
+            "only the policy's ranks read images: leave --ref-tensor-model-parallel-size and its like out"
+        )
     _check_ema_update(args)
     _check_teacher(args, sizes["teacher"])
 

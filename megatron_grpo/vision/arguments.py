@@ -31,6 +31,7 @@ _REFUSED = (
     ("partial_rollouts", (False,), "a prompt with images is not continued in a later rollout"),
     ("environment", (None,), "turns have no images"),
     ("agent", (None,), "an agent's calls have no images"),
+    ("ledger", (None,), "a ledger holds no images"),
     ("replay_rollouts", (None,), "a ledger holds no images"),
     ("train_only", (None, False), "a ledger holds no images"),
     ("teacher_load_hf", (None,), "a teacher model gets no images"),

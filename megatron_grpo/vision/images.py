@@ -176,7 +176,9 @@ def _own_source(part: Mapping[str, Any]) -> bytes | str | None:
     for key in ("image", "url", "path", "image_url"):
         if part.get(key) is not None:
             value = part[key]
-            return as_source(value["url"] if key == "image_url" and isinstance(value, dict) else value, "an image of a message")
+            return as_source(
+                value["url"] if key == "image_url" and isinstance(value, dict) else value, "an image of a message"
+            )
     return None
 
 
@@ -243,7 +245,7 @@ def load_processor(args: Namespace) -> Any:
             size[key] = getattr(args, flag)
     if size["shortest_edge"] > size["longest_edge"]:
         raise GrpoError(
-            f"images are scaled to at least {size['shortest_edge']} and at most {size['longest_edge']} pixels: give both "
+            f"images would have at least {size['shortest_edge']} and at most {size['longest_edge']} pixels: give both "
             "--min-image-pixels and --max-image-pixels"
         )
     image_processor.size = type(image_processor.size)(**size) if not isinstance(image_processor.size, dict) else size

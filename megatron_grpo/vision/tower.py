@@ -14,7 +14,6 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import Int64, kind_of
 from megatron_grpo.vision.pack_images import PackImages
 
-
 # Pixels [patches, channels of a patch] and grids [images, 3] of the images of these rows, in their order.
 Read = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 

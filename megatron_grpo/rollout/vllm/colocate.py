@@ -55,6 +55,7 @@ class VllmColocate(TakesTurns):
         self._loads = 0  # of weights or an adapter; a version comes again after --on-bad-update restore
         self._sleep_level = args.sleep_level
         self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
+        self._sees_images = bool(args.vision_config)
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
@@ -270,7 +271,8 @@ class VllmColocate(TakesTurns):
 
     def _drop_prefix_cache(self) -> None:
         """Drop the keys, values and images' embeddings of earlier weights; GrpoError if requests still use some."""
-        self._engine.reset_encoder_cache()
+        if self._sees_images:
+            self._engine.reset_encoder_cache()
         if not self._engine.reset_prefix_cache():
             raise GrpoError(
                 "vLLM did not drop its prefix cache, because requests still use it: the next completions would be "
@@ -434,7 +436,9 @@ def _cpu_options(args) -> dict:
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
     if args.vision_config:
-        options["skip_mm_profiling"] = True  # it measures memory, and runs the tower on the largest possible images
+        # The profile runs the tower on the largest possible images. Constants of the normalization on the device (0.32)
+        # are among the tensors that load_format="dummy" overwrites.
+        options |= {"skip_mm_profiling": True, "mm_device_do_normalize": False}
     if not args.multi_latent_attention:
         return options
     # vLLM 0.32's CPU kernel for latent attention has one size (512 latent channels, 64 rotary ones) and no prefix

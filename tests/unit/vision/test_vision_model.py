@@ -1,22 +1,26 @@
 """A pack of rows with two, no and one images against transformers: positions, logits and gradients."""
 
+import json
+import math
+
 import pytest
-from toy_checkpoints import build, toy_args
+from toy_checkpoints import build, same_bits, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import numpy as np
 import torch
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from vision_models import make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.vision.images import ImageReader, attach
-from megatron_grpo.weights import hf
+from megatron_grpo.weights import families, hf, model_weights
 
 ROWS = [
     {"images": [picture(84, 56, 1), picture(100, 150, 2)], "prompt": "<image>and<image>?"},
@@ -123,3 +127,101 @@ def test_log_probs_and_gradients_equal_transformers(made):
     for name, gradient in compared.items():
         assert gradient.abs().max() > 1e-4
         assert (ours[name].grad - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
+
+
+def test_weights_there_and_back_bit_for_bit(world, tmp_path):
+    """HF -> Megatron -> HF, from the published layout of config.json (flat) and from transformers' (nested)."""
+    make(tmp_path / "nested", tied=True)
+    args = toy_args(tmp_path / "nested", tokenizer_model=str(tmp_path / "nested"), padded_vocab_size=264)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path / "nested")
+    hf.save_hf(chunks, args, tmp_path / "flat", tokenizer_dir=tmp_path / "nested")
+    assert hf.verify_hf(chunks, args, tmp_path / "flat") == len(tensors_of(tmp_path / "nested"))
+    before, after = tensors_of(tmp_path / "nested"), tensors_of(tmp_path / "flat")
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+    flat = json.loads((tmp_path / "flat" / "config.json").read_text())
+    assert "text_config" not in flat and flat["rope_scaling"]["type"] == "mrope"
+    again = families.for_hf_config(flat).args_from_hf(flat)
+    assert again == {name: getattr(args, name) for name in again}
+    assert (tmp_path / "flat" / "processor_config.json").exists()
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "flat")
+    assert same_bits(theirs.model.visual.merger.mlp[2].weight, before["visual.merger.mlp.2.weight"])
+
+
+PUBLISHED = {  # config.json of Qwen/Qwen2.5-VL-3B-Instruct, as in public repositories that carry it
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+
+
+def test_the_published_shape(world, tmp_path):
+    """Names and shapes of all weights equal those of transformers' model (on the meta device)."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    args = toy_args(tmp_path, padded_vocab_size=151936)
+    assert args.mrope_section == [16, 24, 24] and args.rope_scaling is None and args.kv_channels == 128
+    ours = {name: shape for weight in model_weights.table(args) for name, shape in weight.hf.items()}
+    with torch.device("meta"):
+        config = Qwen2_5_VLConfig(**PUBLISHED)
+        theirs = Qwen2_5_VLForConditionalGeneration(config)
+    shapes = {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tuple(tensor.shape)
+        for name, tensor in theirs.named_parameters()
+    }
+    assert ours == shapes and sum(map(math.prod, ours.values())) == 3_754_622_976
+
+
+@pytest.mark.parametrize("frozen", ["tower", "projector", "both"])
+def test_frozen_parts(world, tmp_path, frozen):
+    make(tmp_path)
+    flags = {"freeze_vision_tower": frozen != "projector", "freeze_projector": frozen != "tower"}
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, **flags)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    reader, prompts = read_all(args)
+    attach(chunks, reader, lambda row: prompts[row].images)
+    for order in ([0, 1], [1]):  # with images, without
+        model.zero_grad()
+        pack = pack_completions(batch_of(prompts, order, [[9, 10]] * len(order)), np.arange(len(order)))
+        forward(model, pack)[0].sum().backward()
+        for name, parameter in model.vision.tower.named_parameters():
+            trains = frozen == ("tower" if name.startswith("merger.") else "projector")
+            assert (parameter.grad is not None) == trains, name
+            assert not trains or bool(parameter.grad.abs().sum()) == (0 in order)
