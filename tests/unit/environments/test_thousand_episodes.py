@@ -71,6 +71,7 @@ def test_none_is_lost_and_none_is_scored_by_mistake(tmp_path):
     kinds = [kind for kind, count in KINDS.items() for _ in range(count)]
     assert len(kinds) == 1000
     order = sorted(range(1000), key=lambda i: i * 617 % 1000)  # mixed
+    before = set(psutil.Process().children(recursive=True))  # what other tests of this process have started
     pool = EnvironmentPool(["wild"], [tmp_path / "wild.py"], workers=4, timeout=10.0, retries=1)
     args = SimpleNamespace(
         environment="wild", prompt_key="prompt", system_prompt=None, end_token_ids=(9,), max_turns=5,
@@ -89,7 +90,7 @@ def test_none_is_lost_and_none_is_scored_by_mistake(tmp_path):
         for i in order
     ]
     done = list(generate(episodes, requests))
-    workers = psutil.Process().children(recursive=True)
+    workers = set(psutil.Process().children(recursive=True)) - before
     pool.close()
     assert sorted(completion.id for completion in done) == list(range(1000))
     ends = Counter((kinds[c.id], c.finish_reason, c.environment_reward) for c in done)

@@ -1,0 +1,256 @@
+"""Make a tiny Qwen2.5-VL as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
+
+    python tools/make_tiny_vision_model.py --save runs/tiny --train warmup.parquet --valid valid.parquet
+
+The tower and the decoder start from random weights. The warm-up stops when the probability of a correct sampled answer
+on the validation rows reaches --stop-accuracy; `--steps 0` keeps the random weights and needs no data. Rows are of
+tools/data/pictures.py. The tokenizer has one token for each byte, and Qwen2.5-VL's special tokens and chat template.
+"""
+
+import argparse
+import io
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.utils import logging as transformers_logging
+
+from megatron_grpo.data.row_files import read_rows
+from megatron_grpo.utils.errors import GrpoError
+
+SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
+    <|video_pad|>""".split()
+# Qwen2.5-VL-Instruct's template, without its branches for videos and numbered pictures.
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
+    "{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+IGNORED = -100
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer of bytes with Qwen2.5-VL's special tokens and template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+        extra_special_tokens=names,
+        chat_template=TEMPLATE,
+    )
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> Qwen2_5_VLProcessor:
+    """Build the processor, which scales images to at most `max_tokens` visual tokens."""
+    pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * max_tokens}
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**pixels),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**pixels),
+        chat_template=TEMPLATE,
+    )
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int, depth: int, width: int, tied: bool, seed: int
+) -> Qwen2_5_VLForConditionalGeneration:
+    """Build a float32 model: `layers` of `hidden` channels above a tower of `depth` blocks with `width` channels."""
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "tie_word_embeddings": tied,
+    }
+    vision = {
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_heads": width // 32,
+        "out_hidden_size": hidden,
+        "window_size": 56,
+        "fullatt_block_indexes": [depth // 2],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    return Qwen2_5_VLForConditionalGeneration(config).float()
+
+
+class Rows:
+    """Rows as tensors: ids and labels [rows, longest], pixels [rows, patches, channels]; one picture a row."""
+
+    def __init__(self, paths: list[Path], processor: Qwen2_5_VLProcessor):
+        tokenizer, sequences, pictures = processor.tokenizer, [], []
+        for where, row in (item for path in paths for item in read_rows(path)):
+            if row["prompt"].count("<image>") != 1 or len(row["images"]) != 1:
+                raise GrpoError(f"{where}: expected one <image> in the prompt, and one picture")
+            pictures.append(Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB"))
+            sequences.append((row["prompt"].replace("<image>", IMAGE), row["answer"]))
+        found = processor.image_processor(images=pictures, return_tensors="pt")
+        grids = found["image_grid_thw"]
+        if not (grids == grids[0]).all():
+            raise GrpoError("the pictures differ in size: the warm-up needs equal ones")
+        self.grid, self.pixels = grids[:1], found["pixel_values"].view(len(pictures), int(grids[0].prod()), -1)
+        token, count = tokenizer.convert_tokens_to_ids("<|image_pad|>"), int(grids[0].prod()) // 4
+        encoded = []
+        for prompt, answer in sequences:
+            ids = [one for id_ in tokenizer.encode(prompt) for one in [id_] * (count if id_ == token else 1)]
+            encoded.append((ids, [*tokenizer.encode(answer), tokenizer.eos_token_id]))
+        longest = max(len(prompt) + len(answer) for prompt, answer in encoded) - 1
+        self.ids = torch.full((len(encoded), longest), tokenizer.pad_token_id)
+        self.labels = torch.full_like(self.ids, IGNORED)
+        for i, (prompt, answer) in enumerate(encoded):
+            whole = torch.tensor(prompt + answer)
+            self.ids[i, : len(whole) - 1] = whole[:-1]
+            self.labels[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
+        self.token = token
+
+    def logits(self, model: Qwen2_5_VLForConditionalGeneration, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the logits [chosen, longest, vocabulary] of these rows."""
+        ids = self.ids[chosen]
+        return model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),  # padding is behind all labels
+            mm_token_type_ids=(ids == self.token).int(),
+            pixel_values=self.pixels[chosen].flatten(0, 1),
+            image_grid_thw=self.grid.expand(len(chosen), -1),
+        ).logits
+
+    @torch.no_grad()
+    def accuracy(self, model: Qwen2_5_VLForConditionalGeneration) -> float:
+        """Return the probability of the right answer at temperature 1, its mean over the rows."""
+        total = 0.0
+        for part in torch.arange(len(self.ids)).split(100):
+            log_probs, labels = self.logits(model, part).log_softmax(-1), self.labels[part]
+            chosen = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != IGNORED)
+            total += chosen.sum(-1).exp().sum().item()
+        return total / len(self.ids)
+
+
+def warm_up(model: Qwen2_5_VLForConditionalGeneration, train: Rows, valid: Rows, args: argparse.Namespace) -> int:
+    """Train on the answers until the accuracy on `valid` reaches the goal; return the number of steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+    generator, reached = torch.Generator().manual_seed(args.seed), 0.0
+    with tqdm(total=args.steps, desc="  warm-up", unit="step", disable=args.quiet) as bar:
+        for step in range(1, args.steps + 1):
+            chosen = torch.randint(len(train.ids), (args.batch_size,), generator=generator)
+            logits, labels = train.logits(model, chosen), train.labels[chosen]
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.update()
+            if step % 10 == 0:
+                reached = valid.accuracy(model)
+                bar.set_postfix(loss=f"{loss.item():.2f}", sampled=f"{reached:.2f}")
+                if reached >= args.stop_accuracy:
+                    return step
+    raise GrpoError(
+        f"after {args.steps} steps a sampled answer is right with probability {reached:.2f}, below --stop-accuracy "
+        f"{args.stop_accuracy}: raise --steps"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint")
+    add("--train", type=Path, nargs="+", metavar="FILE", help="training rows")
+    add("--valid", type=Path, nargs="+", metavar="FILE", help="rows of the accuracy for --stop-accuracy")
+    add("--stop-accuracy", type=float, default=0.35, help="stop at this probability of a right sampled answer [0.35]")
+    add("--steps", type=int, default=2000, help="maximum number of supervised steps; 0: random weights [2000]")
+    add("--batch-size", type=int, default=32, help="rows per step [32]")
+    add("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    add("--num-layers", type=int, default=2, help="layers of the decoder [2]")
+    add("--hidden-size", type=int, default=128, help="channels of the decoder, a multiple of 64 [128]")
+    add("--depth", type=int, default=2, help="blocks of the tower [2]")
+    add("--vision-hidden-size", type=int, default=64, help="channels of the tower, a multiple of 32 [64]")
+    add("--max-tokens", type=int, default=24, help="visual tokens of the largest picture [24]")
+    add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
+    add("--seed", type=int, default=1234, help="seed of weights and batches [1234]")
+    add("--threads", type=int, default=2, help="threads of torch [2]")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def make(args: argparse.Namespace) -> None:
+    """Build, warm up and save the model that the arguments describe."""
+    processor = make_processor(make_tokenizer(), args.max_tokens)
+    sizes = args.num_layers, args.hidden_size, args.depth, args.vision_hidden_size
+    model = make_model(processor.tokenizer, *sizes, args.tie_embeddings, args.seed)
+    print(f"  qwen2_5_vl, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+    if args.steps:
+        if not args.train or not args.valid:
+            raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
+        start = time.perf_counter()
+        train, valid = (Rows(paths, processor) for paths in (args.train, args.valid))
+        steps = warm_up(model, train, valid, args)
+        print(f"  stopped after {steps} steps, {time.perf_counter() - start:.0f} s")
+        print(f"  validation accuracy: sampled {valid.accuracy(model):.3f}")
+    model.save_pretrained(args.save)
+    processor.save_pretrained(args.save)
+
+
+def main() -> int:
+    """Parse the command line, make the model, and return the exit code."""
+    args = build_parser().parse_args()
+    torch.set_num_threads(max(1, args.threads))
+    transformers_logging.disable_progress_bar()
+    try:
+        make(args)
+    except GrpoError as error:
+        print(f"make_tiny_vision_model.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
