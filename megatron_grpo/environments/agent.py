@@ -2,7 +2,8 @@
 
     async def run(base_url, row, **metadata) -> float | dict[str, float] | None
 
-``--agent module:function`` or ``FILE.py:function`` names it. ``base_url`` speaks OpenAI's protocol
+``--agent module:function`` or ``FILE.py:function`` names it; with --agent-python it runs in a process of that
+interpreter (libraries/). ``base_url`` speaks OpenAI's protocol
 (rollout/agents/), ``metadata`` has ``api_key``, which any client accepts in place of a real one, and ``model``. The
 value is the reward, or several by name, of which the sum counts. A program that is no coroutine runs in a thread.
 """
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_grpo.environments.arguments import UNDER
+from megatron_grpo.environments.libraries.interpreter import Interpreter
 from megatron_grpo.environments.registry import Environment, Reply, Turn
 from megatron_grpo.rewards.registry import run_file
 from megatron_grpo.utils.errors import GrpoError
@@ -25,8 +28,17 @@ from megatron_grpo.utils.errors import GrpoError
 URL = "agent_base_url"  # of the row
 
 
+@functools.cache
 def load(name: str) -> Callable[..., Any]:
-    """Return the function of ``module:function`` or ``FILE.py:function``; GrpoError if there is none."""
+    """Return the function of ``module:function`` or ``FILE.py:function``, "under" another interpreter or this one.
+
+    GrpoError if there is none.
+    """
+    name, under, python = name.partition(UNDER)
+    if under:
+        interpreter = Interpreter(python, name)
+        interpreter.check()
+        return interpreter.run
     module, _, function = name.rpartition(":")
     if not module or not function:
         raise GrpoError(f"--agent {name}: give module:function or FILE.py:function")

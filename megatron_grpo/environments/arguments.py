@@ -7,6 +7,7 @@ from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
 from megatron_grpo.utils.rules import flag
 
 AGENT = "agent:"  # begins the environment's name of --agent
+UNDER = " under "  # comes before --agent-python in it
 TOOL_ROLES = ("tool", "user", "observation", "ipython", "function")
 
 ENVIRONMENTS: tuple[FlagRow, ...] = (
@@ -22,6 +23,13 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         None,
         "module:function or FILE.py:function, an agent program that calls the policy behind an OpenAI-compatible URL "
         "[no agent]",
+    ),
+    (
+        "--agent-python",
+        str,
+        None,
+        "Python interpreter of a virtual environment of its own, under which the program of --agent runs; --agent "
+        "verifiers:NAME is an environment of the library verifiers [the run's own]",
     ),
     ("--max-turns", COUNT, 8, "turns of the policy in an episode"),
     (
@@ -57,7 +65,14 @@ def check_environments(args: Namespace) -> None:
             raise GrpoError(
                 "--agent cannot be used with --environment or --max-turns: the program decides; leave them out"
             )
-        args.environment = f"{AGENT}{args.agent}"
+        if args.agent_python is None and args.agent.startswith("verifiers:"):
+            raise GrpoError(
+                f"--agent {args.agent} needs --agent-python: the interpreter of a virtual environment with verifiers, "
+                "whose dependencies differ from vLLM's"
+            )
+        args.environment = f"{AGENT}{args.agent}" + (f"{UNDER}{args.agent_python}" if args.agent_python else "")
+    elif args.agent_python is not None:
+        raise GrpoError("--agent-python needs --agent: it is the interpreter of the agent program")
     if args.environment is None:
         for name, *_ in ENVIRONMENTS:
             dest = name[2:].replace("-", "_")

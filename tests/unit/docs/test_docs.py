@@ -61,6 +61,7 @@ OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience --server".split()  # of tools/soak.py
 OTHERS += ["--after"]  # of tools/benchmark/stale_cache.py
+OTHERS += ["--count"]  # of environments/libraries/of_verifiers.py
 OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py
 OTHERS += ["--mode"]  # of tools/ledger_check.py
 OTHERS += "--batch --group --check".split()  # of tools/ledger.py

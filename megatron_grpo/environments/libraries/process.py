@@ -1,0 +1,84 @@
+"""Process of ``interpreter.Interpreter``: runs an agent program under --agent-python, without anything of ours.
+
+    PYTHON megatron_grpo/environments/libraries/process.py NAME
+
+NAME is that of --agent. JSON lines arrive on stdin, ["run", id, base_url, row, metadata] or ["cancel", id], and leave
+on stdout: ["ready"] or ["fatal", reason] once, then ["value", id, value] or ["failed", id, reason] for each run. What
+the program prints goes to stderr. The process ends with its stdin.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def program(name: str) -> Any:
+    """Return an async context manager whose value is the agent program."""
+    sys.path[0] = ""  # modules are those of the working directory, not of this file's
+    if name.startswith("verifiers:"):
+        return _file(str(Path(__file__).with_name("of_verifiers.py"))).served(name.partition(":")[2])
+    module, _, function = name.rpartition(":")
+    found = _file(module) if module.endswith(".py") else importlib.import_module(module)
+    return contextlib.nullcontext(getattr(found, function))
+
+
+def _file(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"agent {path}", path)
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise ImportError(f"{path} is no Python file")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def main(name: str, tasks: Any, report: Callable[[Any], None]) -> None:
+    reader, runs = asyncio.StreamReader(limit=2**28), {}
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), tasks)
+    try:
+        context = program(name)
+        run = await context.__aenter__()
+    except (Exception, SystemExit) as error:
+        report(["fatal", f"{type(error).__name__}: {error}"])
+        return
+    report(["ready"])
+
+    async def answer(number: int, base_url: str, row: Any, metadata: Any) -> None:
+        try:
+            if inspect.iscoroutinefunction(run):
+                value = await run(base_url, row, **metadata)
+            else:
+                value = await asyncio.to_thread(run, base_url, row, **metadata)
+            line = json.dumps(["value", number, value])
+        except (Exception, SystemExit) as error:
+            line = json.dumps(["failed", number, f"{type(error).__name__}: {error}"])
+        report(json.loads(line))
+
+    while line := await reader.readline():
+        what, number, *content = json.loads(line)
+        if what == "run":
+            runs[number] = asyncio.create_task(answer(number, *content))
+            runs[number].add_done_callback(lambda task, number=number: runs.pop(number, None))
+        elif number in runs:
+            runs[number].cancel()
+    for task in list(runs.values()):
+        task.cancel()
+    await asyncio.wait([asyncio.ensure_future(context.__aexit__(None, None, None))], timeout=10)
+
+
+if __name__ == "__main__":
+    reports = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def report_line(content: Any) -> None:
+        print(json.dumps(content), file=reports, flush=True)
+
+    asyncio.run(main(sys.argv[1], sys.stdin, report_line))
+    os._exit(0)  # threads of programs may hang
