@@ -127,7 +127,7 @@ ROLLOUT: tuple[FlagRow, ...] = (
         LORA_SYNC,
         None,
         "what the engine receives of a LoRA run: the adapter alone, or the weights merged with it [adapter where an "
-        "engine in the training processes can hold it]",
+        "engine of this launch can hold it]",
     ),
     ("--no-check-lora-sync", bool, False, "do not read the adapter back from the engine after every sync"),
     ("--check-weight-sync", bool, False, "compare the engine with the trainer after every weight sync"),
@@ -378,8 +378,8 @@ def adapter_refused(args: Namespace) -> str | None:
         return f"servers read an adapter's files, and --weight-sync-method is {args.weight_sync_method}, not checkpoint"
     if has_servers(args) and args.lora_base_dtype == "fp8":
         return "servers hold the base of their own files, and not the one of --lora-base-dtype fp8"
-    if args.rollout_ranks:
-        return "engines of --rollout-ranks receive whole weights"
+    if has_servers(args) and args.rollout_ranks:
+        return "servers of --rollout-ranks receive whole weights"
     if args.lora_rank > LARGEST_SLOT:
         return f"the largest rank of vLLM's adapters is {LARGEST_SLOT}"
     if args.lora_use_dora:

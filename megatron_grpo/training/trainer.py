@@ -429,7 +429,11 @@ class Trainer:
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/mean_abs", 0.0)
         if self.args.max_staleness:  # compare the tokens that the present weights sampled
-            new = (batch.weight_version == self.synced_iteration) & (batch.response_mask == 1)
+            sampled = batch.response_mask == 1
+            new = (batch.weight_version == self.synced_iteration) & sampled
+            if self.args.weight_update == "keep":  # the others continue with keys and values of older weights
+                older = np.bincount(batch.completion_of_tokens, sampled & ~new, batch.num_completions) > 0
+                new &= ~older[batch.completion_of_tokens]
             gaps = np.where(new, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
             share = mean_in_loss(batch, new)
             gap = mean_in_loss(batch, gaps) / share if share else 0.0

@@ -28,6 +28,7 @@ COMMON = f"""--transformer-impl local --num-generations {SIZE} --global-batch-si
 # Prompts fill a block of the cache. The probe after each publication has the same prompts: the limit of the mismatch
 # ends the run if one of them is served from keys and values of older weights.
 CACHED = """--vllm-enable-prefix-caching --vllm-engine-kwargs {"kv_cache_memory_bytes":33554432,"block_size":32}"""
+ADAPTER = "--lora-rank 4 --lora-weight-sync adapter"  # every sync is compared with the engines' slots, bit by bit
 STALE = "--max-staleness 2 --rollout-importance-sampling-mode token_truncate --mismatch-limit 0.01"
 
 
@@ -47,7 +48,7 @@ def flags(tiny_models, tmp_path_factory):
 def rows_of(save, name="metrics.jsonl"):
     """The rows of a JSON-lines file, without times and without what only engines on ranks of their own report."""
     rows = [json.loads(line) for line in (save / name).read_text().split("\n") if line]
-    apart = ("time/", "perf/", "stream/", "staleness/")
+    apart = ("time/", "perf/", "stream/", "staleness/", "lora/base_seconds", "lora/adapter_sec", "lora/check_sec")
     return [{key: value for key, value in row.items() if not key.startswith(apart)} for row in rows]
 
 
@@ -58,14 +59,21 @@ def trained_rows(save):
     return [row for _, row in rows]
 
 
-def test_without_staleness_a_run_is_that_of_a_colocated_engine_bit_for_bit(flags, tmp_path):
-    words = [*flags, "--train-iters", "3", "--eval-interval", "3", "--val-before-train"]
+@pytest.mark.parametrize(
+    ("more", "trained"),
+    [
+        ("", "hf_model/model.safetensors"),
+        pytest.param("--lora-rank 4", "adapter/adapter_model.safetensors", marks=pytest.mark.slow),
+    ],
+)
+def test_without_staleness_a_run_is_that_of_a_colocated_engine_bit_for_bit(flags, tmp_path, more, trained):
+    words = [*flags, *more.split(), "--train-iters", "3", "--eval-interval", "3", "--val-before-train"]
     ranks.run_torchrun(1, "pretrain_grpo.py", *words, "--save", tmp_path / "colocated")
     ranks.run_torchrun(2, "pretrain_grpo.py", *words, "--save", tmp_path / "placed", "--rollout-ranks", 1)
     one, other = (tmp_path / name for name in ("colocated", "placed"))
     assert rows_of(one) == rows_of(other) and len(rows_of(one)) == 4
     assert rows_of(one, "completions.jsonl") == rows_of(other, "completions.jsonl")
-    first, second = (load_file(save / "hf_model" / "model.safetensors") for save in (one, other))
+    first, second = (load_file(save / trained) for save in (one, other))
     assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
 
 
@@ -90,6 +98,10 @@ def wait_for_rows(run, save, count):
         (2, "--rollout-ranks 1"),
         pytest.param(3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED}", marks=pytest.mark.slow, id="keep"),
+        pytest.param(3, f"--rollout-ranks 2 --vllm-tensor-parallel-size 2 {ADAPTER}", marks=pytest.mark.slow),
+        pytest.param(
+            4, f"--rollout-ranks 2 --weight-update keep {CACHED} {ADAPTER}", marks=pytest.mark.slow, id="keep, lora"
+        ),
         pytest.param(3, "--rollout-ranks 2 --weight-update drain --dynamic-sample", marks=pytest.mark.slow),
         pytest.param(
             3, "--rollout-ranks 1 --tensor-model-parallel-size 2 --num-iterations 2 --beta 0.1", marks=pytest.mark.slow

@@ -42,7 +42,9 @@ CONFLICTS = {
     f"{PLACED} --check-weight-sync": "the engines are probed at all new weights",
     f"{PLACED} --over-sampling-ratio 2": "the engines finish every group",
     f"{PLACED} --rollout-balancing dynamic": "they always balance",
-    f"{PLACED} --lora-rank 4 --lora-weight-sync adapter": "engines of --rollout-ranks receive whole weights",
+    f"{OVER_SERVERS} --lora-rank 4 --lora-weight-sync adapter --weight-sync-method checkpoint": (
+        "servers of --rollout-ranks receive whole weights"
+    ),
     f"{STALE} --presence-penalty 1": "--presence-penalty and --weight-update interrupt cannot both",
     f"{STALE} --frequency-penalty 1": "--frequency-penalty and --weight-update interrupt cannot both",
     f"{STALE} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",

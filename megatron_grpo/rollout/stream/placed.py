@@ -62,7 +62,7 @@ class PlacedEngines:
         self._reports: list[list[Message]] = [[] for _ in replicas]  # that a command waits for
         self._signs: list[str] = []
         self._last_look = 0.0
-        self._described: list[weights.Described] = []
+        self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
         self._version = -1  # of the newest weights
         self._failures = 0  # missing rewards since the last batch
         self._idle_seconds = 0.0  # of all replicas
@@ -139,20 +139,64 @@ class PlacedEngines:
 
     def update_weights(self, stream: weights.Weights, version: int) -> None:
         """Publish new weights: all replicas have them when the next command reaches them. Collective."""
+        self._publish("weights", stream, version, lambda: describe(self._args))
+        self.has_weights = True
+
+    @property
+    def has_base(self) -> bool:
+        """See `Engine.has_base`."""
+        return self.has_weights
+
+    def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
+        """Publish a new adapter; after new weights the engines generate nothing before it. Collective."""
+        described = [weights.Described(name, tensor.dtype, tensor.shape) for name, tensor in adapter.items()]
+        self._publish("adapter", iter(adapter.items()), version, lambda: described)
+
+    def _publish(
+        self, what: str, stream: weights.Weights, version: int, described: Callable[[], list[weights.Described]]
+    ) -> None:
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                if not self._described:
-                    self._described = describe(self._args)
-                    self._joint.store.set("weights", json.dumps(weights.to_json(self._described)))
+                if what not in self._described:
+                    self._described[what] = described()
+                    self._joint.store.set(what, json.dumps(weights.to_json(self._described[what])))
                 self._tell({"do": "prepare", "version": version})
                 self._reported("ready")
-                self._tell({"do": "publish"})
+                self._tell({"do": "publish", "what": what})
+        self._send(what, stream)
+        self._version = version
+
+    def _send(self, what: str, stream: weights.Weights) -> None:
         if self._leads:
-            weights.send(stream, self._described, self._joint.weights)
+            weights.send(stream, self._described[what], self._joint.weights)
         else:
             for _ in stream:  # iterating is collective
                 pass
-        self.has_weights, self._version = True, version
+
+    def compare_adapter(self, adapter: dict[str, torch.Tensor]) -> list[str]:
+        """Return on rank 0 a line for each tensor of an engine's adapter that differs from this one. Collective.
+
+        The adapter is sent a second time, so that a fault of the first transfer is found too.
+        """
+        if self._leads:
+            self._tell({"do": "compare adapter"})
+        self._send("adapter", iter(adapter.items()))
+        return self._lines_of_all("compared")
+
+    def probe_adapter(self) -> list[str]:
+        """Return on rank 0 the kinds of layers in which an engine does not use its adapter. Collective."""
+        if self._leads:
+            self._tell({"do": "probe adapter"})
+        return self._lines_of_all("probed")
+
+    def _lines_of_all(self, done: str) -> list[str]:
+        """Return on rank 0 the lines that all replicas report."""
+        lines: list[str] = []
+        with led_by_rank_0(self._watch_signals):
+            if self._leads:
+                for replica, report in enumerate(self._reported(done)):
+                    lines += [f"{line} (engine replica {replica})" for line in report["lines"]]
+        return lines
 
     # ---- messages
 

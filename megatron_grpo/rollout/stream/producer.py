@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import urls_of_replica
@@ -90,7 +92,8 @@ class Producer:
         self._jobs = 0  # requests of all jobs so far
         self._version: int | None = None  # to be published, as soon as the engine is ready
         self._is_ready = False  # to publish it
-        self._described: list[weights.Described] = []
+        self._has_policy = False  # whether the engine has the weights, and the adapter of a run that sends it alone
+        self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
         self._steps, self._idle_seconds = 0, 0.0
         self._last_sign = 0.0
         self._failed_rewards: set[str] = set()
@@ -140,7 +143,12 @@ class Producer:
                 case "prepare":
                     self._version, self._is_ready = message["version"], False
                 case "publish":
-                    self._publish()
+                    self._publish(message["what"])
+                case "compare adapter":
+                    self._report_of_all("compared", self._engine.compare_adapter(dict(self._received("adapter"))))
+                case "probe adapter":
+                    self._pause()
+                    self._report_of_all("probed", self._engine.probe_adapter())
                 case "save":
                     self._save(Path(message["directory"]))
                 case "hold":
@@ -190,7 +198,7 @@ class Producer:
 
     def _fill(self) -> None:
         """Submit as many requests as the engine runs at a time; those of a job come first."""
-        if not self._engine.has_weights:
+        if not (self._engine.has_weights and self._has_policy):
             return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
@@ -392,15 +400,29 @@ class Producer:
             if job.ready:
                 self._report({"do": "ready", "failures": job.failures})
 
-    def _publish(self) -> None:
-        """Receive the new weights. Collective over trainer rank 0 and all engine ranks."""
+    def _publish(self, what: str) -> None:
+        """Receive the new weights, or a new adapter. Collective over trainer rank 0 and all engine ranks."""
         assert self._version is not None
         if self._args.weight_update != "keep":
             self._pause()
-        if not self._described:
-            self._described = weights.from_json(json.loads(self._joint.store.get("weights")))
-        self._engine.update_weights(weights.receive(self._described, self._joint.weights), self._version)
+        if what == "adapter":
+            self._engine.update_adapter(dict(self._received(what)), self._version)
+        else:
+            self._engine.update_weights(self._received(what), self._version)
+        self._has_policy = what == "adapter" or self._args.lora_weight_sync != "adapter"
         self._version = None
+
+    def _received(self, what: str) -> weights.Weights:
+        """Return the tensors that trainer rank 0 sends. Collective over it and all engine ranks."""
+        if what not in self._described:
+            self._described[what] = weights.from_json(json.loads(self._joint.store.get(what)))
+        return weights.receive(self._described[what], self._joint.weights)
+
+    def _report_of_all(self, done: str, lines: list[str]) -> None:
+        """Report the lines of all ranks of this replica."""
+        everywhere: list[list[str]] = [[]] * self._joint.role.size
+        dist.all_gather_object(everywhere, lines, group=host_group())
+        self._report({"do": done, "lines": [line for of_rank in everywhere for line in of_rank]})
 
     # ---- checkpoints
 

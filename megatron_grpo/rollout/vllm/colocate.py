@@ -212,6 +212,11 @@ class VllmColocate(TakesTurns):
                     for _ in weights:
                         pass
                 raise
+        self.has_weights = True
+        self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        """Count new weights or a new adapter: tokens have this version from now on."""
         if not self._under_way:
             self._drop_prefix_cache()
         not_begun = []
@@ -222,7 +227,6 @@ class VllmColocate(TakesTurns):
                 not_begun.append(under_way.request)
         self._version = version
         self._loads += 1
-        self.has_weights = True
         self.abort(request.id for request in not_begun)
         self.submit(not_begun)  # with the salt of the new version
 
@@ -231,11 +235,11 @@ class VllmColocate(TakesTurns):
         return self.has_weights
 
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
-        self._loads += 1
-        self._load_adapter(adapter, f"load {self._loads}")
+        """Load an adapter; requests under way go on with their keys and values, as in `update_weights`."""
+        self._load_adapter(adapter, f"load {self._loads + 1}")
         if self._adapter_like.keys() != adapter.keys():
             self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
-        self._version = version
+        self._begin_version(version)
 
     def _load_adapter(self, adapter: slots.Adapter, name: str) -> None:
         """Load an adapter under a name that no earlier one had: vLLM's cache has entries for each name."""
@@ -244,7 +248,6 @@ class VllmColocate(TakesTurns):
         with raised_on_every_rank(), lost_on_failure("vLLM's update of the adapter"):
             self._llm.collective_rpc(slots.load_adapter, args=(adapter,))
         self._adapter_request = LoRARequest(name, slots.SLOT, "no file")
-        self._drop_prefix_cache()
 
     def compare_adapter(self, adapter: slots.Adapter) -> list[str]:
         with raised_on_every_rank(), lost_on_failure("vLLM's comparison of the adapter"):

@@ -12,6 +12,7 @@ MERGED = {
     f"{SERVER} --weight-sync-method nccl --dry-run": "--weight-sync-method is nccl",
     f"{SERVER} --lora-base-dtype fp8": "servers hold the base of their own files",
     "--rollout-engine sglang --sglang-server-base-url http://127.0.0.1:1": "SGLang's servers receive whole weights",
+    f"--rollout-ranks 1 {SERVER} --weight-sync-method checkpoint": "servers of --rollout-ranks receive whole weights",
     "--lora-use-dora": "vLLM has no DoRA",
     "--lora-rank 520 --hidden-size 1024 --lora-target-modules q_proj --kv-channels 128": "largest rank",
     "--lora-modules-to-save lm_head --untie-embeddings-and-output-weights": "--lora-modules-to-save",
@@ -24,6 +25,7 @@ MERGED = {
 def test_a_dense_model_sends_its_adapter():
     args = validated(LORA)
     assert args.lora_weight_sync == "adapter" and "the adapter alone" in lora_note(args)
+    assert validated(f"{LORA} --rollout-ranks 2", 4).lora_weight_sync == "adapter"
     assert validated(f"{LORA} --lora-weight-sync merged").lora_weight_sync == "merged"
 
 

@@ -106,6 +106,34 @@ class MadeUpEngine:
         pass
 
 
+class AdapterEngine(MadeUpEngine):
+    """An engine that holds an adapter beside its weights."""
+
+    adapter, frozen = None, True  # frozen: the requests stay as they are
+
+    def poll(self):
+        return [] if self.frozen else super().poll()
+
+    def submit(self, requests):
+        assert self.adapter is not None or not requests, "the engine has no adapter"
+        super().submit(requests)
+
+    def update_weights(self, weights, version):
+        super().update_weights(weights, version)
+        self.adapter = None
+
+    def update_adapter(self, adapter, version):
+        self.adapter, self.version = {name: tensor.clone() for name, tensor in adapter.items()}, version
+
+    def compare_adapter(self, adapter):
+        assert adapter.keys() == self.adapter.keys()
+        return [name for name in adapter if not torch.equal(adapter[name], self.adapter[name])]
+
+    def probe_adapter(self):
+        assert not self.running
+        return [] if self.adapter["q.lora_B"].any() else ["q"]
+
+
 class Scorer:
     """The reward of a completion: its place; equal for all completions of rows below ``without_signal``."""
 
@@ -129,11 +157,12 @@ class Scorer:
 class Launch:
     """A trainer in this thread, and two engine replicas in threads of their own."""
 
-    def __init__(self, monkeypatch, flags, without_signal=0, batch=0):
+    def __init__(self, monkeypatch, flags, without_signal=0, batch=0, engine=MadeUpEngine):
         self.args = good_args.validated(f"{FLAGS} {flags}", world_size=1)
+        self.args.lora_weight_sync = "adapter" if engine is AdapterEngine else None
         self.args.end_token_ids = ()
         monkeypatch.setattr(placed, "describe", lambda args: DESCRIBED)
-        self.engines = [MadeUpEngine() for _ in range(2)]
+        self.engines = [engine() for _ in range(2)]
         self.threads, self.errors, self.signal = [], [], False
         self.store = dist.HashStore()
         self.joints = [None] * 3
@@ -404,3 +433,34 @@ def test_roles_of_a_launch():
     check_hosts(4, 4, 2, 4)
     with pytest.raises(GrpoError, match="ranks 3 to 4 would be on two hosts of 4 ranks"):
         check_hosts(1, 4, 2, 4)
+
+
+@pytest.mark.parametrize("update", ["interrupt", "keep"])
+def test_an_adapter_goes_alone_to_all_engines_and_is_compared_with_theirs(launch, update):
+    """Completions continue under each new adapter; none is sampled by the weights alone."""
+    run = launch(f"--max-staleness 1 --weight-update {update}", engine=AdapterEngine)
+
+    def adapter(version):
+        matrices = {"q.lora_A": torch.full([2, 3], float(version)), "q.lora_B": torch.full([3, 2], 0.5 * version)}
+        return {name: tensor.to(torch.bfloat16) for name, tensor in matrices.items()}
+
+    run.trainer._start_groups()  # as a resume does: there are requests before there are weights
+    run.publish(0)
+    run.trainer.update_adapter(adapter(0), 0)
+    while not all(engine.running for engine in run.engines):
+        run._check(False)
+    assert run.trainer.probe_adapter() == ["q (engine replica 0)", "q (engine replica 1)"]
+    for engine in run.engines:
+        engine.frozen = False
+    for version in range(5):
+        if version == 3:  # as after an engine has lost its weights
+            run.publish(version)
+        if version:
+            run.trainer.update_adapter(adapter(version), version)
+            assert run.trainer.probe_adapter() == []
+        assert run.trainer.compare_adapter(adapter(version)) == []
+        batch, _, _ = run.trainer.take(everything)
+        sampled = batch.weight_version[batch.response_mask == 1]
+        assert max(version - 1, 0) <= min(sampled) and max(sampled) <= version
+    run.engines[1].adapter["q.lora_A"][0, 0] += 1
+    assert run.trainer.compare_adapter(adapter(4)) == ["q.lora_A (engine replica 1)"]

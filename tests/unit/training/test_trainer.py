@@ -1,5 +1,6 @@
 """What the trainer keeps watch on by itself."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.checkpointing.checkpoint_directory import LATEST
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.training import trainer as trainer_module
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.device_memory import DeviceMemory
@@ -49,6 +51,31 @@ def test_the_limit_of_the_mismatch_depends_on_precision_and_flag(flags, passes, 
     check([4], passes, flags=flags.split())
     with pytest.raises(GrpoError, match="--mismatch-limit"):
         check([4], ends, flags=flags.split())
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("update", "continued", "begun_anew", "passes"),
+    [
+        ("interrupt", 0.0, 0.0, True),
+        ("interrupt", 0.5, 0.0, False),
+        ("keep", 0.5, 0.0, True),
+        ("keep", 0.0, 0.5, False),
+    ],
+)
+def test_tokens_with_keys_and_values_of_older_weights_are_not_compared(update, continued, begun_anew, passes):
+    """``continued`` and ``begun_anew``: gaps of a completion that has tokens of the version before, and of another."""
+    batch = RolloutBatch.from_completions(
+        [[5], [6]], [[1, 2, 3], [4, 5]], [[-1.0] * 3, [-1.0] * 2], [[3, 4, 4], [4, 4]], [0, 0], [0, 0], [0, 1],
+        [FinishReason.STOP] * 2,
+    )  # fmt: skip
+    gaps = np.array([0, 9, continued, continued, 0, begun_anew, begun_anew], np.float32)
+    batch.old_log_probs = batch.rollout_log_probs + gaps
+    args = parse_args(["--max-staleness", "1", "--weight-update", update, "--mismatch-limit", "0.01"])
+    args.updates_per_rollout = 1
+    trainer = SimpleNamespace(args=args, synced_iteration=4, rollouts=1, replays=lambda batch: False)
+    with contextlib.nullcontext() if passes else pytest.raises(GrpoError, match="does not hold the trainer's weights"):
+        Trainer.check_engine(trainer, batch, {})
 
 
 class Lost:
