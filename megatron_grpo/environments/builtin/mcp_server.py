@@ -1,13 +1,13 @@
-"""Tools of an MCP server (https://modelcontextprotocol.io) that speaks on its stdin and stdout, by the package mcp.
+"""Tools of an MCP server (https://modelcontextprotocol.io), by the package mcp: on stdin and stdout, or behind a URL.
 
-Each environment worker starts one server with its first call, and another one after the server has ended. All episodes
-of the worker share it.
+Each environment worker starts one server with its first call, and another one after the server has ended. To a URL it
+connects by the transport "streamable HTTP". All episodes of the worker share the server.
 """
 
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,16 +17,17 @@ from megatron_grpo.utils.errors import GrpoError
 _START_LIMIT = 60.0  # s
 
 
-def mcp_tools(*command: str) -> list[Callable]:
-    """Return the tools of the server that ``command`` starts, for `register_tools`.
+def mcp_tools(*command: str, headers: Mapping[str, str] | None = None) -> list[Callable]:
+    """Return the tools of the server that ``command`` starts, or of the one at a URL, for `register_tools`.
 
-    GrpoError without the package mcp, or if the server does not list its tools.
+    ``headers`` are those of requests to a URL, such as Authorization. GrpoError without the package mcp, or if the
+    server does not list its tools.
     """
     try:
         import mcp  # noqa: F401  (only these tools need it)
     except ImportError as error:
         raise GrpoError(f"tools of an MCP server need the package mcp: pip install mcp ({error})") from error
-    server = _Server(command)
+    server = _Server(command, headers)
     try:
         described = asyncio.run(asyncio.wait_for(server.described(), _START_LIMIT))
     except TimeoutError as error:
@@ -53,21 +54,39 @@ def _function(server: "_Server", described: dict[str, Any]) -> Callable:
 class _Server:
     """The server of one process."""
 
-    def __init__(self, command: Sequence[str]):
-        self._command = command
+    def __init__(self, command: Sequence[str], headers: Mapping[str, str] | None = None):
+        self._command, self._headers = command, headers
         self._session: asyncio.Future | None = None
         self._lost = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
-        from mcp import ClientSession, StdioServerParameters, stdio_client
+        from mcp import ClientSession
 
-        program, *arguments = self._command
-        parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
-        async with stdio_client(parameters) as (read, write), ClientSession(read, write) as session:
+        async with self._streams() as (read, write, *_), ClientSession(read, write) as session:
             await session.initialize()
             yield session
+
+    @asynccontextmanager
+    async def _streams(self) -> AsyncIterator[Any]:
+        program, *arguments = self._command
+        if program.startswith(("http://", "https://")):
+            from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+            headers = dict(self._headers or {})
+            async with (
+                create_mcp_http_client(headers=headers) as client,
+                streamable_http_client(program, http_client=client) as streams,
+            ):
+                yield streams
+        else:
+            from mcp import StdioServerParameters, stdio_client
+
+            async with stdio_client(
+                StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
+            ) as streams:
+                yield streams
 
     async def described(self) -> list[dict[str, Any]]:
         """Return the protocol's descriptions of all tools, by a server that ends then."""

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,8 +20,8 @@ from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.utils.errors import GrpoError
 
 SERVER = """
-import os
-from mcp.server.mcpserver import MCPServer
+import os, sys
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("test")
@@ -34,10 +36,18 @@ def process() -> str:
     return str(os.getpid())
 
 @server.tool()
+def authorization(context: Context) -> str:
+    request = context.request_context.request
+    return request.headers["authorization"] if request else ""
+
+@server.tool()
 def fail() -> str:
     raise ToolError("no such page")
 
-server.run()
+if len(sys.argv) > 1:
+    server.run(transport="streamable-http", port=int(sys.argv[1]))
+else:
+    server.run()
 """
 
 
@@ -55,7 +65,7 @@ def tools(server):
 
 def test_schemas(tools):
     schemas = [tool_schema(tool) for tool in tools]
-    assert [schema["function"]["name"] for schema in schemas] == ["add", "process", "fail"]
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "process", "authorization", "fail"]
     add = schemas[0]["function"]
     assert add["description"] == "Add two numbers." and add["parameters"]["required"] == ["a", "b"]
     assert add["parameters"]["properties"]["a"]["type"] == "integer"
@@ -84,6 +94,55 @@ def test_calls(tools):
 
     process = asyncio.run(asyncio.wait_for(all_calls(), 60))
     assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
+
+
+def test_a_server_behind_a_url(server):
+    """Its calls, and what is said while it does not run; a server that has started again is found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+    with pytest.raises(GrpoError, match=f"the MCP server {url} lists no tools"):
+        mcp_tools(url)
+
+    def start():
+        process = subprocess.Popen([sys.executable, server, str(port)])
+        while True:
+            with socket.socket() as tried:
+                if tried.connect_ex(("127.0.0.1", port)) == 0:
+                    return process
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    async def call(environment, name, arguments):
+        turn = Turn("", [ToolCall(name, arguments, "0")])
+        (message,) = (await asyncio.wait_for(environment.step(turn), 60)).messages
+        return message["content"]
+
+    async def all_calls(first):
+        environment = ToolEnvironment(mcp)
+        assert await call(environment, "add", {"a": 1984, "b": 2267}) == "4251"
+        assert "no such page" in await call(environment, "fail", {})
+        assert await call(environment, "authorization", {}) == "Bearer x"
+        assert int(await call(environment, "process", {})) == first.pid
+        first.kill()
+        first.wait()
+        with pytest.raises(ConnectionError, match="the MCP server"):
+            await call(environment, "process", {})
+        other = start()
+        try:
+            assert int(await call(environment, "process", {})) == other.pid
+        finally:
+            other.kill()
+            other.wait()
+
+    first = start()
+    try:
+        mcp = mcp_tools(url, headers={"Authorization": "Bearer x"})
+        asyncio.run(all_calls(first))
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_a_worker_ends_its_server(server, tmp_path):
