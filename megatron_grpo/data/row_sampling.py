@@ -70,6 +70,11 @@ def row_sampling(row: Mapping[str, Any], args: Namespace, special_tokens: Mappin
                     f"stop of {COLUMN} cannot be used with --rollout-ranks and servers: a continued completion is a "
                     "new request to a server, which sees no stop word across its begin"
                 )
+            if args.vllm_speculative_config:
+                raise GrpoError(
+                    f"stop of {COLUMN} and --vllm-speculative-config cannot both be given: vLLM keeps tokens of a "
+                    "draft behind a stop word"
+                )
             fields["stop"] = tuple(words)
             fields["stop_token_ids"] = tuple(special_stop_words(words, special_tokens))
         elif name == "structured_outputs":

@@ -61,6 +61,8 @@ def constraint_refused(args: Namespace) -> str | None:
             "cannot be used with --rollout-ranks and servers: a continued completion is a new request to a server, "
             "whose constraint begins again"
         )
+    if args.vllm_speculative_config:
+        return "cannot be used with --vllm-speculative-config: constraints on drafts have not been checked"
     user = uses_engine_log_probs(args)
     if user:
         return (

@@ -221,7 +221,7 @@ ENGINE = (
     Row(
         "--sglang-speculative-algorithm",
         None,
-        ask("speculative decoding: --vllm-engine-kwargs, or a server's own flags"),
+        ask("speculative decoding: --vllm-speculative-config, or a server's own flags"),
     ),
     Row("--sglang-*", None, None, "a setting of SGLang's servers; --vllm-engine-kwargs has what has no flag"),
     Row("--sglang-speculative-num-steps", None, None, "with --sglang-speculative-algorithm"),

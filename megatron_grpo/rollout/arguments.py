@@ -81,6 +81,12 @@ ROLLOUT: tuple[FlagRow, ...] = (
         False,
         "each rank of a replica has whole experts instead of a slice of every expert",
     ),
+    (
+        "--vllm-speculative-config",
+        dict,
+        None,
+        "speculative decoding of a colocated engine, as vllm serve --speculative-config; ngram only",
+    ),
     ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM; they override the flags"),
     ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU"),
     ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
@@ -223,7 +229,8 @@ STRUCTURED_OUTPUTS: FlagRow = (
 # Flags of an engine in the training processes; a server is configured by its own flags.
 ENGINES_OWN = (
     "vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_len vllm_enforce_eager "
-    "vllm_enable_prefix_caching vllm_dtype vllm_quantization vllm_enable_expert_parallel vllm_engine_kwargs sleep_level"
+    "vllm_enable_prefix_caching vllm_dtype vllm_quantization vllm_enable_expert_parallel vllm_engine_kwargs "
+    "vllm_speculative_config sleep_level"
 ).split()
 
 
@@ -308,7 +315,7 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
 OURS = {"model", "load_format", "distributed_executor_backend", "skip_tokenizer_init", "tokenizer", "logprobs_mode"}
 OURS |= {"tensor_parallel_size", "enable_return_routed_experts", "enable_sleep_mode", "max_model_len", "seed"}
 OURS |= {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"}
-OURS |= {"fully_sharded_loras"}
+OURS |= {"fully_sharded_loras", "speculative_config"}
 # Arguments that store keys and values outside the cache that a weight sync clears.
 KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
@@ -340,6 +347,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
     _check_log_probs(args)
+    _check_speculation(args)
     if args.rollout_balancing == "dynamic" and (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
         raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
     if args.check_weight_sync and args.rollout_engine == "megatron":
@@ -348,6 +356,48 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
+
+
+def _check_speculation(args: Namespace) -> None:
+    """Raise GrpoError for flags with which speculative decoding would change a rollout, or has not been checked."""
+    config = args.vllm_speculative_config
+    if not config:
+        return
+    method = config.get("method", "draft_model" if config.get("model") else None)
+    if method == "draft_model":
+        raise GrpoError(
+            "--vllm-speculative-config: method is draft_model, but vLLM gives a draft model random weights where the "
+            "policy's come from the trainer: give ngram, or a server that is started with the draft model"
+        )
+    if method != "ngram":
+        raise GrpoError(f"--vllm-speculative-config: method is {method!r}: give ngram")
+    if (acceptance := config.get("rejection_sample_method", "standard")) != "standard":
+        raise GrpoError(
+            f"--vllm-speculative-config: rejection_sample_method is {acceptance!r}: leave it out, because only the "
+            "standard method is known to keep the distribution of the samples"
+        )
+    for dest, given, reason in (
+        (
+            "top_k",
+            replays_top_k(args),
+            "the kept tokens of accepted drafts have not been checked; add --no-top-k-replay",
+        ),
+        ("min_p", args.min_p, "vLLM has no min_p with drafts"),
+        ("stop_words", args.stop_words, "vLLM keeps tokens of a draft behind a stop word"),
+        (
+            "router_replay_mode",
+            args.router_replay_mode == "R3",
+            "experts of rejected drafts are reported, too; give R2",
+        ),
+        ("partial_rollouts", args.partial_rollouts, "interrupted drafts have not been checked"),
+        (
+            "max_staleness",
+            args.max_staleness and args.weight_update != "drain",
+            "interrupted drafts have not been checked; give --weight-update drain",
+        ),
+    ):
+        if given:
+            raise GrpoError(f"{flag(dest)} and --vllm-speculative-config cannot both be given: {reason}")
 
 
 def check_lora_weight_sync(args: Namespace) -> None:
@@ -374,6 +424,8 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if args.rollout_engine == "sglang":
         return "SGLang's servers receive whole weights"
+    if args.vllm_speculative_config:
+        return "adapters have not been checked with --vllm-speculative-config"
     if has_servers(args) and args.weight_sync_method != "checkpoint":
         return f"servers read an adapter's files, and --weight-sync-method is {args.weight_sync_method}, not checkpoint"
     if has_servers(args) and args.lora_base_dtype == "fp8":

@@ -43,6 +43,7 @@ UNRELATED_FLAGS = """
     sglang_server_base_url sglang_server_api_key sglang_server_timeout weight_sync_method weight_sync_dir
     vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_len vllm_max_num_seqs inference_max_requests
     sleep_level vllm_enable_expert_parallel vllm_engine_kwargs vllm_enforce_eager vllm_enable_prefix_caching
+    vllm_speculative_config
     rollout_balancing lora_weight_sync no_check_lora_sync check_weight_sync mismatch_limit
     rollout_ranks weight_update
     valid_data_path reward_workers reward_timeout reward_retries reward_model_timeout reward_model_concurrency

@@ -69,6 +69,7 @@ class VllmColocate(TakesTurns):
         ):
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
+        self._speculates = args.vllm_speculative_config is not None
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
@@ -79,6 +80,11 @@ class VllmColocate(TakesTurns):
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
+            if self._speculates and request.sampling.stop:  # of an agent's program; others are refused at the start
+                raise GrpoError(
+                    f"stop words {list(request.sampling.stop)} and --vllm-speculative-config cannot both be given: "
+                    "vLLM keeps tokens of a draft behind a stop word; leave one of them out"
+                )
             whole = request.with_begun_in_prompt()
             # The salt is part of the key of a prefix: a request never hits keys and values of earlier weights.
             prompt: dict = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"load {self._loads}"}
@@ -394,6 +400,7 @@ def _build(args, directory: str):
             **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config else {}),
+            speculative_config=args.vllm_speculative_config,
             **on_a_cpu,
         )
         return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
@@ -412,6 +419,16 @@ def _seeds_requests(vllm_config) -> bool:
     runner, rollout and replica determine one common seed instead.
     """
     return vllm_config.use_v2_model_runner or not torch.cuda.is_available()
+
+
+def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    """Return each request's value of ``x`` once for each of its draft tokens ``[num_tokens]``.
+
+    Replaces vLLM 0.32's function of this name on a CPU, which writes into a copy if ``x`` is not int64: logits would be
+    divided by uninitialized memory instead of temperatures.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _cpu_options(args) -> dict:
@@ -436,6 +453,10 @@ def _cpu_options(args) -> dict:
             f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: give a "
             "model with such a size, or use a GPU"
         )
+    if args.vllm_speculative_config:
+        from vllm.v1.sample import rejection_sampler
+
+        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
     if args.vision_config:

@@ -40,7 +40,7 @@ OTHERS += (
     "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
 )  # nvidia-smi, hf, tensorboard, vllm
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
-OTHERS += "--enable-lora --max-lora-rank --logprobs-mode".split()  # of vLLM
+OTHERS += "--enable-lora --max-lora-rank --logprobs-mode --speculative-config".split()  # of vLLM
 OTHERS += "--generate --test-output --test-share".split()  # of tools/data/countdown.py, and of all tools there
 OTHERS += "--quick --shm-size --ipc".split()  # of tools/check_install.py, and of docker, which it names
 OTHERS += (

@@ -82,6 +82,7 @@ GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 
 SERVER = "--vllm-mode server --vllm-server-base-url"
 SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
+NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
 REFUSED = {
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
     f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
@@ -299,6 +300,20 @@ REFUSED = {
         "--context-parallel-size 2 with --window-size needs --cp-comm-type a2a"
     ),
     '--vllm-engine-kwargs {"kv_offloading_size":4}': "kv_offloading_size would keep keys and values of earlier weights",
+    '--vllm-engine-kwargs {"speculative_config":{}}': "speculative_config is set by this program",
+    '--vllm-speculative-config {"num_speculative_tokens":2}': "method is None: give ngram",
+    '--vllm-speculative-config {"method":"eagle"}': "method is 'eagle': give ngram",
+    f'{NGRAM[:-1]},"rejection_sample_method":"synthetic"}}': "rejection_sample_method is 'synthetic': leave it out",
+    f"{NGRAM} --top-k 8": "--top-k and --vllm-speculative-config cannot both be given: the kept tokens",
+    f"{NGRAM} --min-p 0.1": "--min-p and --vllm-speculative-config cannot both be given",
+    f"{NGRAM} --stop-words x --tokenizer-type HuggingFaceTokenizer": "--stop-words and --vllm-speculative-config",
+    f"{NGRAM} --structured-outputs-regex x": "cannot be used with --vllm-speculative-config: constraints on drafts",
+    f"{NGRAM} --partial-rollouts --max-staleness 1 --rollout-importance-sampling-mode token_truncate": (
+        "--partial-rollouts and --vllm-speculative-config cannot both be given"
+    ),
+    f"{NGRAM} --rollout-engine megatron": "--vllm-speculative-config is vLLM's",
+    f"{NGRAM} --vllm-mode server --vllm-server-base-url http://a:1": "--vllm-speculative-config is for an engine",
+    NGRAM.replace("ngram", "draft_model"): "vLLM gives a draft model random weights where the policy's come from",
     "--moe-layer-recompute": "--moe-layer-recompute needs --num-experts",
     "--moe-token-dispatcher-type allgather": "--moe-token-dispatcher-type needs --num-experts",
     "--moe-aux-loss-coeff 1": "--moe-aux-loss-coeff needs --num-experts: the model has no experts",
