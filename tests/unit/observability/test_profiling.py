@@ -9,7 +9,7 @@ import torch
 
 from megatron_grpo.observability.arguments import check_profiling
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.observability.profiling import Profiler
+from megatron_grpo.observability.profiling import Profiler, summary
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
@@ -41,6 +41,34 @@ def test_the_updates_between_the_steps_are_recorded(tmp_path):
     text = (tmp_path / "profile" / "rank0.txt").read_text()
     assert text.startswith("updates 2 to 3\n") and re.search(r"^update +\d+\.\d+ s in 2 calls$", text, re.M)
     assert "aten::mm" in text
+
+
+def event(category, name, begin, duration, thread=1):
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "tid": thread}
+
+
+def test_tables_of_a_trace_with_a_device():
+    """Times in microseconds, added up by hand."""
+    lines = summary(
+        [
+            {"ph": "M", "name": "process_name"},
+            event("user_annotation", "phase/update", 0, 10_000_000),
+            event("cpu_op", "aten::linear", 1_000_000, 3_000_000),
+            event("cpu_op", "aten::mm", 1_500_000, 1_000_000),
+            event("cpu_op", "aten::mm", 1_600_000, 500_000, thread=2),  # another thread: called by nobody
+            event("kernel", "gemm", 2_000_000, 4_000_000, thread=7),
+            event("kernel", "nccl_all_gather", 5_000_000, 2_000_000, thread=8),  # one second beside gemm
+            event("gpu_memcpy", "copy", 9_500_000, 1_000_000, thread=7),  # half of it after the phase
+        ]
+    )
+    assert lines[0].split() == (
+        "update 10.000 s in 1 calls, device busy 5.500 s (communication 2.000), idle 4.500".split()
+    )
+    rows = {line.split()[-1]: line.split()[:3] for line in lines if "%" in line}
+    assert rows["gemm"] == ["4000.000", "1", "57.1%"]
+    assert rows["copy"] == ["1000.000", "1", "14.3%"]
+    assert rows["aten::linear"] == ["2000.000", "1", "57.1%"]
+    assert rows["aten::mm"] == ["1500.000", "2", "42.9%"]
 
 
 def test_other_ranks_and_other_updates_are_not(tmp_path):
