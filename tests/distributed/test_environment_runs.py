@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from chain_model import make_chain_model
 from ranks import REPO, run_torchrun
 from server_double import Double
 from slow import slow_except
 from test_rollout import KEY, vllm_server
 from transformers import AutoModelForCausalLM
 
-from tools.make_tiny_model import build_parser, make
+from tools.make_tiny_model import build_parser, make, make_tokenizer
 from tools.resume_check import differences
 
 pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
@@ -100,6 +102,22 @@ def test_the_ledger_replays_a_run_without_its_environment(tiny_models, tmp_path)
     assert first == second and (tmp_path / "calls").read_text() == calls
     weights = [(tmp_path / run / "hf_model" / "model.safetensors").read_bytes() for run in ("run", "again")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_rollouts_and_updates_apart(tiny_models, tmp_path):
+    """--rollout-only calls the environment; --train-only has its tokens, rewards and states, and calls none."""
+    model, gigpo = tiny_models["qwen3"], ["--advantage-estimator", "gigpo", "--turn-gamma", 0.9]
+    flags = ["--global-batch-size", 16, *gigpo]
+    output, made = run_echo(1, model, tmp_path, *flags, "--vllm-max-num-seqs", 16, "--rollout-only")
+    assert "the environment failed in 4 episodes: raised OSError: no connection" in output
+    assert made[0]["environment/failed"] == 4 / 16 and all("loss" not in row for row in made)
+    calls = (tmp_path / "calls").read_text()
+    _, learnt = run_echo(1, model, tmp_path, *flags, "--train-only", tmp_path / "run", name="learnt")
+    assert (tmp_path / "calls").read_text() == calls and calls.count("3\n") > 8  # third turns
+    names = ("environment/turns", "environment/tokens", "environment/failed", "reward/mean", "tokens/rollout")
+    assert [[row[name] for name in names] for row in learnt] == [[row[name] for name in names] for row in made]
+    assert all(row["grad_norm"] > 0 for row in learnt) and learnt[0]["mismatch/mean_abs"] < 1e-5
 
 
 def test_partial_rollouts(tiny_models, tmp_path):
@@ -298,6 +316,61 @@ def test_a_program_of_smolagents(tmp_path):
     for row in rows:  # two steps and the final answer; the latter begins a tree of its own
         assert row["environment/turns"] >= 3 and row["environment/failed"] == 0 and row["mismatch/mean_abs"] < 1e-5
         assert row["grad_norm"] > 0
+
+
+def write_guesser(directory, letters):
+    """Write a model that says a letter in brackets, each of ``letters`` with the same probability."""
+    tokenizer = make_tokenizer("bytes")
+    space, opens, closes, *guesses = tokenizer.encode(f" []{letters}")
+    following = {space: opens, closes: tokenizer.eos_token_id} | dict.fromkeys(guesses, closes)
+    make_chain_model(directory, following, len(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.lm_head.weight[:, opens] = 0.0
+        model.lm_head.weight[guesses, opens] = 2.0
+    model.config.max_position_embeddings = 8192
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+HANGMAN = {"taskset": {"id": "textarena", "game": "Hangman-v0"}}
+HANGMAN |= {"player": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 12}}
+
+
+@pytest.mark.slow
+def test_an_environment_of_verifiers(tmp_path, monkeypatch):
+    """Updates with TextArena's Hangman of the wheel of verifiers, unchanged, in a virtual environment of its own.
+
+    VERIFIERS_PYTHON names an interpreter that has it; else the packages are installed from PyPI.
+    """
+    python = Path(os.environ.get("VERIFIERS_PYTHON", tmp_path / "venv/bin/python"))
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+        if subprocess.run([python, "-m", "pip", "install", "--quiet", "verifiers[ta]==0.4.0", "uv"]).returncode:
+            pytest.skip("verifiers cannot be installed from PyPI")
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")  # of uv
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))  # the words that the game would download
+    (tmp_path / "nltk/corpora/words").mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (tmp_path / "nltk/corpora/words" / name).write_text("nose\nsea\nease\nstone\ntoast\nonset\n")
+    config, data = tmp_path / "hangman.json", tmp_path / "train.jsonl"
+    config.write_text(json.dumps(HANGMAN))
+    export = REPO / "megatron_grpo/environments/libraries/of_verifiers.py"
+    subprocess.run([python, export, config, "--count", "16", "--save", data], check=True)
+    model, save = tmp_path / "model", tmp_path / "run"
+    write_guesser(model, "aeonst")
+    flags = f"""--load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}
+        --train-data-path {data} --agent verifiers:{config} --agent-python {python} --environment-timeout 500
+        --reward-funcs environment --num-generations 4 --micro-batch-size 4 --global-batch-size 16 --lr 1e-3
+        --transformer-impl local --train-iters 3 --max-prompt-length 2000 --max-completion-length 200
+        --max-environment-tokens 5000 --num-completions-to-log 16 --save {save} --no-save-hf"""
+    run_torchrun(1, "pretrain_grpo.py", *flags.split())
+    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3
+    for row in metrics:
+        assert row["environment/failed"] == 0 and row["environment/turns"] > 1 and row["mismatch/max_abs"] < 1e-4
+    assert any(row["grad_norm"] > 0 for row in metrics), [row["reward/mean"] for row in metrics]
 
 
 @pytest.mark.slow
