@@ -81,9 +81,9 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
     return "\n".join(sections)
 
 
-def holds(chunk: Chunk) -> str:
-    """Return a description of the model parts that a stage holds."""
-    parts = ["embedding"] if chunk.embedding else []
+def holds(chunk: Chunk, vision: bool) -> str:
+    """Return a description of the model parts that a stage holds; ``vision``: the model has a vision tower."""
+    parts = ["vision tower"] * (vision and chunk.embedding) + ["embedding"] * chunk.embedding
     if chunk.layers:
         parts.append(f"layers {chunk.layers[0]}-{chunk.layers[-1]}")
     if chunk.mtp:
@@ -96,7 +96,7 @@ def holds(chunk: Chunk) -> str:
 def _stage_lines(plan: Plan) -> list[str]:
     lines = [f"{'PP':>6} {'VPP':>4} {'layers':>7}  holds"]
     for stage, chunks in enumerate(plan.stages):
-        lines += [f"{stage:>6} {place:>4} {len(c.layers):>7}  {holds(c)}" for place, c in enumerate(chunks)]
+        lines += [f"{stage:>6} {place:>4} {len(c.layers):>7}  {holds(c, bool(plan.args.vision_config))}" for place, c in enumerate(chunks)]
     return lines
 
 

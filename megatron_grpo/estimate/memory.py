@@ -23,11 +23,13 @@ from megatron_grpo.models.head import CHUNK
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
+from megatron_grpo.vision.kinds import is_trained, merge_size
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
 GIB = 2**30
-MTP = "mtp"  # key of the multi-token-prediction layers; other keys are layer numbers and parameter names
+# Keys of the multi-token-prediction layers and of the vision tower; other keys are layer numbers and parameter names.
+MTP, TOWER = "mtp", "vision"
 EMBEDDING, OUTPUT, FINAL_NORM = "embedding.word_embeddings", "output_layer", "decoder.final_layernorm"
 
 
@@ -220,6 +222,8 @@ class Plan:
         """Yield the keys in ``weights`` of a chunk's parameters."""
         if chunk.embedding or chunk.mtp:
             yield EMBEDDING
+        if chunk.embedding and self.args.vision_config:
+            yield TOWER
         yield from chunk.layers
         if chunk.mtp:
             yield MTP
@@ -265,6 +269,8 @@ class Plan:
     def _is_trained(self, weight: Weight, place: int | str) -> bool:
         if self.args.lora_rank:
             return weight.name in self.saved
+        if place == TOWER:
+            return is_trained(self.args, weight.name.removeprefix("vision.tower."))
         return place != MTP or bool(self.args.mtp_loss_scaling_factor)
 
     def _copies(self, weight: Weight) -> int:
@@ -296,7 +302,22 @@ class Plan:
                 dropped = [_recomputed(args, kind) for kind in chunk]
                 kept += sum(whole) - sum(dropped)
                 at_once = max(at_once, *dropped, 0)
-        return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size
+        tower = self._tower_activations() if self.stages[stage][0].embedding and args.vision_config else 0
+        return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size + tower
+
+    def _tower_activations(self) -> float:
+        """Return the elements that the vision tower stores, if all tokens of the longest micro-batch are of images.
+
+        A block stores, of each patch, ten times its width (inputs of norms and products, queries, keys, values) and
+        three times that of its MLP; recomputed blocks store their input.
+        """
+        args, vision = self.args, self.args.vision_config["vision_config"]
+        if not any(self._is_trained(weight, TOWER) for weight in self.weights[TOWER]):
+            return 0
+        width, patches = vision["hidden_size"], self.tokens() * merge_size(args) ** 2
+        block = 10 * width + 3 * vision["intermediate_size"]
+        kept = width * vision["depth"] + block if args.recompute_granularity == "full" else block * vision["depth"]
+        return patches * kept
 
     def _head(self) -> float:
         """Return the bytes of models/head.py in its backward pass.
@@ -314,7 +335,7 @@ class Plan:
 
 
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
-    """Return weights, the model's or its adapters', by layer number, ``MTP``, or the name of one outside layers.
+    """Return weights, the model's or its adapters', by layer number, ``MTP``, ``TOWER``, or the name of another one.
 
     Only the first expert of each layer is listed. Expert biases of routers are buffers and not listed; duplicates in
     the files are one parameter.
@@ -327,7 +348,9 @@ def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
         seen.add(weight.name)
         first, *rest = weight.name.split(".")
         is_layer = first == "decoder" and rest[0] == "layers"
-        place: int | str = int(rest[1]) if is_layer else MTP if first == "mtp" else weight.name.removesuffix(".weight")
+        place: int | str = int(rest[1]) if is_layer else first
+        if first not in (MTP, TOWER) and not is_layer:
+            place = weight.name.removesuffix(".weight")
         found.setdefault(place, []).append(weight)
     return found
 

@@ -83,6 +83,12 @@ def kind_of(args: Namespace) -> Vision:
     return KINDS[args.model_family]
 
 
+def is_trained(args: Namespace, name: str) -> bool:
+    """Return whether the weight with this name in the tower is trained."""
+    frozen = args.freeze_projector if name.startswith(kind_of(args).projector) else args.freeze_vision_tower
+    return not frozen
+
+
 def tower_shapes(args: Namespace) -> dict[str, tuple[int, ...]]:
     """Return {name in the tower: shape} of the weights of the vision tower."""
     return _shapes(args.model_family, json.dumps(args.vision_config["vision_config"], sort_keys=True))

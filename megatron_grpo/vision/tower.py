@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.kinds import Int64, kind_of
+from megatron_grpo.vision.kinds import Int64, is_trained, kind_of
 from megatron_grpo.vision.pack_images import PackImages
 
 # Pixels [patches, channels of a patch] and grids [images, 3] of the images of these rows, in their order.
@@ -29,11 +29,9 @@ class VisionTower(torch.nn.Module):
     def __init__(self, args: Namespace, config: TransformerConfig):
         super().__init__()
         self.config = config
-        kind = kind_of(args)
-        self.tower = kind.tower(args.vision_config["vision_config"])
+        self.tower = kind_of(args).tower(args.vision_config["vision_config"])
         for name, parameter in self.tower.named_parameters():
-            frozen = args.freeze_projector if name.startswith(kind.projector) else args.freeze_vision_tower
-            parameter.requires_grad_(not frozen)
+            parameter.requires_grad_(is_trained(args, name))
             # Each tensor-parallel rank has the gradient of its own tokens: megatron-core adds them up.
             parameter.sequence_parallel = config.sequence_parallel
         if config.recompute_granularity == "full":

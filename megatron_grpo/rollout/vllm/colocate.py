@@ -59,6 +59,8 @@ class VllmColocate(TakesTurns):
         self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
+        if self._sees_images:  # transformers warns of default ids beyond the vocabulary
+            hf_config |= {"bos_token_id": None, "eos_token_id": None}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
         with (
