@@ -1,4 +1,4 @@
-"""Make a tiny Qwen2.5-VL as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
+"""Make a tiny Qwen-VL as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
 
     python tools/make_tiny_vision_model.py --save runs/tiny --train warmup.parquet --valid valid.parquet
 
@@ -12,22 +12,26 @@ import io
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen3VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.data.row_files import read_rows
@@ -49,6 +53,12 @@ TEMPLATE = (
 )
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 IGNORED = -100
+# Family -> processors of images, of videos and of both, and pixels along a patch.
+PROCESSORS = {
+    "qwen2_5_vl": (Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen2_5_VLProcessor, 14),
+    "qwen3_vl": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
+}
+SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -70,23 +80,33 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_processor(tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> Qwen2_5_VLProcessor:
+def make_processor(tokenizer: PreTrainedTokenizerFast, max_tokens: int, shape: str = "qwen2_5_vl") -> Any:
     """Build the processor, which scales images to at most `max_tokens` visual tokens."""
-    pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * max_tokens}
-    return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**pixels),
+    of_images, of_videos, both, side = PROCESSORS[shape.removesuffix("_moe")]
+    sizes = {"patch_size": side, "min_pixels": (2 * side) ** 2, "max_pixels": (2 * side) ** 2 * max_tokens}
+    more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if side == 16 else {}
+    return both(
+        image_processor=of_images(**sizes, **more),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**pixels),
+        video_processor=of_videos(**sizes),
         chat_template=TEMPLATE,
     )
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int, depth: int, width: int, tied: bool, seed: int
-) -> Qwen2_5_VLForConditionalGeneration:
+    tokenizer: PreTrainedTokenizerFast,
+    layers: int,
+    hidden: int,
+    depth: int,
+    width: int,
+    tied: bool,
+    seed: int,
+    shape: str = "qwen2_5_vl",
+) -> torch.nn.Module:
     """Build a float32 model: `layers` of `hidden` channels above a tower of `depth` blocks with `width` channels."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
-    text = {
+    section: dict[str, Any] = {"mrope_section": [4, 6, 6]}
+    text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -94,22 +114,30 @@ def make_model(
         "num_attention_heads": hidden // 32,
         "num_key_value_heads": hidden // 64,
         "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
         "bos_token_id": None,
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "tie_word_embeddings": tied,
     }
-    vision = {
+    vision: dict[str, Any] = {
         "depth": depth,
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "num_heads": width // 32,
         "out_hidden_size": hidden,
-        "window_size": 56,
-        "fullatt_block_indexes": [depth // 2],
     }
-    config = Qwen2_5_VLConfig(
+    if shape == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [depth // 2]}
+    else:
+        section = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        text["head_dim"] = 32
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": list(range(min(depth, 2)))}
+    if shape == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden // 8}
+        text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **section}
+    config = AutoConfig.for_model(
+        shape,
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -119,13 +147,27 @@ def make_model(
         tie_word_embeddings=tied,
     )
     torch.manual_seed(seed)
-    return Qwen2_5_VLForConditionalGeneration(config).float()
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+def save_model(model: torch.nn.Module, directory: Path, **options: Any) -> None:
+    """Save the model with the names and shapes of published files.
+
+    transformers 5 writes the experts of Qwen3-VL as it computes with them, transposed against the published ones.
+    """
+    model.save_pretrained(directory, **options)
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        experts = {name for name in tensors if ".mlp.experts." in name}
+        if experts:
+            swapped = {name: tensor.mT.contiguous() if name in experts else tensor for name, tensor in tensors.items()}
+            save_file(swapped, file, metadata={"format": "pt"})
 
 
 class Rows:
     """Rows as tensors: ids and labels [rows, longest], pixels [rows, patches, channels]; one picture a row."""
 
-    def __init__(self, paths: list[Path], processor: Qwen2_5_VLProcessor):
+    def __init__(self, paths: list[Path], processor: Any):
         tokenizer, sequences, pictures = processor.tokenizer, [], []
         for where, row in (item for path in paths for item in read_rows(path)):
             if row["prompt"].count("<image>") != 1 or len(row["images"]) != 1:
@@ -151,7 +193,7 @@ class Rows:
             self.labels[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
         self.token = token
 
-    def logits(self, model: Qwen2_5_VLForConditionalGeneration, chosen: torch.Tensor) -> torch.Tensor:
+    def logits(self, model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
         """Return the logits [chosen, longest, vocabulary] of these rows."""
         ids = self.ids[chosen]
         return model(
@@ -163,7 +205,7 @@ class Rows:
         ).logits
 
     @torch.no_grad()
-    def accuracy(self, model: Qwen2_5_VLForConditionalGeneration) -> float:
+    def accuracy(self, model: torch.nn.Module) -> float:
         """Return the probability of the right answer at temperature 1, its mean over the rows."""
         total = 0.0
         for part in torch.arange(len(self.ids)).split(100):
@@ -173,7 +215,7 @@ class Rows:
         return total / len(self.ids)
 
 
-def warm_up(model: Qwen2_5_VLForConditionalGeneration, train: Rows, valid: Rows, args: argparse.Namespace) -> int:
+def warm_up(model: torch.nn.Module, train: Rows, valid: Rows, args: argparse.Namespace) -> int:
     """Train on the answers until the accuracy on `valid` reaches the goal; return the number of steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
     generator, reached = torch.Generator().manual_seed(args.seed), 0.0
@@ -209,6 +251,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=2000, help="maximum number of supervised steps; 0: random weights [2000]")
     add("--batch-size", type=int, default=32, help="rows per step [32]")
     add("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    add("--shape", choices=SHAPES, default="qwen2_5_vl", help="model family [qwen2_5_vl]")
     add("--num-layers", type=int, default=2, help="layers of the decoder [2]")
     add("--hidden-size", type=int, default=128, help="channels of the decoder, a multiple of 64 [128]")
     add("--depth", type=int, default=2, help="blocks of the tower [2]")
@@ -223,10 +266,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make(args: argparse.Namespace) -> None:
     """Build, warm up and save the model that the arguments describe."""
-    processor = make_processor(make_tokenizer(), args.max_tokens)
+    processor = make_processor(make_tokenizer(), args.max_tokens, args.shape)
     sizes = args.num_layers, args.hidden_size, args.depth, args.vision_hidden_size
-    model = make_model(processor.tokenizer, *sizes, args.tie_embeddings, args.seed)
-    print(f"  qwen2_5_vl, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+    model = make_model(processor.tokenizer, *sizes, args.tie_embeddings, args.seed, args.shape)
+    print(f"  {args.shape}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     if args.steps:
         if not args.train or not args.valid:
             raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
@@ -235,7 +278,7 @@ def make(args: argparse.Namespace) -> None:
         steps = warm_up(model, train, valid, args)
         print(f"  stopped after {steps} steps, {time.perf_counter() - start:.0f} s")
         print(f"  validation accuracy: sampled {valid.accuracy(model):.3f}")
-    model.save_pretrained(args.save)
+    save_model(model, args.save)
     processor.save_pretrained(args.save)
 
 

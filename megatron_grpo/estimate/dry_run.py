@@ -96,7 +96,10 @@ def holds(chunk: Chunk, vision: bool) -> str:
 def _stage_lines(plan: Plan) -> list[str]:
     lines = [f"{'PP':>6} {'VPP':>4} {'layers':>7}  holds"]
     for stage, chunks in enumerate(plan.stages):
-        lines += [f"{stage:>6} {place:>4} {len(c.layers):>7}  {holds(c, bool(plan.args.vision_config))}" for place, c in enumerate(chunks)]
+        lines += [
+            f"{stage:>6} {place:>4} {len(c.layers):>7}  {holds(c, bool(plan.args.vision_config))}"
+            for place, c in enumerate(chunks)
+        ]
     return lines
 
 

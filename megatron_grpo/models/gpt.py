@@ -182,8 +182,11 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     if args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
     if args.mrope_section:
-        model.rotary_pos_emb = MRope(model.rotary_pos_emb, args.mrope_section)
-    model.vision = VisionTower(args, config) if args.vision_config and pre_process else None
+        model.rotary_pos_emb = MRope(model.rotary_pos_emb, args)
+    model.vision = None
+    if args.vision_config and pre_process:
+        model.vision = VisionTower(args, config)
+        model.vision.enter(model.decoder.layers)
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature

@@ -25,16 +25,17 @@ Grid = tuple[int, int, int]  # patches of an image: frames, rows, columns
 class Vision:
     """The vision part of one model family.
 
-    `prefix`: of the weights' Hugging Face names. `projector`: of those, behind the prefix, that project the tower's
-    output to the language model. `tower(config)`: transformers' module for ``vision_config`` of config.json; its
-    forward pass takes pixels and grids. `grid(processor, height, width)`: the patches into which transformers' image
-    processor cuts an image of this size.
+    `prefix`: of the weights' Hugging Face names. `projector`: beginnings, behind it, of those that project the tower's
+    output to the language model. `tower(config)`: transformers' module for ``vision_config`` of config.json, which
+    takes pixels and grids. `grid(processor, height, width)`: the patches into which transformers' image processor cuts
+    an image of this size. `interleaved`: M-RoPE's axes alternate from frequency to frequency.
     """
 
     prefix: str
-    projector: str
+    projector: tuple[str, ...]
     tower: Callable[[dict[str, Any]], torch.nn.Module]
     grid: Callable[[Any, int, int], Grid]
+    interleaved: bool = False
 
     def tokens(self, args: Namespace, grid: Sequence[int]) -> int:
         """Return the tokens of an image with these patches."""
@@ -75,7 +76,26 @@ def _qwen_grid(processor: Any, height: int, width: int) -> Grid:
     return 1, rows // side, columns // side
 
 
-KINDS = {"qwen2_5_vl": Vision("visual.", "merger.", _qwen2_5_vl_tower, _qwen_grid)}
+def _qwen3_vl_tower(config: dict[str, Any]) -> torch.nn.Module:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    return Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**config))
+
+
+def _qwen3_vl_moe_tower(config: dict[str, Any]) -> torch.nn.Module:
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+
+    return Qwen3VLMoeVisionModel._from_config(Qwen3VLMoeVisionConfig(**config))
+
+
+_MERGERS = ("merger.", "deepstack_merger_list.")
+KINDS = {
+    "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid),
+    "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, interleaved=True),
+    "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, interleaved=True),
+}
 
 
 def kind_of(args: Namespace) -> Vision:

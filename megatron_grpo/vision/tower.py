@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +18,59 @@ from megatron_grpo.vision.pack_images import PackImages
 
 # Pixels [patches, channels of a patch] and grids [images, 3] of the images of these rows, in their order.
 Read = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(eq=False)
+class Features:
+    """Inner features of the tower for one micro-batch, DeepStack's (arXiv 2406.04334): decoder layer i adds values[i].
+
+    ``values``: [visual tokens, h] each, without a gradient; ``gradients``: what the layers' backward passes leave.
+    ``places``, ``sources`` [v]: as in `PackImages`, of this rank's tokens.
+    """
+
+    values: list[torch.Tensor]
+    places: torch.Tensor
+    sources: torch.Tensor
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _AddFeatures(torch.autograd.Function):
+    """Adds the features of a layer. Their gradient waits in `Features` for `_Collect`.
+
+    The graph has no edge from a layer to the tower: the backward pass of a recomputed layer is one of its own, and
+    would run the tower's in each of them.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, features: Features, number: int):
+        ctx.features, ctx.number = features, number
+        rows = features.values[number].index_select(0, features.sources).to(hidden_states.dtype)
+        return hidden_states.index_add(0, features.places, rows[:, None])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        features, number = ctx.features, ctx.number
+        rows = gradient[:, 0].index_select(0, features.places).float()
+        zeros = torch.zeros_like(features.values[number], dtype=torch.float32)
+        features.gradients[number] = zeros.index_add_(0, features.sources, rows)
+        return gradient, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Returns the input of the first layer; its backward pass, after those of all layers, gives the tower the gradients
+    of its features, and ends the micro-batch.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, features: Features, end: Callable[[Features], None], *values):
+        ctx.features, ctx.end = features, end
+        return hidden_states.view_as(hidden_states)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.end(ctx.features)
+        found = ctx.features.gradients
+        return gradient, None, None, *(found[i].to(v.dtype) for i, v in enumerate(ctx.features.values))
 
 
 class VisionTower(torch.nn.Module):
@@ -38,6 +93,7 @@ class VisionTower(torch.nn.Module):
             self.tower.gradient_checkpointing_enable({"use_reentrant": False})
         # float32 whatever the weights' dtype: transformers casts the weights only.
         self._buffers_in_float32 = {name: buffer.clone() for name, buffer in self.tower.named_buffers()}
+        self._features: list[Features] = []  # of the micro-batches whose backward pass has not ended
 
     def _apply(self, function, recurse=True):
         super()._apply(function, recurse)
@@ -47,23 +103,53 @@ class VisionTower(torch.nn.Module):
             setattr(self.tower.get_submodule(owner), last, buffer.to(moved.device))
         return self
 
+    def enter(self, layers: torch.nn.ModuleList) -> None:
+        """Let the first decoder layers add the tower's inner features; GrpoError if the stage has too few layers."""
+        count = len(getattr(self.tower, "deepstack_visual_indexes", ()))
+        if len(layers) < count:
+            raise GrpoError(
+                f"features of the vision tower enter the first {count} layers, and the first pipeline stage has "
+                f"{len(layers)}: give it more (--decoder-first-pipeline-num-layers), or fewer stages"
+            )
+        for number in range(count):
+            layers[number].register_forward_hook(partial(self._add_features, number))
+
+    def _add_features(self, number: int, layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple:
+        """Hook of a decoder layer: return its outputs with the features that it adds."""
+        if not self._features:
+            return outputs
+        # A layer that runs in a backward pass is recomputed; backward passes have the order of the forward passes.
+        recomputed = torch._C._current_graph_task_id() != -1
+        features = self._features[0 if recomputed else -1]
+        hidden_states, *others = outputs
+        return _AddFeatures.apply(hidden_states, features, number) if features.values else hidden_states, *others
+
     def forward(self, hidden_states: torch.Tensor, images: PackImages | None) -> torch.Tensor:
         """Return the embeddings ``[t, 1, h]`` with those of the images in their places."""
+        training, device = torch.is_grad_enabled(), hidden_states.device
         weights = [parameter for parameter in self.tower.parameters() if parameter.requires_grad]
-        if images is None or not images.rows:
+        inner: Sequence[torch.Tensor] = ()
+        places = sources = torch.empty(0, dtype=torch.long, device=device)
+        if images is not None and images.rows:
+            if self.read is None:
+                raise GrpoError("the pack has images, but this model was not given the images of the data")
+            pixels, grids = self.read(images.rows)
+            dtype = next(self.tower.parameters()).dtype
+            with torch.set_grad_enabled(training and bool(weights)):
+                seen = self.tower(pixels.to(device, dtype), grid_thw=grids.to(device))
+            inner = getattr(seen, "deepstack_features", None) or ()
+            places, sources = (torch.from_numpy(array).to(device) for array in self._own(images, len(hidden_states)))
+            rows = seen.pooler_output.index_select(0, sources).to(hidden_states.dtype)
+            hidden_states = hidden_states.index_copy(0, places, rows[:, None])
+        elif weights and training:
             # Data-parallel ranks reduce the gradients of all parameters together, so each needs one in every pack.
-            if not weights or not torch.is_grad_enabled():
-                return hidden_states
-            return hidden_states + 0 * torch.stack([weight.flatten()[0] for weight in weights]).sum()
-        if self.read is None:
-            raise GrpoError("the pack has images, but this model was not given the images of the data")
-        pixels, grids = self.read(images.rows)
-        dtype, device = next(self.tower.parameters()).dtype, hidden_states.device
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(weights)):
-            embedded = self.tower(pixels.to(device, dtype), grid_thw=grids.to(device)).pooler_output
-        places, sources = self._own(images, len(hidden_states))
-        rows = embedded.index_select(0, torch.from_numpy(sources).to(device)).to(hidden_states.dtype)
-        return hidden_states.index_copy(0, torch.from_numpy(places).to(device), rows[:, None])
+            hidden_states = hidden_states + 0 * torch.stack([weight.flatten()[0] for weight in weights]).sum()
+        features = Features([value.detach() for value in inner], places, sources)
+        if training and hidden_states.requires_grad:
+            self._features.append(features)
+            return _Collect.apply(hidden_states, features, self._features.remove, *inner)
+        self._features = [features]
+        return hidden_states
 
     def _own(self, images: PackImages, count: int) -> tuple[Int64, Int64]:
         """Return (place among this rank's ``count`` tokens, source) of the visual tokens of its slice of the pack."""
@@ -79,21 +165,26 @@ class VisionTower(torch.nn.Module):
 class MRope(torch.nn.Module):
     """Rotary embedding by three positions of each token (`kinds.mrope_positions`), or by one if a pack has no images.
 
-    ``section``: the number of frequencies that turn with time, height and width, one section after the other.
+    --mrope-section: the number of frequencies that turn with time, height and width, one section after the other; or
+    interleaved (Qwen3-VL): time, height, width in turn, then time for the rest.
     """
 
     positions: torch.Tensor | None = None  # [3, t] of all tokens of the pack, on the device
 
-    def __init__(self, whole: RotaryEmbedding, section: Sequence[int]):
+    def __init__(self, whole: RotaryEmbedding, args: Namespace):
         super().__init__()
-        self.whole, self.section = whole, list(section)
-        self.get_rotary_seq_len = whole.get_rotary_seq_len
+        self.whole, self.get_rotary_seq_len = whole, whole.get_rotary_seq_len
+        _, height, width = args.mrope_section
+        axis = torch.repeat_interleave(torch.arange(3), torch.tensor(args.mrope_section))  # of each frequency
+        if kind_of(args).interleaved:
+            axis = torch.zeros_like(axis)
+            axis[1 : 3 * height : 3], axis[2 : 3 * width : 3] = 1, 2
+        self.axis = axis
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Return the angles ``[t, 1, 1, d]`` of all tokens of the pack, or of all positions."""
         if self.positions is None:
             return self.whole(*args, **kwargs)
-        frequencies = self.whole.inv_freq.to(self.positions.device).split(self.section)
-        parts = [self.positions[i % 3, :, None].float() * part for i, part in enumerate(frequencies)]
-        angles = torch.cat([*parts, *parts], dim=-1)
-        return angles[:, None, None, :]
+        device = self.positions.device
+        angles = self.positions[self.axis.to(device)].T.float() * self.whole.inv_freq.to(device)
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]

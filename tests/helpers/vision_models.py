@@ -13,15 +13,17 @@ sys.path.insert(0, str(REPO / "tools"))
 import make_tiny_vision_model as tool
 
 
-def make(directory: Path, tied: bool = False, layers: int = 4) -> tool.Qwen2_5_VLForConditionalGeneration:
-    """Save a Qwen2.5-VL whose parts all have an effect, in several shards, and its processor; return the model."""
+def make(directory: Path, tied: bool = False, layers: int = 4, shape: str = "qwen2_5_vl") -> torch.nn.Module:
+    """Save a model whose parts all have an effect, in several shards, and its processor; return the model."""
     tokenizer = tool.make_tokenizer()
-    model = tool.make_model(tokenizer, layers, hidden=128, depth=3, width=64, tied=tied, seed=17).eval()
+    sizes = {"layers": layers, "hidden": 128, "depth": 3, "width": 64}
+    model = tool.make_model(tokenizer, **sizes, tied=tied, seed=17, shape=shape).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_((1.0 if "norm" in name or "ln_q" in name else 0.0) + 0.1 * torch.randn(parameter.shape))
-    model.save_pretrained(directory, max_shard_size="400KB")
-    tool.make_processor(tokenizer, max_tokens=24).save_pretrained(directory)
+            centre = 1.0 if ("norm" in name and not name.endswith("bias")) or "ln_q" in name else 0.0
+            parameter.copy_(centre + 0.1 * torch.randn(parameter.shape))
+    tool.save_model(model, directory, max_shard_size="400KB")
+    tool.make_processor(tokenizer, 24, shape).save_pretrained(directory)
     return model
 
 

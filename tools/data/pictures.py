@@ -1,4 +1,4 @@
-"""Make pictures of one coloured shape with a question about its colour or its shape, for a warm-up and GRPO.
+"""Make pictures of a coloured shape, whose colour is to be named, for a supervised warm-up and GRPO.
 
     python tools/data/pictures.py --save data/pictures
 
@@ -7,8 +7,7 @@ questions of test with white pictures), as Parquet with the pictures inside. A r
 `images`, `answer` and `data_source`.
 
 A picture has 84 x 84 pixels. Colour (6), shape (3), size, place and shade are drawn; no two pictures are equal. The
-draw depends only on the arguments and --seed. Without seeing a picture, the best answer is right for a quarter of the
-rows: one sixth of the questions about colours, one third of those about shapes.
+draw depends only on the arguments and --seed. Without seeing a picture, one answer in six is right.
 """
 
 import argparse
@@ -63,12 +62,11 @@ def rows(count: int, name: str, seen: set[bytes], rng: np.random.Generator) -> l
     found: list[dict] = []
     while len(found) < count:
         colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
-        question, answer = [("colour", colour), ("shape", shape)][rng.integers(2)]
         picture = drawn(colour, shape, rng)
         if picture not in seen:
             seen.add(picture)
-            prompt = {"prompt": f"<image>{question}?", "images": [{"bytes": picture}]}
-            found.append({**prompt, "answer": answer, "data_source": name})
+            prompt = {"prompt": "<image>colour?", "images": [{"bytes": picture}]}
+            found.append({**prompt, "answer": colour, "data_source": name})
     return found
 
 

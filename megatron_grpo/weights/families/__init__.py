@@ -20,6 +20,8 @@ from megatron_grpo.weights.families import (
     qwen2_5_vl,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
 )
 from megatron_grpo.weights.families.common import Config, Family
 
@@ -33,6 +35,8 @@ FAMILIES: dict[str, Family] = {
         qwen2_5_vl,
         qwen3,
         qwen3_moe,
+        qwen3_vl,
+        qwen3_vl_moe,
         mixtral,
         glm,
         glm4,

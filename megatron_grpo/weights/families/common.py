@@ -198,7 +198,7 @@ class Family:
     `read_rope`, `write_rope`: the same for the rotary embedding.
     `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
     `activation`: config.json key of the MLP's activation function, and its value.
-    `text_config(config)`: a config.json with the keys of the language model at its top, where some files nest them.
+    `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
     """
 
     name: str
@@ -212,6 +212,7 @@ class Family:
     mtp_mappings: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     text_config: Callable[[Config], Config] = dict
+    hf_config: Callable[[Config], Config] = dict
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:
         """Return the arguments (Megatron-LM's attribute names -> values) of the model that a config.json describes.
@@ -239,7 +240,7 @@ class Family:
         """
         self._check(args, self.fixed)
         names = dict([("architectures", [self.architecture]), ("model_type", self.name), self.activation])
-        config = {**names, **_write_common(args), **self.write_rope(args), **self.write(args)}
+        config = self.hf_config({**names, **_write_common(args), **self.write_rope(args), **self.write(args)})
         written = self.args_from_hf(config)  # lacks a feature that the family cannot express
         self._check(args, {dest: written[dest] for dest in ABSENT})
         return config

@@ -65,9 +65,10 @@ def inputs_of(reader, prompt, completion) -> dict:
     return found
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe"])
 def made(request, world, tmp_path):
-    theirs = make(tmp_path, request.param)
+    shape, *tied = request.param.split()
+    theirs = make(tmp_path, bool(tied), shape=shape)
     args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264)
     (model,) = chunks = build(args)
     hf.load_hf(chunks, args, tmp_path)

@@ -1,0 +1,80 @@
+"""What vision-language families have in common: a decoder of a text family with M-RoPE, and a vision part."""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.kinds import KINDS, vision_keys
+from megatron_grpo.weights.families.common import Config, Family, read_rope, rope_keys
+from megatron_grpo.weights.parameter_mapping import ParameterMapping
+
+
+def text_config(config: Config) -> Config:
+    """Return config.json with the keys of the language model at its top, where older files have them."""
+    return {**config.get("text_config", {}), **{key: value for key, value in config.items() if key != "text_config"}}
+
+
+def renamed(mappings: Sequence[ParameterMapping]) -> tuple[ParameterMapping, ...]:
+    """Return a table with the names of files that keep the language model apart: model.language_model.layers."""
+
+    def apart(hf: Mapping[str, str]) -> dict[str, str]:
+        return {name.replace("model.", "model.language_model.", 1): dims for name, dims in hf.items()}
+
+    return tuple(replace(mapping, hf=apart(mapping.hf)) for mapping in mappings)
+
+
+def vision_language(
+    name: str,
+    architecture: str,
+    text: Family,
+    mappings: Sequence[ParameterMapping],
+    hf_config: Callable[[Config], Config] = dict,
+) -> Family:
+    """Return the family with the decoder of ``text`` and the vision part of `KINDS`; ``hf_config``: see `Family`."""
+    interleaved = KINDS[name].interleaved
+
+    def read_mrope(config: Config) -> dict[str, Any]:
+        rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        section = rope.pop("mrope_section", None)
+        if not isinstance(section, list) or len(section) != 3:
+            raise GrpoError("config.json lacks mrope_section, three numbers of frequencies, in rope_scaling")
+        if bool(rope.pop("mrope_interleaved", False)) != interleaved:
+            raise GrpoError(f"config.json has mrope_interleaved {not interleaved}: family {name} has {interleaved}")
+        if rope.get("type") == "mrope":
+            rope.pop("type")
+        plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
+        return {**read_rope({**plain, "rope_parameters": rope}), "mrope_section": section}
+
+    def write_mrope(args: Namespace) -> Config:
+        keys = rope_keys(args, args.rope_scaling)
+        section: Mapping[str, Any] = {"mrope_section": args.mrope_section}
+        section = {**section, "mrope_interleaved": True} if interleaved else {"type": "mrope", **section}
+        return {
+            **keys,
+            "rope_scaling": {"rope_type": "default", **section},
+            "rope_parameters": {**keys["rope_parameters"], **section},
+        }
+
+    return Family(
+        name=name,
+        architecture=architecture,
+        mappings=tuple(mappings),
+        fixed=text.fixed,
+        read=lambda config: {**text.read(config), "vision_config": vision_keys(config)},
+        write=lambda args: {**text.write(args), **args.vision_config},
+        read_rope=read_mrope,
+        write_rope=write_mrope,
+        text_config=text_config,
+        hf_config=hf_config,
+    )
+
+
+def nested(config: Config) -> Config:
+    """Return config.json with the keys of the language model in ``text_config``, as Qwen3-VL's."""
+    top = "architectures model_type vision_config image_token_id video_token_id vision_start_token_id".split()
+    top += ["vision_end_token_id", "tie_word_embeddings"]
+    text = {key: value for key, value in config.items() if key not in top}
+    text |= {"model_type": f"{config['model_type']}_text", "tie_word_embeddings": config["tie_word_embeddings"]}
+    return {**{key: config[key] for key in top if key in config}, "text_config": text}
