@@ -27,7 +27,7 @@ from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.images import ImageReader, RowImages
+from megatron_grpo.vision.images import ImageReader, RowImages, without_bytes
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds and which the data tools do not need
     from megatron_grpo.data.tokenizer import Tokenizer
@@ -256,7 +256,8 @@ class PromptDataset:
             ids = ids[-limit:]
         if not self._low <= rate <= self._high:
             raise LeftOut("rate", where)
-        images = None if images is None else replace(images, where=where)
+        if images is not None:
+            images, row = replace(images, where=where), without_bytes(row)
         return Prompt(number, ids, row, where, fields, images)
 
     def _tokens(self, row: dict[str, Any], directory: Path) -> tuple[list[int], RowImages | None]:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import contextlib
 import copy
+import functools
 import io
 from argparse import Namespace
 from collections import OrderedDict
@@ -45,7 +46,7 @@ class RowImages:
 
     def open(self) -> list[Image]:
         """Return the decoded images; GrpoError for a damaged one."""
-        return [decoded(source, number) for number, source in enumerate(self.sources, 1)]
+        return list(_opened_of(self))
 
     def expand(self, ids: Sequence[int]) -> list[int]:
         """Return the tokenizer's ids of the prompt with each image token repeated for all tokens of its image."""
@@ -73,6 +74,11 @@ class RowImages:
         places = np.flatnonzero(np.asarray(prompt) == self.token)
         index[places] = np.arange(len(places))
         return mrope_positions(index, self.grids, self.merge), index
+
+
+@functools.lru_cache(maxsize=8)  # the requests for the completions of a prompt come one after another
+def _opened_of(images: RowImages) -> tuple[Image, ...]:
+    return tuple(decoded(source, number) for number, source in enumerate(images.sources, 1))
 
 
 class ImageReader:
@@ -122,6 +128,16 @@ def column(row: Mapping[str, Any]) -> list[Any]:
     if values is None:
         return []
     return list(values) if isinstance(values, list | tuple | np.ndarray) else [values]
+
+
+def without_bytes(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row without columns of encoded images: rewards get rows, many times over."""
+    encoded = [
+        name
+        for name in ("images", "image")
+        if any(isinstance(as_source(value, name), bytes) for value in column({name: row.get(name)}))
+    ]
+    return {name: value for name, value in row.items() if name not in encoded}
 
 
 def placed(prompt: str | Messages, values: Sequence[Any], text: str) -> tuple[str | Messages, list[bytes | str]]:

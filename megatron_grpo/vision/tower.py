@@ -93,7 +93,8 @@ class VisionTower(torch.nn.Module):
             self.tower.gradient_checkpointing_enable({"use_reentrant": False})
         # float32 whatever the weights' dtype: transformers casts the weights only.
         self._buffers_in_float32 = {name: buffer.clone() for name, buffer in self.tower.named_buffers()}
-        self._features: list[Features] = []  # of the micro-batches whose backward pass has not ended
+        self._newest: Features | None = None  # of the last forward pass
+        self._pending: list[Features] = []  # of the micro-batches whose backward pass has not ended, in their order
 
     def _apply(self, function, recurse=True):
         super()._apply(function, recurse)
@@ -116,13 +117,13 @@ class VisionTower(torch.nn.Module):
 
     def _add_features(self, number: int, layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple:
         """Hook of a decoder layer: return its outputs with the features that it adds."""
-        if not self._features:
-            return outputs
         # A layer that runs in a backward pass is recomputed; backward passes have the order of the forward passes.
         recomputed = torch._C._current_graph_task_id() != -1
-        features = self._features[0 if recomputed else -1]
+        features = self._pending[0] if recomputed else self._newest
+        if features is None or not features.values:
+            return outputs
         hidden_states, *others = outputs
-        return _AddFeatures.apply(hidden_states, features, number) if features.values else hidden_states, *others
+        return _AddFeatures.apply(hidden_states, features, number), *others
 
     def forward(self, hidden_states: torch.Tensor, images: PackImages | None) -> torch.Tensor:
         """Return the embeddings ``[t, 1, h]`` with those of the images in their places."""
@@ -144,12 +145,11 @@ class VisionTower(torch.nn.Module):
         elif weights and training:
             # Data-parallel ranks reduce the gradients of all parameters together, so each needs one in every pack.
             hidden_states = hidden_states + 0 * torch.stack([weight.flatten()[0] for weight in weights]).sum()
-        features = Features([value.detach() for value in inner], places, sources)
-        if training and hidden_states.requires_grad:
-            self._features.append(features)
-            return _Collect.apply(hidden_states, features, self._features.remove, *inner)
-        self._features = [features]
-        return hidden_states
+        self._newest = features = Features([value.detach() for value in inner], places, sources)
+        if not (training and hidden_states.requires_grad):
+            return hidden_states
+        self._pending.append(features)
+        return _Collect.apply(hidden_states, features, self._pending.remove, *inner)
 
     def _own(self, images: PackImages, count: int) -> tuple[Int64, Int64]:
         """Return (place among this rank's ``count`` tokens, source) of the visual tokens of its slice of the pack."""

@@ -34,11 +34,22 @@ LAYOUTS = {
 }
 
 
+OTHERS = {
+    "qwen3_vl, TP2 SP": ("qwen3_vl", f"{TP2_SP} --micro-batch-size 2"),
+    "qwen3_vl, PP2, recomputed": (
+        "qwen3_vl",
+        "--pipeline-model-parallel-size 2 --micro-batch-size 2 --recompute-granularity full",
+    ),
+    "qwen3_vl_moe, EP2": ("qwen3_vl_moe", "--expert-model-parallel-size 2 --micro-batch-size 2"),
+}
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A model, and rows with one image, two, and none; a pack of a rank may have no images."""
+    """Models, and rows with one image, two, and none; a pack of a rank may have no images."""
     directory, rows = tmp_path_factory.mktemp("vision"), []
-    make(directory / "model")
+    for name, shape in (("model", "qwen2_5_vl"), ("qwen3_vl", "qwen3_vl"), ("qwen3_vl_moe", "qwen3_vl_moe")):
+        make(directory / name, shape=shape)
     for number in range(12):
         (directory / f"{number}.png").write_bytes(picture(40 + 9 * number, 60 + 5 * (number % 3), number))
         text, images = [("what?", [number]), ("none", []), ("<image>, <image>", [number, number - 1])][number % 3]
@@ -48,8 +59,8 @@ def data(tmp_path_factory):
     return directory
 
 
-def run(data, ranks, save, *flags) -> list[dict]:
-    words = f"--load-hf {data}/model --train-data-path {data}/train.jsonl --external-plugins {data}/plugin.py"
+def run(data, ranks, save, *flags, model="model") -> list[dict]:
+    words = f"--load-hf {data}/{model} --train-data-path {data}/train.jsonl --external-plugins {data}/plugin.py"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *COMMON.split(), "--save", save, *flags)
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
@@ -79,6 +90,21 @@ def test_layouts(data, one_rank, tmp_path, layout):
         assert row["mismatch/mean_abs"] < 1e-5
         for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
             assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(data, tmp_path, name):
+    """Two ranks against one: the tower's inner features reach the first layers in every layout."""
+    shape, flags = OTHERS[name]
+    both = [
+        run(data, ranks, tmp_path / str(ranks), *more.split(), "--no-save-hf", model=shape)
+        for ranks, more in ((1, "--micro-batch-size 2"), (2, flags))
+    ]
+    for row, expected in zip(*both, strict=True):
+        assert row["mismatch/mean_abs"] < 1e-5
+        for metric in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
+            assert row[metric] == pytest.approx(expected[metric], rel=1e-5, abs=2e-6), metric
 
 
 @pytest.mark.slow

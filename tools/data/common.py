@@ -261,4 +261,5 @@ def print_summary(rows: list[dict[str, Any]], path: Path) -> None:
     print(
         f"{path}: {len(rows)} rows with {', '.join(rows[0])}; prompts of {low} to {high} characters, median {middle:g}"
     )
-    print("the first: " + json.dumps(rows[0], ensure_ascii=False))
+    shown = {name: value for name, value in rows[0].items() if name != "images"}
+    print("the first: " + json.dumps(shown, ensure_ascii=False))

@@ -87,6 +87,12 @@ def test_all_ways_to_give_an_image_are_one_prompt(dataset, model):
     assert prompts[0].ids == list(theirs)
 
 
+def test_rewards_get_no_encoded_images(dataset):
+    """Paths stay in the row; bytes and data URIs, of which a reward would get a copy for each completion, do not."""
+    path, uri = dataset(user("?", images=["red.png"], answer="1"), user("?", images=[URI], answer="1"))
+    assert path.row["images"] == ["red.png"] and "images" not in uri.row and uri.row["answer"] == "1"
+
+
 def test_text_rows_and_string_prompts(dataset):
     text, string = dataset(user("nothing to see"), {"prompt": "<image> is", "images": ["red.png"]})
     assert text.images.sources == () and text.images.collapse(text.ids) == text.ids
