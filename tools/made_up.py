@@ -87,6 +87,13 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
         sample_starts=_sample_starts(masks) if args.on_rewritten_history == "split" else None,
         kept_token_ids=_kept_token_ids(args, completions) if replays_top_k(args) else None,
     )
+    if args.environment:
+        turns = np.array([np.count_nonzero(np.diff([0, *mask]) == 1) for mask in masks], np.int32)
+        of_turns = rng.standard_normal((n, args.max_turns)).astype(np.float32)
+        of_turns[np.arange(args.max_turns) >= turns[:, None]] = np.nan
+        states = rng.integers(0, 3, of_turns.shape)  # few, so that they repeat in a group
+        states[:, 0] = 0
+        batch = replace(batch, turns=turns, turn_rewards=of_turns, turn_states=states)
     batch.advantages = rng.standard_normal(n).astype(np.float32)
     batch.rewards = batch.advantages[:, None]
     return batch

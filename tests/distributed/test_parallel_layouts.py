@@ -358,6 +358,20 @@ TRAJECTORIES = """--environment calculator --max-turns 4
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["turn_returns", "gigpo"])
+def test_layouts_agree_on_the_credit_of_turns(estimator, tmp_path, tiny_models):
+    """Two updates by the rewards and states of turns."""
+    flags = f"--load-hf {tiny_models['qwen3']} --environment calculator --max-turns 4 --max-environment-tokens 24"
+    flags += f" --advantage-estimator {estimator} --turn-gamma 0.9"
+    layouts = ["TP1: --micro-batch-size 1", f"DP2: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}", f"PP2: {BUDGET}"]
+    status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
+    assert status == 0 and "5 of 5 layouts agree" in printed, printed
+    rows = [json.loads(line)["updates"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert all(row["grad_norm"] > 0 for updates in rows for row in updates)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("share", ["two", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("history", ["keep", "split"])
 def test_a_trajectory_gives_the_gradient_of_its_sampled_tokens(history, share, tmp_path, tiny_models):
