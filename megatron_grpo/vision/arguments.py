@@ -28,6 +28,7 @@ _REFUSED = (
     ("rollout_engine", ("vllm",), "images are sent to a colocated vLLM only"),
     ("vllm_mode", ("colocate",), "images are sent to a colocated vLLM only"),
     ("rollout_ranks", (None, 0), "images are sent to a colocated vLLM only"),
+    ("vllm_speculative_config", (None,), "drafts in a sequence with images are not tested"),
     ("partial_rollouts", (False,), "a prompt with images is not continued in a later rollout"),
     ("environment", (None,), "turns have no images"),
     ("agent", (None,), "an agent's calls have no images"),
