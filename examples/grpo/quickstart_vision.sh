@@ -89,7 +89,7 @@ train run --load-hf "$HF" --load "$WORK/run" --valid-data-path "$DATA/test.parqu
     --max-checkpoints-to-keep 2 --train-iters "$UPDATES"
 echo "[4/5] the trained model and white pictures: an evaluation, and one update that nobody uses"
 rm -rf "$WORK/blank"
-train blank --load-hf "$WORK/run/hf_model" --valid-data-path "$DATA/blank.parquet" --train-iters 1 --no-save-hf
+train blank --load-hf "$WORK/run/hf_model" --valid-data-path "$DATA/blank.parquet" --train-iters 1 --lr-warmup-iters 0 --no-save-hf
 echo "[5/5] curve and evaluations"
 python tools/plot_metrics.py "$WORK/run" --smooth 3 --output "$WORK/curve.png"
 python - "$WORK/run/metrics.jsonl" "$WORK/blank/metrics.jsonl" <<'END' | tee "$WORK/evaluations.txt"
