@@ -2,19 +2,19 @@
 # The quickstart with pictures: bash examples/grpo/quickstart_vision.sh [--fresh]
 #
 # A vision-language model of 0.7 M parameters (Qwen2.5-VL's architecture) learns by GRPO to name the colour that a generated
-# picture shows, one of six, on two CPU cores in a few minutes. The warm-up stops at 30% of right sampled answers. At the
+# picture shows, one of six, on two CPU cores in a few minutes. The warm-up stops at 25% of right sampled answers. At the
 # end the same questions are asked with white pictures: the accuracy is then that of guessing.
 # docs/vision.md explains the flags.
 #
 #   --fresh     delete the run folder first; without this flag, runs resume from their checkpoints
-#   UPDATES=80  updates
+#   UPDATES=150  updates
 #   SEED=1      random seed of the data, the model and the run
 #   WORK=DIR    the run folder (default: runs/quickstart_vision)
 #   VENV=DIR    the Python environment (default: .venv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-SEED=${SEED:-1} UPDATES=${UPDATES:-80}
+SEED=${SEED:-1} UPDATES=${UPDATES:-150}
 WORK=${WORK:-runs/quickstart_vision}
 export VENV=${VENV:-.venv}
 DATA=$WORK/data HF=$WORK/model_hf
@@ -81,8 +81,8 @@ export PATH OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
 
 echo "[1/5] data: pictures of a coloured shape"
 [[ -e $DATA/blank.parquet ]] || python tools/data/pictures.py --save "$DATA" --seed "$SEED"
-echo "[2/5] model: random weights, then supervised steps until 30% of sampled answers are right"
-[[ -e $HF/model.safetensors ]] || python tools/make_tiny_vision_model.py --save "$HF" --stop-accuracy 0.3 \
+echo "[2/5] model: random weights, then supervised steps until 25% of sampled answers are right"
+[[ -e $HF/model.safetensors ]] || python tools/make_tiny_vision_model.py --save "$HF" --stop-accuracy 0.25 \
     --train "$DATA/warmup.parquet" --valid "$DATA/valid.parquet" --seed "$SEED"
 echo "[3/5] training by GRPO, on 2 processes, vLLM in both"
 train run --load-hf "$HF" --load "$WORK/run" --valid-data-path "$DATA/test.parquet" --save-interval 10 \

@@ -45,5 +45,9 @@ def figure(row: dict[str, Any]) -> str:
     return hashlib.sha256(repr(row["images"]).encode()).hexdigest()
 
 
+def main(argv: list[str] | None = None) -> int:
+    return convert_files(__doc__, convert, argparse.ArgumentParser(), argv, key=figure)
+
+
 if __name__ == "__main__":
-    sys.exit(convert_files(__doc__, convert, argparse.ArgumentParser(), key=figure))
+    sys.exit(main())
