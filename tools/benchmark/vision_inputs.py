@@ -2,8 +2,8 @@
 
     python tools/benchmark/vision_inputs.py RUN_DIR [--rows 256]
 
-Writes RUN_DIR/model (Hugging Face files in bfloat16, 7.5 GB, and the processor of tools/make_tiny_vision_model.py, whose
-tokenizer has one token for each byte) and RUN_DIR/data/train.jsonl. A picture of 1008 x 1008 pixels becomes 1,296 tokens.
+Writes RUN_DIR/model (Hugging Face files in bfloat16, 7.5 GB, with the processor and the byte tokenizer of
+tools/make_tiny_vision_model.py) and RUN_DIR/data/train.jsonl. A picture of 1008 x 1008 pixels becomes 1,296 tokens.
 tools/benchmark/vision.sh trains on them.
 """
 
@@ -85,7 +85,7 @@ def make_rows(directory: Path, count: int) -> None:
 def main() -> None:
     """Parse the command line and make what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="RUN_DIR")
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="folder of both")
     parser.add_argument("--rows", type=int, default=256, metavar="N", help="rows, of one picture each [256]")
     options = parser.parse_args()
     if not (options.directory / "data").exists():
