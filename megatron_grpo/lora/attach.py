@@ -149,15 +149,6 @@ def _hook(layer: nn.Module, adapter: Adapter) -> None:
     fused_norm = hasattr(layer, "layer_norm_weight")
     if fused_norm:  # Transformer Engine's layer then returns the input of its matrix product, too
         layer.return_layernorm_output = True
-    forked: list[tuple[Tensor, ...]] = []  # of the call under way
-
-    def fork(_: nn.Module, inputs: tuple) -> tuple | None:
-        forked.clear()
-        if not adapter.enabled:
-            return None
-        x, tensors = adapter.fork(inputs[0])
-        forked.append(tensors)
-        return x, *inputs[1:]
 
     def add(_: nn.Module, inputs: tuple, out: Any) -> Any:
         x = inputs[0]
@@ -167,12 +158,9 @@ def _hook(layer: nn.Module, adapter: Adapter) -> None:
             output, bias = out if isinstance(out, tuple) else (out, None)
         if adapter.enabled:
             added = None if bias is not None else getattr(layer, "bias", None)  # to the output already
-            experts = _experts(x, inputs[1:]) if adapter.grouped else ()
-            output = adapter(x, output, added, experts, forked.pop() if forked else None)
+            output = adapter(x, output, added, _experts(x, inputs[1:]) if adapter.grouped else ())
         return (output, bias) if fused_norm or isinstance(out, tuple) else output
 
-    if not fused_norm and not adapter.grouped:
-        layer.register_forward_pre_hook(fork)
     layer.register_forward_hook(add, prepend=True)  # before a norm of the output (Gemma 2, GLM-4)
 
 

@@ -60,28 +60,6 @@ class AddProduct(torch.autograd.Function):
         return grad, grad_h, grad_up, None
 
 
-class Fork(torch.autograd.Function):
-    """Return (x, x A^T) for a layer and its adapter, which both use x ``[..., in]``; A ``[R, in]``.
-
-    The backward pass adds the gradient through A in the memory of the layer's gradient of x, which nothing else uses:
-    autograd would write it to memory of its own and then sum the two.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, down)
-        return x, F.linear(x, down)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor, grad_h: Tensor) -> tuple[Tensor | None, Tensor]:  # type: ignore[override]
-        x, down = ctx.saved_tensors
-        flat = grad_h.flatten(0, -2)
-        grad_down = flat.t() @ x.flatten(0, -2)
-        if not ctx.needs_input_grad[0]:
-            return None, grad_down
-        return grad.flatten(0, -2).addmm_(flat, down).view(grad.shape), grad_down
-
-
 class Matrices(nn.Module):
     """A ``[rank, in]``, B ``[out, rank]`` and DoRA's norms ``[out]`` or None of one Hugging Face layer.
 
@@ -191,38 +169,20 @@ class Adapter(nn.Module):
             return tensor_parallel.copy_to_tensor_model_parallel_region(replicated, group=self.group)
         return replicated
 
-    def fork(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return (x for the layer, A, B and A x for `forward`): the gradients of both uses of x take one memory.
-
-        Not for experts in one call.
-        """
-        down, up = self.matrices()
-        if self.training and self.dropout:
-            return x, (down, up, F.linear(self._dropped(x), down.to(x.dtype)))
-        x, h = Fork.apply(x, down.to(x.dtype))
-        return x, (down, up, h)
-
-    def forward(
-        self,
-        x: Tensor,
-        output: Tensor,
-        bias: Tensor | None = None,
-        experts: tuple = (),
-        forked: tuple[Tensor, ...] | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, output: Tensor, bias: Tensor | None = None, experts: tuple = ()) -> Tensor:
         """Return ``output`` + s B A x for the layer's input x ``[..., in]`` and output ``[..., out]`` on this rank.
 
         DoRA scales all of it except the ``bias`` in ``output``. ``experts``: (ends, idle) of `grouped_matmul` for a
-        layer that computes all experts of this rank. ``forked``: that of `fork`, if it was called before the layer.
+        layer that computes all experts of this rank.
         """
+        if self.training and self.dropout:
+            x = self._dropped(x)
+        down, up = self.matrices()
         if self.grouped:
-            down, up = self.matrices()
-            x = self._dropped(x) if self.training and self.dropout else x
             h = grouped_matmul(x, down, *experts)
             output = output + grouped_matmul(self.scale * h, up, *experts).to(output.dtype)
         else:
-            down, up, h = forked or self.fork(x)[1]
-            h = self._communicate(h)
+            h = self._communicate(F.linear(x, down.to(x.dtype)))
             flat = AddProduct.apply(output.flatten(0, -2), h.flatten(0, -2), up.to(x.dtype), self.scale)
             output = flat.view(output.shape)
         if (factors := self.row_factors(down, up)) is None:
