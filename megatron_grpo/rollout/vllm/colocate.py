@@ -63,13 +63,9 @@ class VllmColocate(TakesTurns):
             hf_config |= {"bos_token_id": None, "eos_token_id": None}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
-        with (
-            _preserve_random_state(),
-            _rank_of_role(),
-            _config_directory(args, hf_config) as directory,
-            _private_shared_memory(),
-        ):
-            self._llm = _build(args, directory)
+        self._directory = _config_directory(args, hf_config)  # vLLM 0.26 reads the processor at the first image
+        with _preserve_random_state(), _rank_of_role(), _private_shared_memory():
+            self._llm = _build(args, self._directory.name)
         self._engine = self._llm.llm_engine
         self._speculates = args.vllm_speculative_config is not None
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
@@ -346,6 +342,7 @@ class VllmColocate(TakesTurns):
             with contextlib.suppress(Exception):
                 self._sleep()
         destroy_model_parallel()
+        self._directory.cleanup()
 
 
 @dataclass
@@ -583,14 +580,12 @@ def _private_shared_memory() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _config_directory(args, hf_config: dict) -> Iterator[str]:
-    """Context with a directory that holds ``config.json``, from which vLLM reads the architecture, and the processor of
-    a model with images, with the sizes of the flags.
+def _config_directory(args, hf_config: dict) -> tempfile.TemporaryDirectory:
+    """Return a directory that holds ``config.json``, from which vLLM reads the architecture, and the processor of a
+    model with images, with the sizes of the flags.
     """
-    with tempfile.TemporaryDirectory(prefix="megatron_grpo_") as directory:
-        if args.vision_config:
-            load_processor(args).save_pretrained(directory)
-        Path(directory, "config.json").write_text(json.dumps(hf_config))
-        yield directory
-        dist.barrier(group=host_group())
+    directory = tempfile.TemporaryDirectory(prefix="megatron_grpo_")
+    if args.vision_config:
+        load_processor(args).save_pretrained(directory.name)
+    Path(directory.name, "config.json").write_text(json.dumps(hf_config))
+    return directory
