@@ -100,8 +100,8 @@ class VisionTower(torch.nn.Module):
         super()._apply(function, recurse)
         for name, buffer in self._buffers_in_float32.items():
             owner, _, last = name.rpartition(".")
-            moved = function(buffer)
-            setattr(self.tower.get_submodule(owner), last, buffer.to(moved.device))
+            module = self.tower.get_submodule(owner)
+            setattr(module, last, buffer.to(getattr(module, last).device))
         return self
 
     def enter(self, layers: torch.nn.ModuleList) -> None:

@@ -65,6 +65,17 @@ def inputs_of(reader, prompt, completion) -> dict:
     return found
 
 
+def test_the_tower_on_a_device(world, tmp_path):
+    """Buffers stay where they were moved, in float32, when the weights are cast afterwards, as for a GPU."""
+    make(tmp_path)
+    (model,) = build(toy_args(tmp_path, padded_vocab_size=264))
+    tower = model.vision
+    tower.to("meta").bfloat16()
+    buffers = dict(tower.tower.named_buffers())
+    assert buffers and {(buffer.device.type, buffer.dtype) for buffer in buffers.values()} == {("meta", torch.float32)}
+    assert {weight.dtype for weight in tower.parameters()} == {torch.bfloat16}
+
+
 @pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe"])
 def made(request, world, tmp_path):
     shape, *tied = request.param.split()
