@@ -99,6 +99,7 @@ class _LogProbs(torch.autograd.Function):
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
+            del logits  # before those of the next chunk
         ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy)
         ctx.options = temperature, first, rows, chunk, cap
         return chosen, entropy
@@ -127,6 +128,7 @@ class _LogProbs(torch.autograd.Function):
             grad_hidden[part] = grad @ weight[:rows]
             if grad_weight is not None:
                 grad_weight[:rows] += grad.T @ hidden[part]
+            del logits, grad
         return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 

@@ -1,9 +1,12 @@
 """The head against torch.log_softmax on gathered logits: values and gradients, at TP 1, 2 and 4."""
 
+import weakref
+
 import pytest
 import torch
 from head_worker import HIDDEN, VOCAB, check, kept_tokens, problem
 
+from megatron_grpo.models import head
 from megatron_grpo.models.head import vocab_parallel_log_probs
 
 
@@ -45,3 +48,27 @@ def test_no_tokens():
     chosen, entropy = vocab_parallel_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), 1.0, VOCAB)
     (chosen.sum() + entropy.sum()).backward()
     assert hidden.grad.shape == (0, HIDDEN)
+
+
+def test_the_logits_of_one_chunk_at_a_time(monkeypatch):
+    """No logits and no gradient of a chunk are left when those of the next are made, forward and backward."""
+    made: list[weakref.ref] = []
+
+    def recorded(function):
+        def call(*args):
+            assert not [tensor for tensor in (ref() for ref in made) if tensor is not None and len(tensor) == 8]
+            result = function(*args)
+            made.append(weakref.ref(result))
+            return result
+
+        return call
+
+    monkeypatch.setattr(head, "float32_logits", recorded(head.float32_logits))
+    gradient = head._gradient
+    monkeypatch.setattr(head, "_gradient", lambda *args: made.append(weakref.ref(it := gradient(*args))) or it)
+    hidden, weight, labels, upstream = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    chosen, entropy = vocab_parallel_log_probs(hidden, weight, labels, 1.0, VOCAB, None, 8)
+    ((chosen * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+    chunks = -(-len(labels) // 8)
+    assert len(made) == 3 * chunks > 3
