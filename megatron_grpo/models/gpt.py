@@ -22,6 +22,7 @@ class PolicyModel(GPTModel):
     """A GPT that returns the log-probability and the entropy of every labelled token of a pack."""
 
     temperature = 1.0
+    entropy_gradient = True  # False: the loss has no entropy bonus
     vocab_size_without_padding: int
     embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
@@ -121,6 +122,7 @@ class PolicyModel(GPTModel):
             parallel_state.get_tensor_model_parallel_group(),
             cap=self.final_logit_softcapping,
             kept_token_ids=kept_token_ids,
+            entropy_gradient=self.entropy_gradient,
         )
 
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
@@ -190,6 +192,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature
+    model.entropy_gradient = args.entropy_coef > 0
     model.vocab_size_without_padding = args.vocab_size
     return model
 

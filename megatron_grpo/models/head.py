@@ -7,8 +7,9 @@ For a token with hidden state h and logits z = W h / temperature over the vocabu
 (with soft-capped logits z = cap tanh(W h / cap) / temperature).
 
 Logits are computed for ``chunk`` tokens at a time, in the forward pass and again in the backward pass, so that no
-``[tokens, vocabulary]`` tensor is ever stored. On a GPU the float32 arithmetic is compiled into kernels that keep it in
-registers. Ranks exchange four numbers for each token, never the vocabulary. The gradients
+``[tokens, vocabulary]`` tensor is ever stored. If W is frozen (adapters), the forward pass also computes d log p / d h,
+and the backward pass scales it: two matrix products in place of three. On a GPU the float32 arithmetic is compiled into
+kernels that keep it in registers. Ranks exchange four numbers for each token, never the vocabulary. The gradients
 
     d log p(y) / d z_v = 1[v = y] - p_v      d entropy / d z_v = -p_v (log p_v + entropy)
 
@@ -50,6 +51,7 @@ def vocab_parallel_log_probs(
     chunk: int = CHUNK,
     cap: float | None = None,
     kept_token_ids: torch.Tensor | None = None,
+    entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each label and the entropy of its distribution, float32 ``[t]`` each.
 
@@ -58,9 +60,10 @@ def vocab_parallel_log_probs(
     ``cap`` soft-caps the logits. The gradient of ``hidden`` is this rank's partial sum.
 
     ``kept_token_ids`` ``[t, k]`` (-1 pads) are the tokens of each label's distribution, the label among them; a row
-    of -1 is the whole vocabulary, as is None.
+    of -1 is the whole vocabulary, as is None. ``entropy_gradient``: False promises a loss without the entropy, which
+    saves a product if ``weight`` is frozen; the backward pass fails if the promise is broken.
     """
-    options = temperature, vocab_size, group, chunk, cap
+    options = temperature, vocab_size, group, chunk, cap, entropy_gradient
     if kept_token_ids is None:
         return _LogProbs.apply(hidden, weight, labels, None, *options)
     whole = (kept_token_ids < 0).all(-1)
@@ -78,58 +81,87 @@ def vocab_parallel_log_probs(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, kept, temperature, vocab_size, group, chunk, cap):
+    def forward(ctx, hidden, weight, labels, kept, temperature, vocab_size, group, chunk, cap, entropy_gradient):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight) if group is not None else 0
         rows = min(max(0, vocab_size - first), len(weight))  # the other rows are padding
         log_z, entropy, chosen = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        early = of_hidden and not of_weight and not entropy_gradient
+        gradient = torch.empty_like(hidden) if early else None  # d log p / d h
         for part in _chunks(len(labels), chunk):
-            if kept is None:
-                logits, column, inner_cap = float32_logits(hidden[part], weight[:rows]), labels[part] - first, cap
-            else:
-                logits, _, mine = _kept_logits(hidden[part], weight, kept[part] - first, rows)
-                column, inner_cap = _column(kept[part], labels[part], mine), None
-                logits = soft_cap(logits, cap).masked_fill(~mine, OUTSIDE)
+            at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
+            logits, inner_cap = at.logits, cap
+            if at.mine is not None:
+                logits, inner_cap = soft_cap(logits, cap).masked_fill(~at.mine, OUTSIDE), None
             empty = logits.shape[1] == 0
             peak = torch.full_like(log_z[part], float("-inf")) if empty else _peak(logits, temperature, inner_cap)
             _reduce(peak, dist.ReduceOp.MAX, group)
-            sums = _sums(logits, peak, column, temperature, inner_cap)
+            sums = _sums(logits, peak, at.column, temperature, inner_cap)
             _reduce(sums, dist.ReduceOp.SUM, group)
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
-            del logits  # before those of the next chunk
-        ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy)
+            if gradient is not None:
+                ones, zeros = torch.ones_like(mass), torch.zeros_like(mass)
+                grad = at.gradient(log_z[part], entropy[part], ones, zeros, temperature, cap)
+                gradient[part] = grad @ weight[:rows]
+                del grad
+            del at, logits  # before those of the next chunk
+        ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy, gradient)
         ctx.options = temperature, first, rows, chunk, cap
         return chosen, entropy
 
     @staticmethod
     def backward(ctx, grad_chosen, grad_entropy):
-        hidden, weight, labels, kept, log_z, entropy = ctx.saved_tensors
+        hidden, weight, labels, kept, log_z, entropy, gradient = ctx.saved_tensors
         temperature, first, rows, chunk, cap = ctx.options
         zeros = torch.zeros_like(log_z)  # autograd passes None for a zero gradient
         grad_chosen = zeros if grad_chosen is None else grad_chosen
+        if gradient is not None:
+            if grad_entropy is not None:  # without a wait for the GPU
+                torch._assert_async((grad_entropy == 0).all(), "the loss has an entropy, and entropy_gradient is False")
+            return (gradient * grad_chosen[:, None]).to(hidden.dtype), *[None] * 9
         grad_entropy = zeros if grad_entropy is None else grad_entropy
         grad_hidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]  # not with adapters, which freeze the output layer
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for part in _chunks(len(labels), chunk):
-            known, upstream = (log_z[part], entropy[part]), (grad_chosen[part], grad_entropy[part])
-            if kept is None:
-                logits = float32_logits(hidden[part], weight[:rows])
-                grad = _gradient(logits, *known, labels[part] - first, *upstream, temperature, cap, weight.dtype)
-            else:
-                logits, columns, mine = _kept_logits(hidden[part], weight, kept[part] - first, rows)
-                column = _column(kept[part], labels[part], mine)
-                values = _gradient(logits, *known, column, *upstream, temperature, cap, weight.dtype)
-                grad = values.new_zeros(len(values), len(weight)).scatter_add_(1, columns, values.where(mine, 0))
-                grad = grad[:, :rows]
+            at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
+            grad = at.gradient(log_z[part], entropy[part], grad_chosen[part], grad_entropy[part], temperature, cap)
             grad_hidden[part] = grad @ weight[:rows]
             if grad_weight is not None:
                 grad_weight[:rows] += grad.T @ hidden[part]
-            del logits, grad
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+            del at, grad
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
+
+
+class _Chunk:
+    """The logits of a chunk of tokens over this rank's ``rows`` of the vocabulary, or over their kept tokens.
+
+    ``logits`` ``[t, rows]`` or ``[t, k]``, before the soft cap; ``column`` ``[t]`` of each label, negative or too large
+    if another rank holds it; ``mine`` ``[t, k]``: kept tokens that this rank holds, None without kept tokens.
+    """
+
+    def __init__(self, hidden, weight, labels, kept, first: int, rows: int):
+        self._weight, self._rows = weight, rows
+        self.columns = self.mine = None
+        if kept is None:
+            self.logits, self.column = float32_logits(hidden, weight[:rows]), labels - first
+        else:
+            self.logits, self.columns, self.mine = _kept_logits(hidden, weight, kept - first, rows)
+            self.column = _column(kept, labels, self.mine)
+
+    def gradient(self, log_z, entropy, grad_chosen, grad_entropy, temperature: float, cap: float | None):
+        """Return the gradient ``[t, rows]`` of this rank's logits, in the weight's dtype."""
+        upstream = grad_chosen, grad_entropy
+        dtype = self._weight.dtype
+        values = _gradient(self.logits, log_z, entropy, self.column, *upstream, temperature, cap, dtype)
+        if self.mine is None:
+            return values
+        whole = values.new_zeros(len(values), len(self._weight))
+        return whole.scatter_add_(1, self.columns, values.where(self.mine, 0))[:, : self._rows]
 
 
 def _kept_logits(hidden, weight, columns, rows: int):

@@ -33,7 +33,7 @@ def problem():
     return hidden, weight, labels, upstream
 
 
-def expected(temperature: float, cap: float | None, kept=None):
+def expected(temperature: float, cap: float | None, kept=None, with_entropy: bool = True):
     """log_softmax of the whole float64 logits, -inf outside the kept tokens, and the gradients by autograd."""
     hidden, weight, labels, upstream = problem()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -47,23 +47,33 @@ def expected(temperature: float, cap: float | None, kept=None):
     log_p = torch.log_softmax(logits, -1)
     finite = log_p.masked_fill(log_p == float("-inf"), 0.0)
     chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
-    (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
+    (chosen * upstream[0] + with_entropy * entropy * upstream[1]).sum().backward()
     return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 def check(group, rank: int, world: int, temperature: float, chunk: int, cap: float | None = None, kept=None) -> None:
+    """Compare with a trained output weight, and with a frozen one whose gradient is made in the forward pass."""
+    _check(group, rank, world, temperature, chunk, cap, kept, frozen=False)
+    _check(group, rank, world, temperature, chunk, cap, kept, frozen=True)
+
+
+def _check(group, rank: int, world: int, temperature: float, chunk: int, cap, kept, frozen: bool) -> None:
     hidden, weight, labels, upstream = problem()
-    shard = weight.chunk(world)[rank].clone().requires_grad_()
+    shard = weight.chunk(world)[rank].clone().requires_grad_(not frozen)
     hidden.requires_grad_()
-    chosen, entropy = vocab_parallel_log_probs(hidden, shard, labels, temperature, VOCAB, group, chunk, cap, kept)
-    (chosen * upstream[0] + entropy * upstream[1]).sum().backward()
+    chosen, entropy = vocab_parallel_log_probs(
+        hidden, shard, labels, temperature, VOCAB, group, chunk, cap, kept, entropy_gradient=not frozen
+    )
+    (chosen * upstream[0] + (not frozen) * entropy * upstream[1]).sum().backward()
     grad_hidden = hidden.grad
     if group is not None:
         dist.all_reduce(grad_hidden, group=group)  # partial sums, as copy_to_tensor_model_parallel_region adds them up
-    want = expected(temperature, cap, kept)
-    got = chosen, entropy, grad_hidden, shard.grad
+    want = expected(temperature, cap, kept, with_entropy=not frozen)
+    got = [chosen, entropy, grad_hidden]
+    if not frozen:
+        got.append(shard.grad)
     want = *want[:3], want[3].chunk(world)[rank]
-    for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=True):
+    for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=False):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 

@@ -42,6 +42,15 @@ def test_without_entropy_gradient():
     torch.testing.assert_close(got, (hidden.grad, weight.grad), atol=2e-5, rtol=2e-5)
 
 
+def test_an_entropy_against_the_promise():
+    """A loss that has the entropy all the same fails: its gradient would be missing."""
+    hidden, weight, labels, _ = problem()
+    hidden.requires_grad_()
+    chosen, entropy = vocab_parallel_log_probs(hidden, weight, labels, 1.0, VOCAB, chunk=8, entropy_gradient=False)
+    with pytest.raises(RuntimeError, match="the loss has an entropy"):
+        (chosen.sum() + entropy.sum()).backward()
+
+
 def test_no_tokens():
     _, weight, _, _ = problem()
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
