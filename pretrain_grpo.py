@@ -112,6 +112,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         kept_token_ids=None if kept is None else kept[batch["own_labels"]],
         rope_positions=batch.get("rope_positions"),  # of vision-language models, as the images
         images=pack.images,
+        entropy_gradient=args.entropy_coef > 0,  # the head is faster without
     )
     return output, partial(loss_func, args, batch, num_microbatches)
 

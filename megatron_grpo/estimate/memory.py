@@ -19,7 +19,7 @@ from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
 from megatron_grpo.models.fp8_weight import BLOCK
-from megatron_grpo.models.head import CHUNK
+from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
@@ -320,18 +320,25 @@ class Plan:
         return patches * kept
 
     def _head(self) -> float:
-        """Return the bytes of models/head.py in its backward pass.
+        """Return the bytes of models/head.py at its peak, in the forward or the backward pass.
 
-        A chunk of logits in float32 and its gradient; the gradient of the output weight, if it is trained, in float32
-        and in its own dtype; three copies of the hidden states: gathered, selected, gradient.
+        Forward: the logits of a chunk in float32, their gradient, and those that are kept of earlier chunks. Backward:
+        the kept ones, and logits and gradient of a chunk that is made again; the gradient of the output weight, if it
+        is trained, in float32 and in its own dtype. In both three copies of the hidden states: gathered, selected,
+        gradient.
         """
         args, size = self.args, params_dtype(self.args).itemsize
         rows = args.padded_vocab_size // args.tensor_model_parallel_size
         tokens = self.tokens() / args.context_parallel_size
         output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
         trained = not args.lora_rank or f"{output}.weight" in self.saved
-        weight = rows * args.hidden_size * (4 + size) * trained
-        return min(CHUNK, tokens) * rows * (4 + size) + weight + 3 * tokens * args.hidden_size * size
+        early = not args.entropy_coef
+        kept = min(KEPT * CHUNK, tokens) * rows * size * (trained and early)
+        again = not early or (trained and tokens > KEPT * CHUNK)
+        chunk = min(CHUNK, tokens) * rows
+        forward = chunk * (4 + size * early) + max(kept - chunk * size, 0)
+        backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * (4 + size) * trained
+        return max(forward, backward) + 3 * tokens * args.hidden_size * size
 
 
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:

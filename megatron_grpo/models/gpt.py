@@ -22,7 +22,6 @@ class PolicyModel(GPTModel):
     """A GPT that returns the log-probability and the entropy of every labelled token of a pack."""
 
     temperature = 1.0
-    entropy_gradient = True  # False: the loss has no entropy bonus
     vocab_size_without_padding: int
     embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
@@ -35,12 +34,14 @@ class PolicyModel(GPTModel):
         kept_token_ids: torch.Tensor | None = None,
         rope_positions: torch.Tensor | None = None,
         images: PackImages | None = None,
+        entropy_gradient: bool = True,
         **kwargs,
     ):
-        """Extend megatron-core's method by ``kept_token_ids`` ``[l, k]`` of the labels (`vocab_parallel_log_probs`),
-        ``rope_positions`` ``[3, t]`` of all tokens of the pack (`MRope`), and its ``images``.
+        """Extend megatron-core's method by ``kept_token_ids`` ``[l, k]`` of the labels and ``entropy_gradient``
+        (`vocab_parallel_log_probs`), ``rope_positions`` ``[3, t]`` of all tokens of the pack (`MRope`), and its
+        ``images``.
         """
-        self._kept_token_ids, self._images = kept_token_ids, images
+        self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
         return super().forward(*args, **kwargs)
@@ -77,7 +78,9 @@ class PolicyModel(GPTModel):
             wait(self.output_layer, ())
         weight = self._output_weight()
         kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
-        log_probs, entropy = self._head(hidden_states, weight, labels, kept, self._kept_token_ids)
+        log_probs, entropy = self._head(
+            hidden_states, weight, labels, kept, self._kept_token_ids, self._entropy_gradient
+        )
         rows = [log_probs, entropy]
         if self.config.mtp_loss_scaling_factor > 0 and self.mtp_process and torch.is_grad_enabled():
             rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
@@ -107,7 +110,7 @@ class PolicyModel(GPTModel):
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
         return soft_cap(logits[:, : self.vocab_size_without_padding], self.final_logit_softcapping)
 
-    def _head(self, hidden_states, weight, labels, kept, kept_token_ids=None):
+    def _head(self, hidden_states, weight, labels, kept, kept_token_ids=None, entropy_gradient=False):
         """Return (log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
@@ -122,7 +125,7 @@ class PolicyModel(GPTModel):
             parallel_state.get_tensor_model_parallel_group(),
             cap=self.final_logit_softcapping,
             kept_token_ids=kept_token_ids,
-            entropy_gradient=self.entropy_gradient,
+            entropy_gradient=entropy_gradient,
         )
 
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
@@ -192,7 +195,6 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature
-    model.entropy_gradient = args.entropy_coef > 0
     model.vocab_size_without_padding = args.vocab_size
     return model
 

@@ -6,10 +6,12 @@ For a token with hidden state h and logits z = W h / temperature over the vocabu
 
 (with soft-capped logits z = cap tanh(W h / cap) / temperature).
 
-Logits are computed for ``chunk`` tokens at a time, in the forward pass and again in the backward pass, so that no
-``[tokens, vocabulary]`` tensor is ever stored. If W is frozen (adapters), the forward pass also computes d log p / d h,
-and the backward pass scales it: two matrix products in place of three. On a GPU the float32 arithmetic is compiled into
-kernels that keep it in registers. Ranks exchange four numbers for each token, never the vocabulary. The gradients
+Logits are computed for ``chunk`` tokens at a time: no ``[tokens, vocabulary]`` tensor in float32 is ever stored. The
+forward pass also computes d log p / d z and d log p / d h, which the backward pass scales by the loss's gradient of
+log p: three matrix products, and two if W is frozen (adapters). If W is trained, d log p / d z is kept for ``KEPT``
+chunks; for the others, and if the loss has the entropy, the backward pass makes the logits again. On a GPU the float32
+arithmetic is compiled into kernels that keep it in registers. Ranks exchange four numbers for each token, never the
+vocabulary. The gradients
 
     d log p(y) / d z_v = 1[v = y] - p_v      d entropy / d z_v = -p_v (log p_v + entropy)
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from megatron_grpo.models.softcap import soft_cap
 
 CHUNK = 4096  # tokens; with a vocabulary of 152k the logits of a chunk take 2.3 GiB
+KEPT = 2  # chunks whose d log p / d z is kept, in the weight's dtype: not more memory than a chunk that is made again
 # Logit of a token outside the kept set. Its probability is exactly 0, and so is p log p, which would be NaN with -inf.
 OUTSIDE = -1e30
 
@@ -61,7 +64,7 @@ def vocab_parallel_log_probs(
 
     ``kept_token_ids`` ``[t, k]`` (-1 pads) are the tokens of each label's distribution, the label among them; a row
     of -1 is the whole vocabulary, as is None. ``entropy_gradient``: False promises a loss without the entropy, which
-    saves a product if ``weight`` is frozen; the backward pass fails if the promise is broken.
+    saves a product; the backward pass fails if the promise is broken.
     """
     options = temperature, vocab_size, group, chunk, cap, entropy_gradient
     if kept_token_ids is None:
@@ -86,9 +89,12 @@ class _LogProbs(torch.autograd.Function):
         first = dist.get_rank(group) * len(weight) if group is not None else 0
         rows = min(max(0, vocab_size - first), len(weight))  # the other rows are padding
         log_z, entropy, chosen = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
-        early = of_hidden and not of_weight and not entropy_gradient
-        gradient = torch.empty_like(hidden) if early else None  # d log p / d h
+        of_hidden, ctx.trained = ctx.needs_input_grad[:2]
+        # The tokens whose gradient is made here; the first ones if the weight is trained.
+        early = (
+            0 if entropy_gradient or not of_hidden else min(len(labels), KEPT * chunk if ctx.trained else len(labels))
+        )
+        of_logits, gradient = [], hidden.new_empty(early, hidden.shape[1])  # of log p
         for part in _chunks(len(labels), chunk):
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
             logits, inner_cap = at.logits, cap
@@ -103,31 +109,35 @@ class _LogProbs(torch.autograd.Function):
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
-            if gradient is not None:
+            if part.start < early:
                 ones, zeros = torch.ones_like(mass), torch.zeros_like(mass)
                 grad = at.gradient(log_z[part], entropy[part], ones, zeros, temperature, cap)
                 gradient[part] = grad @ weight[:rows]
+                of_logits += [grad] * ctx.trained
                 del grad
             del at, logits  # before those of the next chunk
-        ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy, gradient)
+        ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy, gradient, *of_logits)
         ctx.options = temperature, first, rows, chunk, cap
         return chosen, entropy
 
     @staticmethod
     def backward(ctx, grad_chosen, grad_entropy):
-        hidden, weight, labels, kept, log_z, entropy, gradient = ctx.saved_tensors
+        hidden, weight, labels, kept, log_z, entropy, gradient, *of_logits = ctx.saved_tensors
         temperature, first, rows, chunk, cap = ctx.options
         zeros = torch.zeros_like(log_z)  # autograd passes None for a zero gradient
         grad_chosen = zeros if grad_chosen is None else grad_chosen
-        if gradient is not None:
-            if grad_entropy is not None:  # without a wait for the GPU
-                torch._assert_async((grad_entropy == 0).all(), "the loss has an entropy, and entropy_gradient is False")
-            return (gradient * grad_chosen[:, None]).to(hidden.dtype), *[None] * 9
+        if len(gradient) and grad_entropy is not None:  # without a wait for the GPU
+            torch._assert_async((grad_entropy == 0).all(), "the loss has an entropy, and entropy_gradient is False")
         grad_entropy = zeros if grad_entropy is None else grad_entropy
         grad_hidden = torch.empty_like(hidden)
-        trained = ctx.needs_input_grad[1]  # not with adapters, which freeze the output layer
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        for part in _chunks(len(labels), chunk):
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.trained else None
+        for number, part in enumerate(_chunks(len(labels), chunk)):
+            if part.start < len(gradient):
+                scale = grad_chosen[part, None]
+                grad_hidden[part] = gradient[part] * scale
+                if grad_weight is not None:
+                    grad_weight[:rows] += of_logits[number].T @ (hidden[part] * scale).to(hidden.dtype)
+                continue
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
             grad = at.gradient(log_z[part], entropy[part], grad_chosen[part], grad_entropy[part], temperature, cap)
             grad_hidden[part] = grad @ weight[:rows]

@@ -52,23 +52,24 @@ def expected(temperature: float, cap: float | None, kept=None, with_entropy: boo
 
 
 def check(group, rank: int, world: int, temperature: float, chunk: int, cap: float | None = None, kept=None) -> None:
-    """Compare with a trained output weight, and with a frozen one whose gradient is made in the forward pass."""
-    _check(group, rank, world, temperature, chunk, cap, kept, frozen=False)
-    _check(group, rank, world, temperature, chunk, cap, kept, frozen=True)
+    """Compare losses with and without the entropy, and trained and frozen output weights."""
+    _check(group, rank, world, temperature, chunk, cap, kept, with_entropy=True, frozen=False)
+    _check(group, rank, world, temperature, chunk, cap, kept, with_entropy=False, frozen=False)
+    _check(group, rank, world, temperature, chunk, cap, kept, with_entropy=False, frozen=True)
 
 
-def _check(group, rank: int, world: int, temperature: float, chunk: int, cap, kept, frozen: bool) -> None:
+def _check(group, rank: int, world: int, temperature, chunk: int, cap, kept, with_entropy: bool, frozen: bool) -> None:
     hidden, weight, labels, upstream = problem()
     shard = weight.chunk(world)[rank].clone().requires_grad_(not frozen)
     hidden.requires_grad_()
     chosen, entropy = vocab_parallel_log_probs(
-        hidden, shard, labels, temperature, VOCAB, group, chunk, cap, kept, entropy_gradient=not frozen
+        hidden, shard, labels, temperature, VOCAB, group, chunk, cap, kept, entropy_gradient=with_entropy
     )
-    (chosen * upstream[0] + (not frozen) * entropy * upstream[1]).sum().backward()
+    (chosen * upstream[0] + with_entropy * entropy * upstream[1]).sum().backward()
     grad_hidden = hidden.grad
     if group is not None:
         dist.all_reduce(grad_hidden, group=group)  # partial sums, as copy_to_tensor_model_parallel_region adds them up
-    want = expected(temperature, cap, kept, with_entropy=not frozen)
+    want = expected(temperature, cap, kept, with_entropy)
     got = [chosen, entropy, grad_hidden]
     if not frozen:
         got.append(shard.grad)
