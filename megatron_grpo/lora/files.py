@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_grpo.lora.attach import local_adapter
 from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.lora.table import adapter_table
-from megatron_grpo.lora.targets import linear_layers, saved_weights, targets
+from megatron_grpo.lora.targets import linear_layers, module_name, saved_weights, targets
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
@@ -49,11 +49,15 @@ class _AdapterFiles(Safetensors):
 def config_of(args: Namespace) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    ``target_modules`` are the last words of the layers' names if these select the same layers, else whole names.
+    ``target_modules`` are the last words of the layers' names if these select the same layers, else whole names. Layers
+    of a vision tower have the same last words: a regular expression leaves them out.
     """
     chosen = targets(args)
     short = sorted({name.rsplit(".", 1)[-1] for name in chosen})
     same = [name for name in linear_layers(args) if name.rsplit(".", 1)[-1] in short] == chosen
+    entries: list[str] | str = short if same else [module_name(args, name) for name in chosen]
+    if same and args.vision_config:
+        entries = rf"(?!.*vis(ual|ion)).*\.({'|'.join(short)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -63,8 +67,10 @@ def config_of(args: Namespace) -> dict[str, Any]:
         "use_rslora": args.lora_use_rslora,
         "use_dora": args.lora_use_dora,
         "lora_dropout": args.lora_dropout,
-        "target_modules": short if same else chosen,
-        "modules_to_save": sorted({re.sub(r"\.(weight|bias)$", "", n) for w in saved_weights(args) for n in w.hf})
+        "target_modules": entries,
+        "modules_to_save": sorted(
+            {re.sub(r"\.(weight|bias)$", "", module_name(args, n)) for w in saved_weights(args) for n in w.hf}
+        )
         or None,
         "bias": "none",
         "init_lora_weights": True if args.lora_init == "default" else args.lora_init,
@@ -151,7 +157,8 @@ def open_adapter(args: Namespace, directory: str | Path) -> Callable[..., Tensor
     source = _AdapterFiles(directory)
     weights = [*adapter_table(args), *saved_weights(args)]
     expected = {name: shape for weight in weights for name, shape in weight.hf.items()}
-    found = {name.removeprefix(PREFIX): name for name in source.names()}
+    found = {module_name(args, name.removeprefix(PREFIX)): name for name in source.names()}
+    expected = {module_name(args, name): shape for name, shape in expected.items()}
     for name, shape in expected.items():
         if name not in found:
             raise GrpoError(
@@ -168,7 +175,7 @@ def open_adapter(args: Namespace, directory: str | Path) -> Callable[..., Tensor
             f"{directory} has the tensor {found[unknown[0]]}, whose layer has no adapter in this run: add it to "
             "--lora-target-modules"
         )
-    return lambda name, index=(slice(None),): source.read(found[name], index)
+    return lambda name, index=(slice(None),): source.read(found[module_name(args, name)], index)
 
 
 def load_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | Path) -> None:
@@ -191,7 +198,7 @@ def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
     tensors: dict[str, Tensor] = {}
     for name, tensor in itertools.chain(stream_adapter(model, args), stream_saved(model, args)):
         if dist.get_rank() == 0:
-            tensors[PREFIX + name] = tensor.to("cpu", copy=True).contiguous()
+            tensors[PREFIX + module_name(args, name)] = tensor.to("cpu", copy=True).contiguous()
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:

@@ -11,6 +11,17 @@ from megatron_grpo.weights.parameter_mapping import Weight
 ALL_LINEAR, ALL_ROUTER = "all-linear", "all-router"
 
 
+def module_name(args: Namespace, name: str) -> str:
+    """Return the name of a parameter, or of a layer, of the files as transformers' modules have it.
+
+    Files of vision-language models name the two parts in several ways, transformers in one.
+    """
+    if not args.vision_config:
+        return name
+    name = re.sub(r"^(language_model\.)?model\.(language_model\.)?(?!visual)", "model.language_model.", name)
+    return re.sub(r"^visual\.", "model.visual.", name)
+
+
 def linear_layers(args: Namespace) -> dict[str, Weight]:
     """Return Hugging Face module name -> weight, for every linear layer of the decoder that can have an adapter.
 
@@ -34,14 +45,16 @@ def targets(args: Namespace) -> list[str]:
     """Return the Hugging Face names of the layers with adapters, in the model's order.
 
     As in PEFT, a name matches modules that it equals or that end with it after a dot, and a regular expression matches
-    whole module names. Raises GrpoError for an entry that matches no layer.
+    whole module names, those of the files or those of transformers (`module_name`). Raises GrpoError for an entry that
+    matches no layer.
     """
     layers = linear_layers(args)
     kinds = {
         ALL_LINEAR: [name for name, weight in layers.items() if not is_router(weight)],
         ALL_ROUTER: [name for name, weight in layers.items() if is_router(weight)],
     }
-    return _chosen("--lora-target-modules", args.lora_target_modules, list(layers), kinds)
+    names = {name: module_name(args, name) for name in layers}
+    return _chosen("--lora-target-modules", args.lora_target_modules, names, kinds)
 
 
 def saved_weights(args: Namespace) -> list[Weight]:
@@ -52,7 +65,7 @@ def saved_weights(args: Namespace) -> list[Weight]:
     """
     table = {weight.name: weight for weight in reversed(model_weights.table(args))}  # without copies in the files
     weights = [weight for weight in reversed(table.values()) if not weight.name.startswith("mtp.")]
-    modules = list(dict.fromkeys(_module(name) for weight in weights for name in weight.hf))
+    modules = {_module(name): module_name(args, _module(name)) for weight in weights for name in weight.hf}
     # As in PEFT, names match here without a dot before them: norm stands for input_layernorm, too.
     chosen = set(_chosen("--lora-modules-to-save", args.lora_modules_to_save, modules, {}, dot=""))
     if both := chosen.intersection(targets(args) if chosen else ()):
@@ -81,28 +94,32 @@ def _module(name: str) -> str:
 
 
 def _chosen(
-    flag: str, entries: Sequence[str], names: Sequence[str], kinds: Mapping[str, Sequence[str]], dot: str = "."
+    flag: str, entries: Sequence[str], names: Mapping[str, str], kinds: Mapping[str, Sequence[str]], dot: str = "."
 ) -> list[str]:
-    """Return the names that any entry matches, in their order; ``dot`` stands before an entry that ends a name."""
+    """Return the ``names`` (of the files -> of transformers) that any entry matches, in their order.
+
+    ``dot`` stands before an entry that ends a name.
+    """
     chosen: set[str] = set()
     for entry in entries:
         found = kinds[entry] if entry in kinds else _matches(flag, entry, names, dot)
         if not found:
             words = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise GrpoError(
-                f"{flag}: {entry} matches nothing in the model, which has {', '.join(words)} (such as {names[0]}): "
-                f"give some of these names{''.join(f', {kind}' for kind in kinds)}, or a regular expression that "
-                "matches a whole name"
+                f"{flag}: {entry} matches nothing in the model, which has {', '.join(words)} (such as "
+                f"{next(iter(names))}): give some of these names{''.join(f', {kind}' for kind in kinds)}, or a regular "
+                "expression that matches a whole name"
             )
         chosen.update(found)
     return [name for name in names if name in chosen]
 
 
-def _matches(flag: str, entry: str, names: Sequence[str], dot: str) -> Sequence[str]:
-    if named := [name for name in names if name == entry or name.endswith(f"{dot}{entry}")]:
+def _matches(flag: str, entry: str, names: Mapping[str, str], dot: str) -> Sequence[str]:
+    both = [(name, {name, other}) for name, other in names.items()]
+    if named := [name for name, two in both if any(one == entry or one.endswith(f"{dot}{entry}") for one in two)]:
         return named
     try:
         pattern = re.compile(entry)
     except re.error as error:
         raise GrpoError(f"{flag}: {entry} is not a regular expression: {error}") from None
-    return [name for name in names if pattern.fullmatch(name)]
+    return [name for name, two in both if any(map(pattern.fullmatch, two))]

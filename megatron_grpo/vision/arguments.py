@@ -37,7 +37,6 @@ _REFUSED = (
     ("train_only", (None, False), "a ledger holds no images"),
     ("teacher_load_hf", (None,), "a teacher model gets no images"),
     ("teacher_server", (None,), "a teacher server gets no images"),
-    ("lora_rank", (None,), "adapters beside a vision tower are not tested"),
     ("mtp_num_layers", (None, 0), "multi-token-prediction layers get no images"),
     ("apply_rope_fusion", (False,), "the fused kernel turns by one position of each token"),
     ("tokenizer_type", ("HuggingFaceTokenizer",), "the processor of images needs a Hugging Face tokenizer"),

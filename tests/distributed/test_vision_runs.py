@@ -34,13 +34,19 @@ LAYOUTS = {
 }
 
 
+PP2_RECOMPUTED = "--pipeline-model-parallel-size 2 --recompute-granularity full"
+# Model, flags of both runs, flags of the run on two ranks.
 OTHERS = {
-    "qwen3_vl, TP2 SP": ("qwen3_vl", f"{TP2_SP} --micro-batch-size 2"),
-    "qwen3_vl, PP2, recomputed": (
+    "qwen3_vl, TP2 SP": ("qwen3_vl", "", TP2_SP),
+    "qwen3_vl, PP2, recomputed": ("qwen3_vl", "", PP2_RECOMPUTED),
+    "qwen3_vl_moe, EP2": ("qwen3_vl_moe", "", "--expert-model-parallel-size 2"),
+    "adapters, TP2 SP": ("model", "--lora-rank 4", TP2_SP),
+    "merged adapters, PP2, recomputed": ("model", "--lora-rank 4 --lora-weight-sync merged", PP2_RECOMPUTED),
+    "adapters and the projector, DP2": (
         "qwen3_vl",
-        "--pipeline-model-parallel-size 2 --micro-batch-size 2 --recompute-granularity full",
+        r"--lora-rank 4 --lora-modules-to-save .*visual\.merger\..*",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
-    "qwen3_vl_moe, EP2": ("qwen3_vl_moe", "--expert-model-parallel-size 2 --micro-batch-size 2"),
 }
 
 
@@ -96,10 +102,11 @@ def test_layouts(data, one_rank, tmp_path, layout):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families(data, tmp_path, name):
     """Two ranks against one: the tower's inner features reach the first layers in every layout."""
-    shape, flags = OTHERS[name]
+    shape, common, flags = OTHERS[name]
+    words = f"--micro-batch-size 2 {common} {'' if common else '--no-save-hf'}".split()
     both = [
-        run(data, ranks, tmp_path / str(ranks), *more.split(), "--no-save-hf", model=shape)
-        for ranks, more in ((1, "--micro-batch-size 2"), (2, flags))
+        run(data, ranks, tmp_path / str(ranks), *words, *more.split(), model=shape)
+        for ranks, more in ((1, ""), (2, flags))
     ]
     for row, expected in zip(*both, strict=True):
         assert row["mismatch/mean_abs"] < 1e-5
