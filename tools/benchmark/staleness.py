@@ -3,9 +3,9 @@
     python tools/benchmark/staleness.py runs/staleness --staleness 0 1 4 8 --seeds 1 2 3 4 5
     python tools/benchmark/staleness.py runs/staleness --table    # only the table of the runs that have ended
 
-The task is the sum of k numbers, of which k is drawn from a lognormal distribution: `a3b1c4=` -> `a3b4c8`, the sums up
-to each number, modulo 10. The answer has 2 k tokens, so the lengths have a long tail. The reward is 1 for the whole
-answer, otherwise 0. A tiny model starts with supervised steps up to 30% of right sampled answers, and learns on a CPU
+The task is the sum of k numbers, of which k is drawn from a lognormal distribution: `a2b1c2=` -> `a2b3c0`, the sums up
+to each number, modulo 5. The answer has 2 k tokens, so the lengths have a long tail. The reward is 1 for the whole
+answer, otherwise 0. A tiny model starts with supervised steps up to 20% of right sampled answers, and learns on a CPU
 in one process. With --max-staleness above 0 the runs have --partial-rollouts: K + 1 batches are always open, so that
 tokens are about K batches old when they are trained on. A run of 0 is synchronous.
 
@@ -31,19 +31,20 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MEDIAN, SIGMA, LONGEST = 3, 0.7, 12  # of k
 ROWS = {"warmup": 20_000, "train": 20_000, "valid": 300, "test": 500}
 SHAPE = """--tokenizer bytes --max-position-embeddings 64 --num-layers 3 --hidden-size 64 --ffn-hidden-size 160
-    --num-attention-heads 2 --num-query-groups 2 --lr 3e-3 --stop-accuracy 0.3 --quiet"""
-FLAGS = """--transformer-impl local --num-generations 8 --global-batch-size 256 --micro-batch-size 256
-    --max-prompt-length 25 --max-completion-length 32 --vllm-max-num-seqs 2304 --reward-funcs exact_match
-    --loss-type dapo --lr 5e-4 --lr-decay-style constant --lr-warmup-iters 10 --clip-grad 1.0 --weight-decay 0
-    --val-before-train --eval-interval 20 --no-save-hf --num-completions-to-log 0 --mismatch-limit 5"""
+    --num-attention-heads 2 --num-query-groups 2 --lr 3e-3 --stop-accuracy 0.2 --quiet"""
+FLAGS = """--transformer-impl local --num-generations 8 --global-batch-size 448 --micro-batch-size 224
+    --max-prompt-length 25 --max-completion-length 32 --vllm-max-num-seqs 4096 --reward-funcs exact_match
+    --loss-type dapo --lr 2e-3 --lr-decay-style constant --lr-warmup-iters 10 --clip-grad 1.0 --weight-decay 0
+    --val-before-train --eval-interval 10 --eval-num-generations 4 --no-save-hf --num-completions-to-log 0
+    --mismatch-limit 5"""
 CORRECTION = "--rollout-importance-sampling-mode token_truncate"
 
 
 def problem(rng: random.Random) -> dict[str, str]:
-    """Return a row: numbers from 0 to 4 with a letter each, and the sums up to each number, modulo 10."""
+    """Return a row: numbers from 0 to 2 with a letter each, and the sums up to each number, modulo 5."""
     count = min(max(1, round(MEDIAN * math.exp(SIGMA * rng.gauss(0, 1)))), LONGEST)
-    numbers = [rng.randrange(5) for _ in range(count)]
-    sums = [sum(numbers[: i + 1]) % 10 for i in range(count)]
+    numbers = [rng.randrange(3) for _ in range(count)]
+    sums = [sum(numbers[: i + 1]) % 5 for i in range(count)]
     asked, answer = ("".join(f"{a}{b}" for a, b in zip(LETTERS, of, strict=False)) for of in (numbers, sums))
     return {"prompt": f"{asked}=", "answer": answer}
 
@@ -102,12 +103,13 @@ def result(save: Path, updates: int) -> dict[str, float] | None:
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if not rows or rows[-1]["iteration"] < updates:
         return None
-    greedy = {row["iteration"]: row["eval/greedy_accuracy"] for row in rows if "eval/greedy_accuracy" in row}
+    sampled = {row["iteration"]: row["eval/sampled_accuracy"] for row in rows if "eval/sampled_accuracy" in row}
     of_updates = [row for row in rows if "tokens/update" in row]
     mean = lambda name: sum(row.get(name, 0.0) for row in of_updates) / len(of_updates)  # noqa: E731
     return {
-        "half": greedy[updates // 2],
-        "final": greedy[updates],
+        "start": sampled[0],
+        "half": sampled[updates // 2],
+        "final": sampled[updates],
         "reward": sum(row["reward/mean"] for row in of_updates[-20:]) / 20,
         "staleness": mean("staleness/mean"),
         "sample size": mean("mismatch/effective_sample_size"),
@@ -127,9 +129,9 @@ def mean_and_error(values: list[float]) -> str:
 def table(root: Path, updates: int) -> str:
     """Return a Markdown table of the runs that have ended."""
     lines = [
-        f"| K | importance weights | seeds | greedy accuracy at half | after {updates} updates "
-        "| mean reward of the last 20 updates | mean staleness | effective sample size | seconds |",
-        "|--:|---|--:|---|---|---|--:|--:|--:|",
+        f"| K | importance weights | seeds | sampled accuracy at the start | after {updates // 2} updates "
+        f"| after {updates} | mean reward of the last 20 updates | mean staleness | effective sample size | seconds |",
+        "|--:|---|--:|--:|---|---|---|--:|--:|--:|",
     ]
     kinds = {}
     for path in root.glob("staleness_*_seed_*"):
@@ -141,7 +143,7 @@ def table(root: Path, updates: int) -> str:
         columns = {name: [run[name] for run in runs] for name in runs[0]}
         means = {name: sum(values) / len(values) for name, values in columns.items()}
         weights = "–" if staleness == 0 else "at most 2" if corrected else "none"
-        measured = [mean_and_error(columns[name]) for name in ("half", "final", "reward")]
+        measured = [f"{means['start']:.3f}", *(mean_and_error(columns[name]) for name in ("half", "final", "reward"))]
         measured += [f"{means['staleness']:.2f}", f"{means['sample size']:.2f}", f"{means['seconds']:.0f}"]
         lines.append(f"| {staleness} | {weights} | {len(runs)} | {' | '.join(measured)} |")
     return "\n".join(lines)
@@ -160,7 +162,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of all runs")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8], metavar="K", help="[0 1 4 8]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N", help="[1 2 3 4 5]")
-    parser.add_argument("--updates", type=int, default=80, metavar="N", help="of each run, a multiple of 40 [80]")
+    parser.add_argument("--updates", type=int, default=60, metavar="N", help="of each run, a multiple of 20 [60]")
     parser.add_argument("--table", action="store_true", help="print the table, and run nothing")
     args = parser.parse_args(own)
     root = args.directory.resolve()
