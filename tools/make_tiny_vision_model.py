@@ -1,4 +1,4 @@
-"""Make a tiny Qwen-VL as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
+"""Make a tiny Qwen-VL or InternVL as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
 
     python tools/make_tiny_vision_model.py --save runs/tiny --train warmup.parquet --valid valid.parquet
 
@@ -25,10 +25,13 @@ from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    InternVLProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen3VLProcessor,
 )
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -58,30 +61,48 @@ PROCESSORS = {
     "qwen2_5_vl": (Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen2_5_VLProcessor, 14),
     "qwen3_vl": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
 }
-SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
+INTERNVL_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT> <video> <quad>".split()
+TILE, TILE_TOKENS = 56, 4  # of InternVL: pixels along each side, and tokens
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer of bytes with Qwen2.5-VL's special tokens and template."""
+def make_tokenizer(shape: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
+    """Build a tokenizer of bytes with the family's special tokens, and Qwen2.5-VL's template."""
+    special, template = SPECIAL, TEMPLATE
+    if shape == "internvl":
+        special, template = INTERNVL_SPECIAL, TEMPLATE.replace(IMAGE, "<IMG_CONTEXT>\n")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(SPECIAL)
+    made.add_special_tokens(special)
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    if shape == "internvl":
+        names = {"start_image_token": "<img>", "end_image_token": "</img>"}
+        names |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token="<|endoftext|>",
         extra_special_tokens=names,
-        chat_template=TEMPLATE,
+        chat_template=template,
     )
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast, max_tokens: int, shape: str = "qwen2_5_vl") -> Any:
     """Build the processor, which scales images to at most `max_tokens` visual tokens."""
+    if shape == "internvl":
+        tile = {"height": TILE, "width": TILE}
+        return InternVLProcessor(
+            # A thumbnail is a tile, too.
+            image_processor=GotOcr2ImageProcessor(size=tile, max_patches=max(1, max_tokens // TILE_TOKENS - 1)),
+            tokenizer=tokenizer,
+            video_processor=InternVLVideoProcessor(size=tile),
+            image_seq_length=TILE_TOKENS,
+            chat_template=tokenizer.chat_template,
+        )
     of_images, of_videos, both, side = PROCESSORS[shape.removesuffix("_moe")]
     sizes = {"patch_size": side, "min_pixels": (2 * side) ** 2, "max_pixels": (2 * side) ** 2 * max_tokens}
     more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if side == 16 else {}
@@ -104,7 +125,7 @@ def make_model(
     shape: str = "qwen2_5_vl",
 ) -> torch.nn.Module:
     """Build a float32 model: `layers` of `hidden` channels above a tower of `depth` blocks with `width` channels."""
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*SPECIAL, *INTERNVL_SPECIAL)}
     section: dict[str, Any] = {"mrope_section": [4, 6, 6]}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -135,6 +156,20 @@ def make_model(
     if shape == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden // 8}
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    if shape == "internvl":
+        vision = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": width // 32}
+        vision |= {"num_hidden_layers": depth, "attention_bias": True, "image_size": [TILE] * 2, "patch_size": [14] * 2}
+        text |= {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        config = AutoConfig.for_model(
+            shape,
+            text_config=text,
+            vision_config=vision,
+            image_token_id=ids["<IMG_CONTEXT>"],
+            image_seq_length=TILE_TOKENS,
+            tie_word_embeddings=tied,
+        )
+        torch.manual_seed(seed)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **section}
     config = AutoConfig.for_model(
         shape,
@@ -266,11 +301,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make(args: argparse.Namespace) -> None:
     """Build, warm up and save the model that the arguments describe."""
-    processor = make_processor(make_tokenizer(), args.max_tokens, args.shape)
+    processor = make_processor(make_tokenizer(args.shape), args.max_tokens, args.shape)
     sizes = args.num_layers, args.hidden_size, args.depth, args.vision_hidden_size
     model = make_model(processor.tokenizer, *sizes, args.tie_embeddings, args.seed, args.shape)
     print(f"  {args.shape}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     if args.steps:
+        if args.shape == "internvl":
+            raise GrpoError("the warm-up does not cut pictures into tiles: give --steps 0 with --shape internvl")
         if not args.train or not args.valid:
             raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
         start = time.perf_counter()

@@ -316,7 +316,8 @@ class Plan:
             return 0
         width, patches = vision["hidden_size"], self.tokens() * merge_size(args) ** 2
         block = 10 * width + 3 * vision["intermediate_size"]
-        kept = width * vision["depth"] + block if args.recompute_granularity == "full" else block * vision["depth"]
+        depth = vision["depth"] if "depth" in vision else vision["num_hidden_layers"]
+        kept = width * depth + block if args.recompute_granularity == "full" else block * depth
         return patches * kept
 
     def _head(self) -> float:

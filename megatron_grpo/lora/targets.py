@@ -19,7 +19,7 @@ def module_name(args: Namespace, name: str) -> str:
     if not args.vision_config:
         return name
     name = re.sub(r"^(language_model\.)?model\.(language_model\.)?(?!visual)", "model.language_model.", name)
-    return re.sub(r"^visual\.", "model.visual.", name)
+    return re.sub(r"^(visual|vision_tower|multi_modal_projector)\.", r"model.\1.", name)
 
 
 def linear_layers(args: Namespace) -> dict[str, Weight]:

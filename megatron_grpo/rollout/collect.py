@@ -197,7 +197,7 @@ def with_images(batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
     positions, index = zip(*found, strict=True)
     return replace(
         batch,
-        rope_positions=np.concatenate(positions).astype(np.int32),
+        rope_positions=None if positions[0] is None else np.concatenate(positions).astype(np.int32),
         visual_index=np.concatenate(index).astype(np.int32),
     )
 

@@ -5,6 +5,7 @@ from argparse import Namespace
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, FlagRow
 from megatron_grpo.utils.rules import flag, needs
+from megatron_grpo.vision.kinds import kind_of
 
 VISION: tuple[FlagRow, ...] = (
     (
@@ -49,6 +50,12 @@ def check_vision(args: Namespace) -> None:
         for dest in "max_image_pixels min_image_pixels freeze_vision_tower freeze_projector".split():
             needs(args, dest, "vision_config", f"model family {args.model_family} has no vision tower")
         return
+    for dest in "max_image_pixels", "min_image_pixels":
+        if kind_of(args).tiles and getattr(args, dest) is not None:
+            raise GrpoError(
+                f"{flag(dest)} does not work with model family {args.model_family}: its processor cuts images into "
+                "tiles of one size; set max_patches in preprocessor_config.json"
+            )
     low, high = args.min_image_pixels, args.max_image_pixels
     if low is not None and high is not None and low > high:
         raise GrpoError(f"--min-image-pixels ({low}) is larger than --max-image-pixels ({high}): exchange them")

@@ -34,7 +34,8 @@ Messages = list[dict[str, Any]]
 class RowImages:
     """The images of a prompt: encoded bytes or files, patches and tokens of each; none for a prompt of text.
 
-    ``token``: the id that stands for a part of an image. ``merge``: patches along each side of its square.
+    ``token``: the id that stands for a part of an image. ``merge``: patches along each side of its square. ``mrope``:
+    the model has M-RoPE. ``around``: the ids before and behind the parts of an image that the processor adds, if any.
     """
 
     sources: tuple[bytes | Path, ...]
@@ -42,6 +43,8 @@ class RowImages:
     tokens: tuple[int, ...]
     token: int
     merge: int
+    mrope: bool = True
+    around: tuple[int, ...] = ()
     where: str = ""  # the row: file and line
 
     def open(self) -> list[Image]:
@@ -49,31 +52,39 @@ class RowImages:
         return list(_opened_of(self))
 
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokenizer's ids of the prompt with each image token repeated for all tokens of its image."""
+        """Return the tokenizer's ids of the prompt with each image token replaced by all tokens of its image."""
         places = [place for place, token in enumerate(ids) if token == self.token]
         if len(places) != len(self.sources):
             raise GrpoError(
                 f"the prompt has {len(self.sources)} images, but its text has {len(places)} of the model's image "
                 "tokens: the chat template drops images, or a text contains the token"
             )
-        counts = np.ones(len(ids), np.int64)
-        counts[places] = self.tokens
-        return np.repeat(np.asarray(ids, np.int64), counts).tolist()
+        expanded, begin = [], 0
+        for place, count in zip(places, self.tokens, strict=True):
+            expanded += [*ids[begin:place], *self.around[:1], *[self.token] * count, *self.around[1:]]
+            begin = place + 1
+        return [*expanded, *ids[begin:]]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
         """Return a sequence that begins with the prompt with one token for each image: the inverse of `expand`."""
         array = np.asarray(ids, np.int64)
         keep = np.ones(len(array), bool)
         visual = np.flatnonzero(array == self.token)[: sum(self.tokens)]
-        keep[np.delete(visual, np.cumsum([0, *self.tokens])[:-1])] = False
+        counts = np.array(self.tokens, np.int64)
+        first, last = visual[np.cumsum(counts) - counts], visual[np.cumsum(counts) - 1]
+        keep[visual], keep[first] = False, True
+        if self.around:
+            keep[first - 1] = keep[last + 1] = False
         return array[keep].tolist()
 
-    def layout(self, prompt: Sequence[int], length: int) -> tuple[Int64, Int64]:
-        """Return `RolloutBatch.rope_positions` and `RolloutBatch.visual_index` of the prompt in ``length`` tokens."""
+    def layout(self, prompt: Sequence[int], length: int) -> tuple[Int64 | None, Int64]:
+        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of the prompt in
+        ``length`` tokens.
+        """
         index = np.full(length, -1)
         places = np.flatnonzero(np.asarray(prompt) == self.token)
         index[places] = np.arange(len(places))
-        return mrope_positions(index, self.grids, self.merge), index
+        return mrope_positions(index, self.grids, self.merge) if self.mrope else None, index
 
 
 @functools.lru_cache(maxsize=8)  # the requests for the completions of a prompt come one after another
@@ -105,21 +116,23 @@ class ImageReader:
         opened = [source if isinstance(source, bytes) else directory / source for source in sources]
         grids = [self._grid(source, number) for number, source in enumerate(opened, 1)]
         tokens = tuple(self._kind.tokens(self._args, grid) for grid in grids)
-        return prompt, RowImages(tuple(opened), tuple(grids), tokens, self._token, merge_size(self._args))
+        kind, merge = self._kind, merge_size(self._args)
+        around = kind.around(self.processor)
+        return prompt, RowImages(tuple(opened), tuple(grids), tokens, self._token, merge, kind.mrope, around)
 
     def _grid(self, source: bytes | Path, number: int) -> Grid:
         with _named(number, source), _opened(source) as image:
             turned = image.getexif().get(0x0112, 1) >= 5  # a photograph on its side, which `decoded` turns
             width, height = image.size[::-1] if turned else image.size
-            return self._kind.grid(self.processor.image_processor, height, width)
+            return self._kind.grid(self._args, self.processor.image_processor, height, width)
 
     def pixels(self, images: RowImages) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's input for the images: pixels ``[patches, channels]`` and grids ``[images, 3]``."""
-        found = self.processor.image_processor(images=images.open(), return_tensors="pt")
-        grids = [tuple(grid) for grid in found["image_grid_thw"].tolist()]
+        pixels, found = self._kind.pixels(self._args, self.processor.image_processor, images.open())
+        grids = [tuple(grid) for grid in found.tolist()]
         if grids != list(images.grids):
             raise GrpoError(f"the processor cut images into {grids} patches, expected were {list(images.grids)}")
-        return found["pixel_values"], found["image_grid_thw"]
+        return pixels, found
 
 
 def column(row: Mapping[str, Any]) -> list[Any]:
@@ -255,6 +268,8 @@ def load_processor(args: Namespace) -> Any:
             f"--tokenizer-model {args.tokenizer_model}: transformers cannot read the processor of images "
             f"(preprocessor_config.json): {str(error).strip().splitlines()[0]}"
         ) from error
+    if kind_of(args).tiles:
+        return processor
     size = dict(image_processor.size)
     for flag, key in (("min_image_pixels", "shortest_edge"), ("max_image_pixels", "longest_edge")):
         if getattr(args, flag) is not None:

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 Int64 = npt.NDArray[np.int64]
-Grid = tuple[int, int, int]  # patches of an image: frames, rows, columns
+Grid = tuple[int, int, int]  # patches of an image: frames or tiles, rows, columns
+
+
+def _qwen_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    found = processor(images=images, return_tensors="pt")
+    return found["pixel_values"], found["image_grid_thw"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +31,25 @@ class Vision:
     """The vision part of one model family.
 
     `prefix`: of the weights' Hugging Face names. `projector`: beginnings, behind it, of those that project the tower's
-    output to the language model. `tower(config)`: transformers' module for ``vision_config`` of config.json, which
-    takes pixels and grids. `grid(processor, height, width)`: the patches into which transformers' image processor cuts
-    an image of this size. `interleaved`: M-RoPE's axes alternate from frequency to frequency.
+    output to the language model. `tower(config, hidden_size)`: transformers' module for ``args.vision_config`` and the
+    language model's size. `see(tower, pixels, grids)`: its output. `grid(args, processor, height, width)`: the patches
+    into which transformers' image processor cuts an image of this size. `pixels(args, processor, images)`: the tower's
+    input for images, and the grids. `around(processor)`: tokens that the processor puts before and behind each image.
+    `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels. `mrope`: text and images
+    have M-RoPE's positions. `interleaved`: its axes alternate from frequency to frequency.
     """
 
     prefix: str
     projector: tuple[str, ...]
-    tower: Callable[[dict[str, Any]], torch.nn.Module]
-    grid: Callable[[Any, int, int], Grid]
+    tower: Callable[[dict[str, Any], int], torch.nn.Module]
+    grid: Callable[[Namespace, Any, int, int], Grid]
+    see: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any] = lambda tower, pixels, grids: tower(
+        pixels, grid_thw=grids
+    )
+    pixels: Callable[[Namespace, Any, Sequence[Any]], tuple[torch.Tensor, torch.Tensor]] = _qwen_pixels
+    around: Callable[[Any], tuple[int, ...]] = lambda processor: ()
+    tiles: bool = False
+    mrope: bool = True
     interleaved: bool = False
 
     def tokens(self, args: Namespace, grid: Sequence[int]) -> int:
@@ -44,7 +59,10 @@ class Vision:
 
 def merge_size(args: Namespace) -> int:
     """Return the patches along each side of the square that becomes one token."""
-    return args.vision_config["vision_config"]["spatial_merge_size"]
+    keys = args.vision_config
+    if "downsample_ratio" in keys:
+        return round(1 / keys["downsample_ratio"])
+    return keys["vision_config"]["spatial_merge_size"]
 
 
 def image_token_id(args: Namespace) -> int:
@@ -52,14 +70,14 @@ def image_token_id(args: Namespace) -> int:
     return args.vision_config["image_token_id"]
 
 
-def _qwen2_5_vl_tower(config: dict[str, Any]) -> torch.nn.Module:
+def _qwen2_5_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-    return Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**config))
+    return Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**config["vision_config"]))
 
 
-def _qwen_grid(processor: Any, height: int, width: int) -> Grid:
+def _qwen_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     side = processor.patch_size
@@ -76,18 +94,58 @@ def _qwen_grid(processor: Any, height: int, width: int) -> Grid:
     return 1, rows // side, columns // side
 
 
-def _qwen3_vl_tower(config: dict[str, Any]) -> torch.nn.Module:
+def _qwen3_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    return Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**config))
+    return Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**config["vision_config"]))
 
 
-def _qwen3_vl_moe_tower(config: dict[str, Any]) -> torch.nn.Module:
+def _qwen3_vl_moe_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
     from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
-    return Qwen3VLMoeVisionModel._from_config(Qwen3VLMoeVisionConfig(**config))
+    return Qwen3VLMoeVisionModel._from_config(Qwen3VLMoeVisionConfig(**config["vision_config"]))
+
+
+def _internvl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
+    from transformers.models.internvl.configuration_internvl import InternVLConfig
+    from transformers.models.internvl.modeling_internvl import InternVLModel
+
+    # transformers has no module of tower and projector alone: take them from a model with an empty decoder.
+    decoder = {"model_type": "qwen2", "num_hidden_layers": 0, "vocab_size": 1, "hidden_size": hidden_size}
+    model = InternVLModel._from_config(InternVLConfig(text_config=decoder, **config))
+    del model.language_model
+    return model
+
+
+def _internvl_see(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
+    seen = tower.get_image_features(pixels)
+    seen.pooler_output = seen.pooler_output.flatten(0, 1)  # [tiles, tokens of a tile, h]
+    return seen
+
+
+def _tile(args: Namespace) -> tuple[int, int]:
+    """Return the rows and columns of patches of a tile."""
+    vision = args.vision_config["vision_config"]
+    return vision["image_size"][0] // vision["patch_size"][0], vision["image_size"][1] // vision["patch_size"][1]
+
+
+def _internvl_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid:
+    expected = tuple(args.vision_config["vision_config"]["image_size"])
+    if (processor.size["height"], processor.size["width"]) != expected:
+        raise GrpoError(
+            f"is cut into tiles of {dict(processor.size)} by the processor, and config.json has "
+            f"vision_config.image_size {list(expected)}: give the processor's files of the model"
+        )
+    return processor.get_number_of_image_patches(height, width, {"crop_to_patches": True}), *_tile(args)
+
+
+def _internvl_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    found = processor(images=images, crop_to_patches=True, return_tensors="pt")  # as InternVLProcessor calls it
+    return found["pixel_values"], torch.tensor([[int(count), *_tile(args)] for count in found["num_patches"]])
 
 
 _MERGERS = ("merger.", "deepstack_merger_list.")
@@ -95,6 +153,17 @@ KINDS = {
     "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid),
     "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, interleaved=True),
     "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, interleaved=True),
+    "internvl": Vision(
+        prefix="",
+        projector=("multi_modal_projector.",),
+        tower=_internvl_tower,
+        grid=_internvl_grid,
+        see=_internvl_see,
+        pixels=_internvl_pixels,
+        around=lambda processor: (processor.start_image_token_id, processor.end_image_token_id),
+        tiles=True,
+        mrope=False,
+    ),
 }
 
 
@@ -111,15 +180,15 @@ def is_trained(args: Namespace, name: str) -> bool:
 
 def tower_shapes(args: Namespace) -> dict[str, tuple[int, ...]]:
     """Return {name in the tower: shape} of the weights of the vision tower."""
-    return _shapes(args.model_family, json.dumps(args.vision_config["vision_config"], sort_keys=True))
+    return _shapes(args.model_family, json.dumps(args.vision_config, sort_keys=True), args.hidden_size)
 
 
 @functools.cache
-def _shapes(family: str, config: str) -> dict[str, tuple[int, ...]]:
+def _shapes(family: str, config: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
     import torch
 
     with torch.device("meta"):
-        tower = KINDS[family].tower(json.loads(config))
+        tower = KINDS[family].tower(json.loads(config), hidden_size)
     return {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}
 
 
@@ -149,9 +218,13 @@ def mrope_positions(visual_index: Int64, grids: Sequence[Sequence[int]], merge: 
     return positions
 
 
+# Keys of config.json beside vision_config: the ids of its tokens; InternVL's step from the tower to the projector.
+VISION_KEYS = """image_token_id video_token_id vision_start_token_id vision_end_token_id image_seq_length
+    downsample_ratio projector_hidden_act vision_feature_layer vision_feature_select_strategy""".split()
+
+
 def vision_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``args.vision_config`` holds of a config.json: its vision part and the ids of its tokens."""
-    keys = "image_token_id video_token_id vision_start_token_id vision_end_token_id".split()
+    """Return what ``args.vision_config`` holds of a config.json: its vision part and `VISION_KEYS`."""
     if not isinstance(config.get("vision_config"), dict) or not isinstance(config.get("image_token_id"), int):
         raise GrpoError("config.json lacks vision_config or image_token_id: it describes no vision-language model")
-    return {"vision_config": dict(config["vision_config"])} | {key: config[key] for key in keys if key in config}
+    return {"vision_config": dict(config["vision_config"])} | {key: config[key] for key in VISION_KEYS if key in config}

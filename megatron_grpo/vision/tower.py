@@ -84,7 +84,8 @@ class VisionTower(torch.nn.Module):
     def __init__(self, args: Namespace, config: TransformerConfig):
         super().__init__()
         self.config = config
-        self.tower = kind_of(args).tower(args.vision_config["vision_config"])
+        self.tower = kind_of(args).tower(args.vision_config, config.hidden_size)
+        self._see = kind_of(args).see
         for name, parameter in self.tower.named_parameters():
             parameter.requires_grad_(is_trained(args, name))
             # Each tensor-parallel rank has the gradient of its own tokens: megatron-core adds them up.
@@ -137,7 +138,7 @@ class VisionTower(torch.nn.Module):
             pixels, grids = self.read(images.rows)
             dtype = next(self.tower.parameters()).dtype
             with torch.set_grad_enabled(training and bool(weights)):
-                seen = self.tower(pixels.to(device, dtype), grid_thw=grids.to(device))
+                seen = self._see(self.tower, pixels.to(device, dtype), grids.to(device))
             inner = getattr(seen, "deepstack_features", None) or ()
             places, sources = (torch.from_numpy(array).to(device) for array in self._own(images, len(hidden_states)))
             rows = seen.pooler_output.index_select(0, sources).to(hidden_states.dtype)

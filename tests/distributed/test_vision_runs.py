@@ -40,6 +40,10 @@ OTHERS = {
     "qwen3_vl, TP2 SP": ("qwen3_vl", "", TP2_SP),
     "qwen3_vl, PP2, recomputed": ("qwen3_vl", "", PP2_RECOMPUTED),
     "qwen3_vl_moe, EP2": ("qwen3_vl_moe", "", "--expert-model-parallel-size 2"),
+    "internvl, TP2 SP": ("internvl", "", TP2_SP),
+    "internvl, PP2, recomputed": ("internvl", "", PP2_RECOMPUTED),
+    "internvl, CP2": ("internvl", "", "--context-parallel-size 2"),
+    "internvl, DP2": ("internvl", "", LAYOUTS["DP2"]),
     "adapters, TP2 SP": ("model", "--lora-rank 4", TP2_SP),
     "merged adapters, PP2, recomputed": ("model", "--lora-rank 4 --lora-weight-sync merged", PP2_RECOMPUTED),
     "adapters and the projector, DP2": (
@@ -54,7 +58,12 @@ OTHERS = {
 def data(tmp_path_factory):
     """Models, and rows with one image, two, and none; a pack of a rank may have no images."""
     directory, rows = tmp_path_factory.mktemp("vision"), []
-    for name, shape in (("model", "qwen2_5_vl"), ("qwen3_vl", "qwen3_vl"), ("qwen3_vl_moe", "qwen3_vl_moe")):
+    for name, shape in (
+        ("model", "qwen2_5_vl"),
+        ("qwen3_vl", "qwen3_vl"),
+        ("qwen3_vl_moe", "qwen3_vl_moe"),
+        ("internvl", "internvl"),
+    ):
         make(directory / name, shape=shape)
     for number in range(12):
         (directory / f"{number}.png").write_bytes(picture(40 + 9 * number, 60 + 5 * (number % 3), number))

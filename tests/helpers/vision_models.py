@@ -15,7 +15,7 @@ import make_tiny_vision_model as tool
 
 def make(directory: Path, tied: bool = False, layers: int = 4, shape: str = "qwen2_5_vl") -> torch.nn.Module:
     """Save a model whose parts all have an effect, in several shards, and its processor; return the model."""
-    tokenizer = tool.make_tokenizer()
+    tokenizer = tool.make_tokenizer(shape)
     sizes = {"layers": layers, "hidden": 128, "depth": 3, "width": 64}
     model = tool.make_model(tokenizer, **sizes, tied=tied, seed=17, shape=shape).eval()
     with torch.no_grad():

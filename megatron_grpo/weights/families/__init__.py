@@ -12,6 +12,7 @@ from megatron_grpo.weights.families import (
     glm4,
     glm4_moe,
     gpt_oss,
+    internvl,
     llama,
     mistral,
     mixtral,
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         gemma2,
         gemma3,
         gpt_oss,
+        internvl,
     )
 }
 

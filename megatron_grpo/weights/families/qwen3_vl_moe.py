@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_grpo.weights.families import qwen3_moe
 from megatron_grpo.weights.families.common import HF
-from megatron_grpo.weights.families.vision_language import nested, renamed, vision_language
+from megatron_grpo.weights.families.vision_language import inside, nested, renamed, vision_language
 from megatron_grpo.weights.parameter_mapping import fused, stacked
 
 _STACKED = {
@@ -22,5 +22,5 @@ MAPPINGS = [
 ]
 
 FAMILY = vision_language(
-    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_moe.FAMILY, renamed(MAPPINGS), nested
+    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_moe.FAMILY, renamed(MAPPINGS, inside), nested
 )

@@ -1,4 +1,4 @@
-"""What vision-language families have in common: a decoder of a text family with M-RoPE, and a vision part."""
+"""What vision-language families have in common: a decoder of a text family and a vision part."""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.kinds import KINDS, vision_keys
+from megatron_grpo.vision.kinds import KINDS, VISION_KEYS, vision_keys
 from megatron_grpo.weights.families.common import Config, Family, read_rope, rope_keys
 from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
@@ -16,13 +16,18 @@ def text_config(config: Config) -> Config:
     return {**config.get("text_config", {}), **{key: value for key, value in config.items() if key != "text_config"}}
 
 
-def renamed(mappings: Sequence[ParameterMapping]) -> tuple[ParameterMapping, ...]:
-    """Return a table with the names of files that keep the language model apart: model.language_model.layers."""
+def renamed(mappings: Sequence[ParameterMapping], rename: Callable[[str], str]) -> tuple[ParameterMapping, ...]:
+    """Return a table with other Hugging Face names."""
 
     def apart(hf: Mapping[str, str]) -> dict[str, str]:
-        return {name.replace("model.", "model.language_model.", 1): dims for name, dims in hf.items()}
+        return {rename(name): dims for name, dims in hf.items()}
 
     return tuple(replace(mapping, hf=apart(mapping.hf)) for mapping in mappings)
+
+
+def inside(name: str) -> str:
+    """Return a decoder's name in files that keep the language model apart: model.language_model.layers."""
+    return name.replace("model.", "model.language_model.", 1)
 
 
 def vision_language(
@@ -64,17 +69,19 @@ def vision_language(
         fixed=text.fixed,
         read=lambda config: {**text.read(config), "vision_config": vision_keys(config)},
         write=lambda args: {**text.write(args), **args.vision_config},
-        read_rope=read_mrope,
-        write_rope=write_mrope,
+        read_rope=read_mrope if KINDS[name].mrope else text.read_rope,
+        write_rope=write_mrope if KINDS[name].mrope else text.write_rope,
         text_config=text_config,
         hf_config=hf_config,
     )
 
 
-def nested(config: Config) -> Config:
-    """Return config.json with the keys of the language model in ``text_config``, as Qwen3-VL's."""
-    top = "architectures model_type vision_config image_token_id video_token_id vision_start_token_id".split()
-    top += ["vision_end_token_id", "tie_word_embeddings"]
+def nested(config: Config, text_type: str | None = None) -> Config:
+    """Return config.json with the keys of the language model in ``text_config``; ``text_type``: its model_type."""
+    top = ["architectures", "model_type", "vision_config", *VISION_KEYS, "tie_word_embeddings"]
     text = {key: value for key, value in config.items() if key not in top}
-    text |= {"model_type": f"{config['model_type']}_text", "tie_word_embeddings": config["tie_word_embeddings"]}
+    text |= {
+        "model_type": text_type or f"{config['model_type']}_text",
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
     return {**{key: config[key] for key in top if key in config}, "text_config": text}

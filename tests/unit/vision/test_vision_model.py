@@ -10,7 +10,13 @@ from toy_checkpoints import build, same_bits, tensors_of, toy_args
 # isort: split
 import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 from vision_models import make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
@@ -56,6 +62,11 @@ def batch_of(prompts, order, completions) -> RolloutBatch:
 def inputs_of(reader, prompt, completion) -> dict:
     """transformers' inputs for one prompt and completion, by its own processor."""
     images = prompt.images.open()
+    if not prompt.images.mrope:  # InternVL: the processor expands the text, too
+        text = reader.processor.tokenizer.decode(prompt.images.collapse(prompt.ids))
+        found = reader.processor(text=text, images=images or None, return_tensors="pt")
+        assert found["input_ids"][0].tolist() == prompt.ids
+        return {"input_ids": torch.tensor([prompt.ids + completion]), "pixel_values": found.get("pixel_values")}
     ids = torch.tensor([prompt.ids + completion])
     kind = (ids == prompt.images.token).int()
     kind[:, len(prompt.ids) :] = 0
@@ -76,7 +87,7 @@ def test_the_tower_on_a_device(world, tmp_path):
     assert {weight.dtype for weight in tower.parameters()} == {torch.bfloat16}
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe", "internvl"])
 def made(request, world, tmp_path):
     shape, *tied = request.param.split()
     theirs = make(tmp_path, bool(tied), shape=shape)
@@ -96,7 +107,7 @@ def forward(model, pack) -> torch.Tensor:
         attention_mask=None,
         labels=arrays["labels"][None],
         packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, "local"),
-        rope_positions=arrays["rope_positions"],
+        rope_positions=arrays.get("rope_positions"),
         images=pack.images,
     )
 
@@ -106,7 +117,8 @@ def test_log_probs_and_gradients_equal_transformers(made):
     rng = np.random.default_rng(0)
     order = [0, 1, 2, 0]  # the last completion shares its images with the first
     completions = [rng.integers(9, 264, size).tolist() for size in (5, 7, 3, 6)]
-    completions[1][2] = prompts[0].images.token  # a sampled image token is text
+    if prompts[0].images.mrope:  # transformers' InternVL would search an image for it
+        completions[1][2] = prompts[0].images.token  # a sampled image token is text
     batch = batch_of(prompts, order, completions)
     batch.validate()
     pack = pack_completions(batch, np.arange(4))
@@ -115,9 +127,10 @@ def test_log_probs_and_gradients_equal_transformers(made):
     expected = []
     for p, completion in zip(order, completions, strict=True):
         given = inputs_of(reader, prompts[p], completion)
-        positions, _ = theirs.model.get_rope_index(**{k: v for k, v in given.items() if k != "pixel_values"})
-        ours, _ = prompts[p].images.layout(prompts[p].ids, len(prompts[p].ids) + len(completion))
-        assert np.array_equal(positions[:, 0].numpy().T, ours)
+        if prompts[p].images.mrope:
+            positions, _ = theirs.model.get_rope_index(**{k: v for k, v in given.items() if k != "pixel_values"})
+            ours, _ = prompts[p].images.layout(prompts[p].ids, len(prompts[p].ids) + len(completion))
+            assert np.array_equal(positions[:, 0].numpy().T, ours)
         logits = theirs(**given).logits[0].float().log_softmax(-1)
         begin = len(prompts[p].ids)
         expected.append(logits[begin - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0])
@@ -129,15 +142,16 @@ def test_log_probs_and_gradients_equal_transformers(made):
     (output[0] * weights).sum().backward()
     (expected * weights).sum().backward()
     compared = {
-        "vision.tower." + name.removeprefix("model.visual."): parameter.grad
+        "vision.tower." + name.removeprefix("model.").removeprefix("visual."): parameter.grad
         for name, parameter in theirs.named_parameters()
-        if name.startswith("model.visual.")
+        if name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector."))
     }
     compared["embedding.word_embeddings.weight"] = theirs.get_input_embeddings().weight.grad
     ours = dict(model.named_parameters())
     assert compared.keys() <= ours.keys() and len(compared) > 30
     for name, gradient in compared.items():
-        assert gradient.abs().max() > 1e-4
+        # A bias of all keys moves all scores of a softmax alike: its gradient is zero.
+        assert gradient.abs().max() > 1e-4 or name.endswith("k_proj.bias")
         assert (ours[name].grad - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
 
 
@@ -158,6 +172,52 @@ def test_weights_there_and_back_bit_for_bit(world, tmp_path):
     assert (tmp_path / "flat" / "processor_config.json").exists()
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "flat")
     assert same_bits(theirs.model.visual.merger.mlp[2].weight, before["visual.merger.mlp.2.weight"])
+
+
+def test_internvl_there_and_back_bit_for_bit(world, tmp_path):
+    """HF -> Megatron -> HF; transformers reads the export, and has equal greedy answers."""
+    theirs = make(tmp_path / "first", shape="internvl")
+    args = toy_args(tmp_path / "first", tokenizer_model=str(tmp_path / "first"), padded_vocab_size=264)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path / "first")
+    hf.save_hf(chunks, args, tmp_path / "second", tokenizer_dir=tmp_path / "first")
+    before, after = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "second")
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    again = families.for_hf_config(config).args_from_hf(config)
+    assert again == {name: getattr(args, name) for name in again}
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "second").eval()
+    reader, prompts = read_all(args)
+    given = inputs_of(reader, prompts[0], [])
+    answers = [model.generate(**given, max_new_tokens=8, do_sample=False) for model in (theirs, exported)]
+    assert answers[0].equal(answers[1])
+
+
+def test_the_published_shape_of_internvl(world, tmp_path):
+    """InternVL3-1B-hf: names and shapes equal those of transformers' model; the size is the one published, 938M.
+
+    Fields of the tower: transformers' defaults, with the bias of its attention; of the decoder: Qwen2.5-0.5B's, untied.
+    """
+    decoder = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    decoder |= {"num_key_value_heads": 2, "vocab_size": 151674, "rope_theta": 1000000.0}
+    with torch.device("meta"):
+        config = InternVLConfig(
+            vision_config={"attention_bias": True},
+            text_config={"model_type": "qwen2", **decoder},
+            architectures=["InternVLForConditionalGeneration"],
+            tie_word_embeddings=False,
+        )
+        theirs = InternVLForConditionalGeneration(config)
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    args = toy_args(tmp_path, padded_vocab_size=151674)
+    ours = {name: shape for weight in model_weights.table(args) for name, shape in weight.hf.items()}
+    shapes = {
+        name.replace("model.language_model.", "language_model.model.")
+        .replace("lm_head.", "language_model.lm_head.")
+        .removeprefix("model."): tuple(tensor.shape)
+        for name, tensor in theirs.named_parameters()
+    }
+    assert ours == shapes and round(sum(map(math.prod, ours.values())) / 1e6) == 938
 
 
 PUBLISHED = {  # config.json of Qwen/Qwen2.5-VL-3B-Instruct, as in public repositories that carry it
