@@ -77,6 +77,33 @@ class ModelFlops:
         return float(of_weights), float(self.per_token_of_adapters * lengths.sum() + self.per_pair * pairs)
 
 
+def stage_costs(args: Namespace) -> tuple[list[float], float]:
+    """Return the FLOPs of an update for a token: those of each decoder layer, and those on the last stage besides them.
+
+    The last stage has the output layer, for the share of response tokens at the longest prompt and completion, and
+    multi-token-prediction layers. Sequences are as long as they may become. The layers' backward pass has two products
+    for each one of the forward pass, one with adapters, and the forward pass again with full recomputation.
+    """
+    flops = ModelFlops(args)
+    longest = args.max_prompt_length + args.max_completion_length
+    backward = 1 if args.lora_rank else 2
+    passes = 1 + backward + (args.recompute_granularity == "full")
+    attention_passes = passes + (backward == 1)  # its backward pass has two products in any case
+    matrices: Counter[int] = Counter()
+    for weight in _matrices(args, False):
+        matrices[int(weight.name.split(".")[2])] += 2 * _multiplications(args, weight)
+
+    def attention(number: int) -> float:
+        pairs = _attention_pairs(np.array([longest]), _window_size(args, number))
+        return flops.per_pair * pairs / longest
+
+    layers = [passes * matrices[layer] + attention_passes * attention(layer + 1) for layer in range(args.num_layers)]
+    products = backward + 1 + bool(args.entropy_coef)  # models/head.py
+    head = 2 * products * args.hidden_size * args.vocab_size * args.max_completion_length / longest
+    trained = args.mtp_num_layers if args.mtp_num_layers and args.mtp_loss_scaling_factor else 0
+    return layers, head + trained * (layers[-1] + head)
+
+
 def _matrices(args: Namespace, mtp: bool) -> list[Weight]:
     """Return the layers' matrices; of the experts of a layer only the first."""
     found = {

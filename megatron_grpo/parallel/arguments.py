@@ -1,8 +1,10 @@
 """Flags and rules of the parallel configuration: tensor, pipeline, context and expert parallelism."""
 
+import functools
 import math
 from argparse import Namespace
-from itertools import groupby, product
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby, product
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -74,8 +76,15 @@ def generating_width(args: Namespace) -> int:
     return math.lcm(args.tensor_model_parallel_size, experts)
 
 
-def check_parallelism(args: Namespace) -> None:
-    """Refuse parallel configurations that cannot work, and fill in the sizes that follow from others."""
+# Costs of each decoder layer, and of what the last stage has besides, in one unit.
+StageCosts = Callable[[Namespace], tuple[Sequence[float], float]]
+
+
+def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
+    """Refuse parallel configurations that cannot work, and fill in the sizes that follow from others.
+
+    ``costs``: for --pipeline-model-parallel-layout auto.
+    """
     tp = args.tensor_model_parallel_size
     check_heads(args, tp, "tensor parallel size")
     divides(args, "ffn_hidden_size", tp, "tensor parallel size")
@@ -106,9 +115,9 @@ def check_parallelism(args: Namespace) -> None:
             f"--attention-backend is {args.attention_backend}, but {_attention_name(args)} supports only "
             f"{', '.join(backends)}"
         )
-    _check_pipeline(args)
-    _check_context_parallelism(args)
     _check_experts(args)
+    _check_pipeline(args, costs)
+    _check_context_parallelism(args)
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
@@ -130,7 +139,7 @@ def recompute_note(args: Namespace) -> str | None:
     return None
 
 
-def _check_pipeline(args: Namespace) -> None:
+def _check_pipeline(args: Namespace, costs: StageCosts | None) -> None:
     pp, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
     if per_stage is not None:
         if pp == 1:
@@ -148,6 +157,8 @@ def _check_pipeline(args: Namespace) -> None:
                 "--num-virtual-stages-per-pipeline-rank"
             )
         args.num_virtual_stages_per_pipeline_rank = args.num_layers // pp // per_stage
+    if args.pipeline_model_parallel_layout == "auto" and pp > 1:
+        args.pipeline_model_parallel_layout = _balanced_layout(args, costs)
     if args.pipeline_model_parallel_layout and pp > 1:
         _set_virtual_stages(args)
     if args.num_virtual_stages_per_pipeline_rank == 1:
@@ -245,10 +256,57 @@ def _layout(layers: int, stages: int, mtp_layers: int) -> str:
     middle = -(-layers // stages)
     smaller = middle * stages - layers  # stages with one layer less, alternately from the front and from the back
     front, back = smaller - smaller // 2, smaller // 2
-    sizes = [middle - 1] * front + [middle] * (stages - smaller) + [middle - 1] * back
+    return _written([middle - 1] * front + [middle] * (stages - smaller) + [middle - 1] * back, mtp_layers)
+
+
+def _written(sizes: Sequence[int], mtp_layers: int) -> str:
+    """Return the --pipeline-model-parallel-layout of stages with these numbers of layers."""
     runs = [(f"t*{size}|", len(list(equal))) for size, equal in groupby(sizes[:-1])]
     text = "".join(f"({stage})*{count}" if count > 1 else stage for stage, count in runs)
     return f"E{text}t*{sizes[-1]}{'m' * mtp_layers}L"
+
+
+def _balanced_layout(args: Namespace, costs: StageCosts | None) -> str:
+    """Return the --pipeline-model-parallel-layout whose most expensive stage is the cheapest possible."""
+    name = "--pipeline-model-parallel-layout auto"
+    if costs is None:
+        raise GrpoError(f"{name}: a reference model needs a layout in full, or none")
+    for dest in (
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    ):
+        if getattr(args, dest):
+            raise GrpoError(f"{name} and {flag(dest)} both divide the layers over the stages: leave one of them out")
+    stages = args.pipeline_model_parallel_size * (args.num_virtual_stages_per_pipeline_rank or 1)
+    if args.num_layers < stages:
+        raise GrpoError(f"{name}: {args.num_layers} layers are too few for {stages} stages of one or more")
+    return _written(balanced(*costs(args), stages), args.mtp_num_layers or 0)
+
+
+def balanced(layers: Sequence[float], last: float, stages: int) -> list[int]:
+    """Return the number of layers of each stage, 1 or more, so that the largest sum of a stage's costs is least.
+
+    ``layers``: the cost of each, in their order; ``last``: the cost of the last stage besides its layers. Among stages
+    with the same largest sum, those with the smaller squares of sums are chosen, from the back.
+    """
+    before = [0.0, *accumulate(layers)]  # the cost of the first n layers
+
+    @functools.cache
+    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return (largest sum, sum of squares, sizes) of the stages from ``stage`` with the layers from ``start``."""
+        if stage == stages - 1:
+            cost = before[-1] - before[start] + last
+            return cost, cost**2, (len(layers) - start,)
+        options = []
+        for size in range(1, len(layers) - start - (stages - 1 - stage) + 1):
+            largest, squares, sizes = best(stage + 1, start + size)
+            cost = before[start + size] - before[start]
+            options.append((max(cost, largest), cost**2 + squares, (size, *sizes)))
+        return min(options)
+
+    return list(best(0, 0)[2])
 
 
 def _set_virtual_stages(args: Namespace) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_grpo.algorithm.arguments import check_advantages, check_importance_sampling, check_loss
 from megatron_grpo.data.arguments import check_data, check_pass_rates
+from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_model
 from megatron_grpo.models.config import transformer_config_from_args
@@ -44,7 +45,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_values(args)  # again: config.json or a checkpoint may have set the architecture
     check_model(args)
     check_family(args)
-    check_parallelism(args)
+    check_parallelism(args, stage_costs)
     families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)
     check_vision(args)
