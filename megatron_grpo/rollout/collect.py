@@ -18,6 +18,7 @@ from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.vision.images import RowImages
 
 Needs = Callable[[RolloutBatch], Bool]
 
@@ -179,25 +180,27 @@ def to_batch(
         turns=[completion.turns for completion in completions],
         sample_starts=_sample_starts(completions),
     )
-    batch = with_images(batch, [prompts[member.group] for member in of])
     rewards = [c.turn_rewards for c in completions if c.turn_rewards is not None]
     states = [c.turn_states for c in completions if c.turn_states is not None]
     return replace(batch, turn_rewards=np.stack(rewards), turn_states=np.stack(states)) if rewards else batch
 
 
-def with_images(batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
-    """Return the batch with the arrays of a vision-language model; ``prompts``: of each completion."""
-    found = [
-        prompt.images.layout(prompt.ids, length)
-        for prompt, length in zip(prompts, batch.lengths.tolist(), strict=True)
-        if prompt.images is not None
-    ]
-    if not found:
-        return batch
-    positions, index = zip(*found, strict=True)
+def with_images(batch: RolloutBatch, images_of: Callable[[int], RowImages], mrope: bool) -> RolloutBatch:
+    """Return the batch with the arrays of a vision-language model; ``images_of`` returns the images of a row.
+
+    ``mrope``: the model has M-RoPE.
+    """
+    positions, index = [np.zeros((0, 3), np.int64)], [np.zeros(0, np.int64)]
+    for number in np.flatnonzero(batch.held):
+        start, end = batch.cu_seqlens[number : number + 2]
+        prompt = batch.tokens[start : start + batch.prompt_lengths[number]]
+        found, visual = images_of(int(batch.row_ids[number])).layout(prompt, int(end - start))
+        index.append(visual)
+        if found is not None:
+            positions.append(found)
     return replace(
         batch,
-        rope_positions=None if positions[0] is None else np.concatenate(positions).astype(np.int32),
+        rope_positions=np.concatenate(positions).astype(np.int32) if mrope else None,
         visual_index=np.concatenate(index).astype(np.int32),
     )
 

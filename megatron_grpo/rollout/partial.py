@@ -106,7 +106,8 @@ def _requests(groups: dict[int, Group], members: dict[int, Any], plan: RolloutPl
     for number, (group, place, _) in members.items():
         prompt, begun = groups[group].prompt, groups[group].completions[place]
         if begun is None or begun.finish_reason == "abort":
-            requests.append(Request(number, prompt.ids, prompt.sampling(plan.sampling), begun, row=prompt.row))
+            sampling = prompt.sampling(plan.sampling)
+            requests.append(Request(number, prompt.ids, sampling, begun, row=prompt.row, images=prompt.images))
     return requests
 
 

@@ -39,7 +39,7 @@ from megatron_grpo.reference.reference_model import BaseReference, ReferenceMode
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import has_servers
-from megatron_grpo.rollout.collect import Needs, collect_rollout, everything
+from megatron_grpo.rollout.collect import Needs, collect_rollout, everything, with_images
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.episodes import Conversing
@@ -170,7 +170,15 @@ class Trainer:
         A plan without prompts is for the next batch of an engine that streams.
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
-        needs = partial(self.computes, divide=divide)
+        batch = self._collect(plan, partial(self.computes, divide=divide))
+        return self._with_images(batch) if divide is not None else batch
+
+    def _with_images(self, batch: RolloutBatch) -> RolloutBatch:
+        if not self.args.vision_config:
+            return batch
+        return with_images(batch, self.dataset.images_of, bool(self.args.mrope_section))
+
+    def _collect(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         if plan.recorded is not None:
             return self._collect_recorded(plan.recorded, needs)
         if self.engine.streams:
@@ -357,8 +365,10 @@ class Trainer:
             prompts = self.dataset.first(weight_check.PROMPTS_PER_REPLICA)
             if self.engine.streams:
                 plan = weight_check.probe_plan(self.args, prompts, self.engine.num_replicas)
-                return self.engine.generate(plan, everything, data="train", scored=False)[0]
-            return weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
+                probe, _ = self.engine.generate(plan, everything, data="train", scored=False)
+            else:
+                probe = weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
+            return self._with_images(probe)
 
     def _check_probe(self, probe: RolloutBatch) -> None:
         """Compare the probe with the trainer's forward pass, which has enough device memory only after the rollout."""

@@ -362,7 +362,7 @@ def test_an_environment_of_verifiers(tmp_path, monkeypatch):
     write_guesser(model, "aeonst")
     flags = f"""--load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}
         --train-data-path {data} --agent verifiers:{config} --agent-python {python} --environment-timeout 500
-        --reward-funcs environment --num-generations 4 --micro-batch-size 4 --global-batch-size 16 --lr 1e-3
+        --reward-funcs environment --num-generations 4 --micro-batch-size 4 --global-batch-size 4 --lr 1e-3
         --transformer-impl local --train-iters 3 --max-prompt-length 2000 --max-completion-length 200
         --max-environment-tokens 5000 --num-completions-to-log 16 --save {save} --no-save-hf"""
     run_torchrun(1, "pretrain_grpo.py", *flags.split())

@@ -218,7 +218,8 @@ class Producer:
         sampling = group.prompt.sampling(training_sampling(self._args, batch + 1))
         tokens = len(begun.token_ids) if begun is not None else 0
         seed = request_seed(rollout_seed(self._args.seed, batch + 1), place_in_batch * self._size + place, tokens)
-        return Request(number, group.prompt.ids, sampling, begun, seed=seed, row=group.prompt.row)
+        prompt = group.prompt
+        return Request(number, prompt.ids, sampling, begun, seed=seed, row=prompt.row, images=prompt.images)
 
     def _step(self) -> None:
         for completion in self._engine.poll():
@@ -360,6 +361,7 @@ class Producer:
                 prompts[group].sampling(job.sampling),
                 seed=request_seed(job.seed, group * size + place),
                 row=prompts[group].row if job.scored else {},  # a probe has no environment
+                images=prompts[group].images,
             )
             for number, (group, place, _) in job.members.items()
         )

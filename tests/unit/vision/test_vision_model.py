@@ -56,7 +56,7 @@ def batch_of(prompts, order, completions) -> RolloutBatch:
         sample_ids=range(len(order)),
         finish_reasons=[FinishReason.STOP] * len(order),
     )
-    return with_images(batch, [prompts[p] for p in order])
+    return with_images(batch, lambda row: prompts[row].images, prompts[0].images.mrope)
 
 
 def inputs_of(reader, prompt, completion) -> dict:
