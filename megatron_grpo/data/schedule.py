@@ -46,6 +46,7 @@ def schedule(
     max_tokens: int | None = None,
     microbatch_multiple: int = 1,
     attention_coefficient: float = 0.0,
+    together: npt.ArrayLike | None = None,
 ) -> Schedule:
     """Divide n completions over data-parallel ranks and micro-batches, balanced by work = length + c length^2.
 
@@ -69,6 +70,9 @@ def schedule(
     * Budget: M is at most 2 total tokens / (dp_size max_tokens), twice the minimum for that number of tokens, rounded
       up to a multiple of `microbatch_multiple`, if n is large enough. If n is a multiple of dp_size
       microbatch_multiple, a schedule always exists.
+    * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
+      such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches of the
+      smallest M that could do, or leaves one empty, single completions are distributed instead.
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
       the mean, maxima exceed the optimal ones by no more than these differences.
 
@@ -81,6 +85,8 @@ def schedule(
         microbatch_multiple: the pipeline size with virtual stages, because megatron-core's interleaved schedule needs
             whole groups of micro-batches; else 1.
         attention_coefficient: c >= 0, from the function of this name; 0 balances the numbers of tokens.
+        together: [n], what a micro-batch computes once for all completions with the same value: the rows whose images
+            the vision tower encodes.
 
     Returns:
         [rank][micro-batch] -> list of completion indices, ascending.
@@ -92,7 +98,8 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        packs = _budget_packs(sizes.tolist(), work, dp_size, max_tokens, microbatch_multiple)
+        groups = None if together is None else np.unique(together, return_inverse=True)[1].tolist()
+        packs = _budget_packs(sizes.tolist(), work, dp_size, max_tokens, microbatch_multiple, groups)
     elif micro_batch_size is not None:
         packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
     else:
@@ -113,7 +120,9 @@ def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multipl
     return _round_robin(work, n // micro_batch_size)
 
 
-def _budget_packs(sizes: list[int], work: list[float], dp_size: int, max_tokens: int, multiple: int) -> list[list[int]]:
+def _budget_packs(
+    sizes: list[int], work: list[float], dp_size: int, max_tokens: int, multiple: int, groups: list[int] | None
+) -> list[list[int]]:
     n, total, longest = len(sizes), sum(sizes), max(sizes, default=0)
     most = n // dp_size // multiple * multiple
     if most == 0:
@@ -131,6 +140,14 @@ def _budget_packs(sizes: list[int], work: list[float], dp_size: int, max_tokens:
         -(-total // max_tokens), sum(2 * size > max_tokens for size in sizes)
     )  # two completions above max_tokens / 2 never share a pack
     fewest = -(-at_least // (dp_size * multiple)) * multiple
+    if groups is not None:
+        pieces = _first_fit(sizes, groups, max_tokens)
+        piece_sizes = [sum(sizes[i] for i in piece) for piece in pieces]
+        piece_work = [sum(work[i] for i in piece) for piece in pieces]
+        for num_microbatches in range(fewest, min(fewest * 5 // 4, len(pieces) // dp_size) + 1, multiple):
+            packs = _longest_first(piece_sizes, piece_work, dp_size * num_microbatches, max_tokens)
+            if packs is not None and all(packs):
+                return [[i for piece in pack for i in pieces[piece]] for pack in packs]
     for num_microbatches in range(fewest, most + 1, multiple):
         packs = _longest_first(sizes, work, dp_size * num_microbatches, max_tokens)
         if packs is not None:
@@ -159,6 +176,25 @@ def _round_robin(costs: Sequence[float], bins: int) -> list[list[int]]:
             dealt[b].append(item)
             loads[b] += costs[item]
     return dealt
+
+
+def _first_fit(sizes: list[int], groups: list[int], room: int) -> list[list[int]]:
+    """Divide the items of each group into pieces of at most `room`: longest first, each into the first with room.
+
+    At most one piece of a group is filled by half or less.
+    """
+    pieces: dict[int, list[list[int]]] = {}
+    left: dict[int, list[int]] = {}
+    for item in _descending(sizes):
+        own, rooms = pieces.setdefault(groups[item], []), left.setdefault(groups[item], [])
+        found = next((number for number, size in enumerate(rooms) if size >= sizes[item]), None)
+        if found is None:
+            own.append([item])
+            rooms.append(room - sizes[item])
+        else:
+            own[found].append(item)
+            rooms[found] -= sizes[item]
+    return [piece for own in pieces.values() for piece in own]
 
 
 def _longest_first(sizes: list[int], work: list[float], bins: int, room: int) -> list[list[int]] | None:

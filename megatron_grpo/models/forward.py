@@ -62,13 +62,13 @@ def for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
 
 
 def assignment(
-    args, lengths: np.ndarray, completions: np.ndarray, max_tokens: int | None = None
+    args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None
 ) -> list[list[np.ndarray]]:
     """Return the completions of every micro-batch of every data-parallel rank: [rank][micro-batch]; equal on all ranks.
 
-    ``lengths`` are those of all completions of the rollout, ``completions`` the numbers of those to divide.
-    ``max_tokens`` is a token budget that overrides the flags.
+    ``completions`` are the numbers of those to divide. ``max_tokens`` is a token budget that overrides the flags.
     """
+    lengths = batch.lengths
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal in
     # every parallel configuration.
@@ -80,13 +80,14 @@ def assignment(
         max_tokens=max_tokens,
         microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         attention_coefficient=_attention_coefficient(args),
+        together=batch.row_ids[completions] if args.vision_config else None,
     )
     return [[completions[pack] for pack in rank] for rank in ranks]
 
 
-def own_completions(args, lengths: np.ndarray, completions: np.ndarray, max_tokens: int | None = None) -> np.ndarray:
+def own_completions(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> np.ndarray:
     """Return the completions in this rank's micro-batches; the arguments are those of `assignment`."""
-    packs = assignment(args, lengths, completions, max_tokens)[parallel_state.get_data_parallel_rank()]
+    packs = assignment(args, batch, completions, max_tokens)[parallel_state.get_data_parallel_rank()]
     return np.concatenate(packs)
 
 
@@ -96,7 +97,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
     tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
-    ranks = assignment(args, batch.lengths, completions, max_tokens)
+    ranks = assignment(args, batch, completions, max_tokens)
     cp_size = parallel_state.get_context_parallel_world_size()
     pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     total_length = None

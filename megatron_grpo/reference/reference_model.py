@@ -65,10 +65,10 @@ class ReferenceModel:
         """Return the log-probabilities of a rollout's tokens under this model, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
 
-    def own_completions(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the completions, of those of these ``lengths``, whose log-probabilities this rank computes."""
+    def own_completions(self, batch: RolloutBatch) -> np.ndarray:
+        """Return the completions of the rollout whose log-probabilities this rank computes."""
         with self.groups.entered():
-            return _own_completions(self.args, lengths)
+            return _own_completions(self.args, batch)
 
     @torch.no_grad()
     def update_from(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
@@ -130,9 +130,9 @@ class SwappedReference:
         """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
 
-    def own_completions(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the completions, of those of these ``lengths``, whose log-probabilities this rank computes."""
-        return _own_completions(self.args, lengths)
+    def own_completions(self, batch: RolloutBatch) -> np.ndarray:
+        """Return the completions of the rollout whose log-probabilities this rank computes."""
+        return _own_completions(self.args, batch)
 
     @torch.no_grad()
     def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
@@ -193,13 +193,14 @@ class BaseReference:
         """Return the log-probabilities of a rollout's tokens under the reference, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
 
-    def own_completions(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the completions, of those of these ``lengths``, whose log-probabilities this rank computes."""
-        return _own_completions(self.args, lengths)
+    def own_completions(self, batch: RolloutBatch) -> np.ndarray:
+        """Return the completions of the rollout whose log-probabilities this rank computes."""
+        return _own_completions(self.args, batch)
 
 
-def _own_completions(args: Namespace, lengths: np.ndarray) -> np.ndarray:
-    return forward.own_completions(args, lengths, np.arange(len(lengths)), args.logprobs_max_tokens_per_microbatch)
+def _own_completions(args: Namespace, batch: RolloutBatch) -> np.ndarray:
+    completions = np.arange(batch.num_completions)
+    return forward.own_completions(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
 
 
 def _log_probs(

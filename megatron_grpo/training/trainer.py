@@ -235,7 +235,7 @@ class Trainer:
         A pass can divide the rollout in another way than the updates: it is of all completions, with another budget of
         tokens, or of a model with another parallel configuration.
         """
-        computes, lengths = np.zeros(batch.num_completions, bool), batch.lengths
+        computes = np.zeros(batch.num_completions, bool)
         if divide is None:
             return computes
         args, updates = self.args, divide(batch.num_completions)
@@ -245,10 +245,10 @@ class Trainer:
         if needs_old_log_probs(args):
             passes.append((np.arange(batch.num_completions), args.logprobs_max_tokens_per_microbatch))
         for completions, max_tokens in passes:
-            computes[forward.own_completions(args, lengths, completions, max_tokens)] = True
+            computes[forward.own_completions(args, batch, completions, max_tokens)] = True
         for model in (self.reference, self.teacher):
             if model is not None and not isinstance(model, TeacherServer):
-                computes[model.own_completions(lengths)] = True
+                computes[model.own_completions(batch)] = True
         return computes
 
     def _collect_from_stream(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:

@@ -74,7 +74,10 @@ def _qwen2_5_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Modu
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-    return Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**config["vision_config"]))
+    from megatron_grpo.vision.attention import use_offsets
+
+    vision = Qwen2_5_VLVisionConfig(**config["vision_config"])
+    return use_offsets(Qwen2_5_VisionTransformerPretrainedModel._from_config(vision))
 
 
 def _qwen_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid:
@@ -98,14 +101,20 @@ def _qwen3_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    return Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**config["vision_config"]))
+    from megatron_grpo.vision.attention import use_offsets
+
+    vision = Qwen3VLVisionConfig(**config["vision_config"])
+    return use_offsets(Qwen3VLVisionModel._from_config(vision))
 
 
 def _qwen3_vl_moe_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
     from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
-    return Qwen3VLMoeVisionModel._from_config(Qwen3VLMoeVisionConfig(**config["vision_config"]))
+    from megatron_grpo.vision.attention import use_offsets
+
+    vision = Qwen3VLMoeVisionConfig(**config["vision_config"])
+    return use_offsets(Qwen3VLMoeVisionModel._from_config(vision))
 
 
 def _internvl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:

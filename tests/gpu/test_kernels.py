@@ -18,6 +18,7 @@ from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.rope import rotate_pack
 from megatron_grpo.models.softcap import soft_capped_attention
 from megatron_grpo.rollout.weight_sync.nccl import send_packed
+from megatron_grpo.vision.attention import attend
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -159,3 +160,18 @@ def test_packed_weights_wait_for_their_last_change():
         if not torch.equal(sent, torch.cat(list(weights.values()))):
             stale.append(round_number)
     assert not stale
+
+
+@pytest.mark.parametrize("width", [80, 64])  # of Qwen2.5-VL's and Qwen3-VL's heads
+def test_attention_of_towers(width):
+    """Windows and images of different sizes: output and gradients in bf16 against float32, a call for each segment."""
+    lengths = [64, 64, 16, 4, 3000]
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    given = torch.randn(4, 1, 16, sum(lengths), width, device="cuda").bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given[:3]]
+        out, _ = attend(None, *leaves, attention_mask=None, cu_seq_lens_q=cu, max_length_q=max(lengths))
+        out.backward(given[3].transpose(1, 2).to(dtype))
+        found.append([out, *(x.grad for x in leaves)])
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 2e-2

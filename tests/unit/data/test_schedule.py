@@ -257,6 +257,54 @@ def test_budget_replaces_the_micro_batch_size():
     assert schedule([5, 5], 1, micro_batch_size=1, max_tokens=10) == [[[0, 1]]]
 
 
+def test_together_by_hand():
+    # Two rows with four completions of 4 tokens, budget 12: three and one; the lone ones share a pack.
+    lengths, rows = [4] * 8, [7, 7, 7, 7, 3, 3, 3, 3]
+    assert schedule(lengths, 1, max_tokens=12, together=rows) == [[[0, 1, 2], [4, 5, 6], [3, 7]]]
+    assert schedule(lengths, 1, max_tokens=12) == [[[0, 3, 6], [1, 4, 7], [2, 5]]]
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(sizes, min_size=1, max_size=40),
+    rows=st.integers(1, 8),
+    dp_size=st.integers(1, 4),
+    slack=st.integers(0, 2000),
+    multiple=st.integers(1, 3),
+)
+def test_together_keeps_the_promises_of_a_budget(lengths, rows, dp_size, slack, multiple):
+    """Where a schedule exists there is one with ``together``, of at most a quarter more micro-batches."""
+    options = {"max_tokens": max(lengths) + slack, "microbatch_multiple": multiple}
+    rows = [number % rows for number in range(len(lengths))]
+    try:
+        plain = schedule(lengths, dp_size, **options)
+    except GrpoError:
+        with pytest.raises(GrpoError):
+            schedule(lengths, dp_size, **options, together=rows)
+        return
+    result = schedule(lengths, dp_size, **options, together=rows)
+    check_every_completion_once_and_equal_counts(lengths, result, dp_size, multiple)
+    check_order_and_ranks(lengths, result)
+    assert max(loads(lengths, result)[0]) <= options["max_tokens"]
+    assert len(result[0]) <= 5 / 4 * len(plain[0])
+
+
+def test_images_are_encoded_less_often():
+    """16 rows of a megapixel (1,400 tokens) with eight completions each, log-normal lengths, packs of 16,384 tokens."""
+    normal = NormalDist(math.log(512), 0.8)
+    drawn = [min(int(math.exp(normal.inv_cdf((i * 37 % 128 + 0.5) / 128))), 4096) for i in range(128)]
+    lengths, rows = [1400 + length for length in drawn], [i // 8 for i in range(128)]
+
+    def encodings(result):
+        return sum(len({rows[i] for i in pack}) for rank in result for pack in rank)
+
+    together, alone = (schedule(lengths, 2, max_tokens=16384, together=given) for given in (rows, None))
+    assert len(together[0]) <= len(alone[0]) + 1
+    assert encodings(together) <= 2 * 16 and encodings(alone) > 5 * 16
+    _, ranks = loads(lengths, together)
+    assert max(ranks) < 1.1 * min(ranks)
+
+
 def test_whole_groups_of_micro_batches():
     assert [len(rank) for rank in schedule([1] * 8, 2, max_tokens=100, microbatch_multiple=4)] == [4, 4]
     assert [len(rank) for rank in schedule([60] * 20, 2, max_tokens=120, microbatch_multiple=4)] == [8, 8]  # 5 would do
