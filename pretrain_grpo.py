@@ -211,7 +211,7 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
-            row["flops/update"] = trainer.flops.update(batch.lengths[completions], batch.response_lengths[completions])
+            row["flops/update"] = trainer.flops_of(batch, completions)
             trainer.check_engine(batch, row)
             trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterable
 from math import prod
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.vision.kinds import Grid, is_trained, kind_of, tower_shapes
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -75,6 +77,55 @@ class ModelFlops:
         pairs = sum(layers * _attention_pairs(lengths, window) for window, layers in self.windows.items())
         of_weights = self.per_token * lengths.sum() + self.per_label * labels.sum()
         return float(of_weights), float(self.per_token_of_adapters * lengths.sum() + self.per_pair * pairs)
+
+
+class TowerFlops:
+    """FLOPs of the vision tower's and the projector's matrix products, counted as in `ModelFlops`.
+
+    Per patch: the matrices of the tower. Per visual token: those of the projector. Per pair of patches of an image, a
+    tile, or a window where the tower has some: 4 x width in each block.
+    """
+
+    def __init__(self, args: Namespace):
+        self.args, self.kind, vision = args, kind_of(args), args.vision_config["vision_config"]
+        shapes = {name: shape for name, shape in tower_shapes(args).items() if name.endswith("weight")}
+        projector = {name for name in shapes if name.startswith(self.kind.projector)}
+        self.per_token = 2 * sum(prod(shapes[name]) for name in projector if len(shapes[name]) == 2)
+        tower = [shape for name, shape in shapes.items() if name not in projector | {"pos_embed.weight"}]
+        self.per_patch = 2 * sum(prod(shape) for shape in tower if len(shape) == 2)
+        self.per_pixels = 2 * sum(
+            prod(shape) for shape in tower if len(shape) > 2
+        )  # the convolution that makes a patch
+        depth = vision["depth"] if "depth" in vision else vision["num_hidden_layers"]
+        self.whole = len(vision["fullatt_block_indexes"]) if "fullatt_block_indexes" in vision else depth
+        self.windowed, self.per_pair = depth - self.whole, 4 * vision["hidden_size"]
+        self.window = vision["window_size"] // vision["patch_size"] if self.windowed else 0  # patches along a side
+        parts = {name in projector: is_trained(args, name) for name in shapes}
+        self.tower_trained, self.projector_trained = parts[False], parts[True]
+
+    def forward(self, grids: Iterable[Grid]) -> float:
+        """Return the FLOPs of a forward pass over images with these patches."""
+        return sum(self._parts(grids))
+
+    def update(self, grids: Iterable[Grid]) -> float:
+        """Return the TFLOP of forward and backward pass; frozen parts below the trained ones have no backward pass."""
+        tower, projector = self._parts(grids)
+        passes = 3 if self.projector_trained else 1 + self.tower_trained
+        return ((3 if self.tower_trained else 1) * tower + passes * projector) / 1e12
+
+    def _parts(self, grids: Iterable[Grid]) -> tuple[float, float]:
+        tower = projector = 0
+        for count, rows, columns in grids:  # frames or tiles: patches of one see those of another nowhere
+            seen = rows * columns + self.kind.tiles  # a tile has a class token
+            pairs = self.whole * seen**2 + self.windowed * self._squares(rows) * self._squares(columns)
+            tower += count * (seen * self.per_patch + rows * columns * self.per_pixels + self.per_pair * pairs)
+            projector += self.kind.tokens(self.args, (count, rows, columns)) * self.per_token
+        return tower, projector
+
+    def _squares(self, patches: int) -> int:
+        """Return the sum of squares of the windows' lengths along a side."""
+        whole, rest = divmod(patches, self.window or patches)
+        return whole * self.window**2 + rest**2
 
 
 def stage_costs(args: Namespace) -> tuple[list[float], float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +21,11 @@ from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
-from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
+from megatron_grpo.data.batch import Bool, FinishReason, Int64, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.data.share import mean_in_loss, with_tokens_of
-from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.estimate.throughput import ModelFlops, TowerFlops
 from megatron_grpo.lora.files import save_adapter
 from megatron_grpo.lora.stream import merged_shards, stream_merged
 from megatron_grpo.models import forward
@@ -462,6 +463,16 @@ class Trainer:
     def flops(self) -> ModelFlops:
         """FLOPs of the model's passes."""
         return ModelFlops(self.args)
+
+    def flops_of(self, batch: RolloutBatch, completions: Int64) -> float:
+        """Return the TFLOP of an update with these completions; images that several share are encoded once."""
+        found = self.flops.update(batch.lengths[completions], batch.response_lengths[completions])
+        if batch.visual_index is not None:
+            rows = np.unique(batch.row_ids[completions]).tolist()
+            found += TowerFlops(self.args).update(
+                chain.from_iterable(self.dataset.images_of(row).grids for row in rows)
+            )
+        return found
 
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:
         """Return the metrics of a rollout's rewards (weighted sums ``[n]``) and lengths, with the names of METRICS."""

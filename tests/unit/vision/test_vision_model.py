@@ -10,6 +10,8 @@ from toy_checkpoints import build, same_bits, tensors_of, toy_args
 # isort: split
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForImageTextToText,
     InternVLConfig,
@@ -23,6 +25,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.vision.images import ImageReader, attach
@@ -109,6 +112,23 @@ def forward(model, pack) -> torch.Tensor:
         packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, "local"),
         rope_positions=arrays.get("rope_positions"),
         images=pack.images,
+    )
+
+
+def test_flops_are_those_that_torch_counts(made):
+    _, model, reader, prompts = made
+    flops, tower = TowerFlops(reader._args), 0.0
+    for images in (prompts[0].images, prompts[2].images):
+        with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            model.vision._see(model.vision.tower, *reader.pixels(images))
+        assert flops.forward(images.grids) == counted.get_total_flops()
+        tower += counted.get_total_flops()
+    assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(3 * tower / 1e12)
+    projector = flops.per_token * sum(map(sum, (prompts[0].images.tokens, prompts[2].images.tokens)))
+    reader._args.freeze_vision_tower = True
+    flops = TowerFlops(reader._args)
+    assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(
+        (tower + 2 * projector) / 1e12
     )
 
 
