@@ -17,14 +17,23 @@ _FILES = ("generation_config.json", "config.json")
 
 
 def end_token_ids(args: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion, the tokenizer's end of sequence first; none of --ignore-eos.
+    """Return the ids of the tokens that end a completion: `turn_end_token_ids`, without the model's with --ignore-eos."""
+    return _end_token_ids(args, tokenizer, not args.ignore_eos)
+
+
+def turn_end_token_ids(args: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """Return the ids of the tokens that end a turn, the tokenizer's end of sequence first.
 
     The others come from ``eos_token_id`` in generation_config.json and config.json of --tokenizer-model and --load-hf,
     from --stop-token-ids, and from --stop-words that are special tokens. GrpoError for an id outside the vocabulary.
     """
+    return _end_token_ids(args, tokenizer, True)
+
+
+def _end_token_ids(args: argparse.Namespace, tokenizer: "Tokenizer", of_model: bool) -> tuple[int, ...]:
     given = {"--stop-token-ids": args.stop_token_ids or []}
     given["--stop-words"] = special_stop_words(args.stop_words or (), tokenizer.special_tokens)
-    if not args.ignore_eos:
+    if of_model:
         given["the tokenizer"] = [tokenizer.eos_id]
         for directory in dict.fromkeys(str(d) for d in (args.tokenizer_model, args.load_hf) if d):
             for name in _FILES:

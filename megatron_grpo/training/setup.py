@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
-from megatron_grpo.data.end_of_turn import describe, end_token_ids
+from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
@@ -556,7 +556,8 @@ def build_episodes(args, engine: Engine, tokenizer) -> Conversing:
     )
     before_exit(pool.close)
     parser = ToolCallParser(args.tool_call_parser, tokenizer.backend) if args.tool_call_parser else None
-    return kind(engine, pool, TurnRenderer(tokenizer, args.end_token_ids), parser, tokenizer, args, group)
+    renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
+    return kind(engine, pool, renderer, parser, tokenizer, args, group)
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from instruct_models import NAMES, build_tokenizer
 
-from megatron_grpo.data.end_of_turn import end_token_ids
+from megatron_grpo.data.end_of_turn import turn_end_token_ids
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.utils.errors import GrpoError
@@ -44,8 +44,8 @@ def published(tmp_path_factory):
             directory = tmp_path_factory.mktemp(name)
             build_tokenizer(name, directory)
             tokenizer = HuggingFaceTokenizer(directory)
-            given = {"stop_token_ids": None, "stop_words": None, "ignore_eos": False, "load_hf": None}
-            ends = end_token_ids(SimpleNamespace(**given, tokenizer_model=directory), tokenizer)
+            given = {"stop_token_ids": None, "stop_words": None, "ignore_eos": True, "load_hf": None}
+            ends = turn_end_token_ids(SimpleNamespace(**given, tokenizer_model=directory), tokenizer)
             built[name] = tokenizer, TurnRenderer(tokenizer, ends)
         return built[name]
 

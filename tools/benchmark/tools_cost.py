@@ -1,0 +1,94 @@
+"""Measure what tools cost: rollouts of several turns with a tool of one second, with an instant one, and of one turn.
+
+    SCRIPT=tools/benchmark/tools_cost.py bash tools/benchmark/step.sh local runs/tools --environment quick_tool --max-turns 4 \
+        --external-plugins tools/benchmark/even_tokens.py tools/benchmark/slow_tool.py --max-completion-length 1024 \
+        --vllm-max-num-seqs 256
+
+Each of --max-turns turns has --max-completion-length / --max-turns tokens; give --ignore-eos. The three kinds alternate,
+in one process and with one engine. Flags that are not in --help are those of pretrain_grpo.py. Prints a Markdown table:
+the median of each kind's seconds, and of its ratios to one turn of all tokens in the same round.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_grpo
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.models.gpt import model_provider
+from megatron_grpo.parallel.initialize import print_rank_0
+from megatron_grpo.rollout.engine import Request
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.setup import setup
+
+KINDS = {"one turn": None, "instant tool": "quick_tool", "tool of 1 s": "slow_tool"}
+
+
+class EqualTurns:
+    """An engine that samples at most ``tokens`` for a request beyond those that it has begun with."""
+
+    def __init__(self, engine, tokens: int):
+        self._engine, self._tokens = engine, tokens
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Submit requests, each with its limit."""
+        self._engine.submit([self._limited(request) for request in requests])
+
+    def _limited(self, request: Request) -> Request:
+        if not request.row:
+            return request
+        begun = request.begun.num_sampled if request.begun is not None else 0
+        most = min(request.sampling.max_tokens, begun + self._tokens)
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
+
+
+def of_kind(prompt: Prompt, environment: str | None) -> Prompt:
+    """Return the prompt with the environment; without a row no environment answers."""
+    return replace(prompt, row={**prompt.row, "environment": environment} if environment else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds, after one warm-up round [3]")
+    own, flags = parser.parse_known_args()
+    args = parse_args(flags)
+    trainer = setup(args, model_provider, pretrain_grpo.forward_step)
+    if trainer is None:  # after --dry-run
+        return
+    trainer.engine._engine = EqualTurns(trainer.engine._engine, args.max_completion_length // args.max_turns)
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with trainer.engine_for_rollout():
+        for number in range(own.rounds + 1):
+            plan = trainer.plan_rollout()
+            for kind, environment in KINDS.items():
+                prompts = [of_kind(prompt, environment) for prompt in plan.prompts]
+                start = time.perf_counter()
+                batch = trainer.collect(replace(plan, prompts=prompts))
+                seconds[kind].append(time.perf_counter() - start)
+                sampled, turns = batch.response_lengths.mean(), batch.turns.mean() if environment else 1
+                print_rank_0(
+                    f"round {number}, {kind}: {seconds[kind][-1]:.2f} s, {sampled:.1f} tokens in {turns} turns"
+                )
+    print_rank_0("| rollout | s | ratio | beyond one turn, s |\n|---|--:|--:|--:|")
+    alone = seconds["one turn"][1:]
+    for kind, found in seconds.items():
+        ratio = median(a / b for a, b in zip(found[1:], alone, strict=True))
+        beyond = median(a - b for a, b in zip(found[1:], alone, strict=True))
+        print_rank_0(f"| {kind} | {median(found[1:]):.2f} | {ratio:.3f} | {beyond:.2f} |")
+    trainer.engine.close()
+    if trainer.scorer is not None:
+        trainer.scorer.close()
+
+
+if __name__ == "__main__":
+    run(main)
