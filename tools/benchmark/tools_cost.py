@@ -1,11 +1,13 @@
 """Measure what tools cost: rollouts of several turns with a tool of one second, with an instant one, and of one turn.
 
-    SCRIPT=tools/benchmark/tools_cost.py bash tools/benchmark/step.sh local runs/tools --environment quick_tool --max-turns 4 \
-        --external-plugins tools/benchmark/even_tokens.py tools/benchmark/slow_tool.py --max-completion-length 1024 \
-        --vllm-max-num-seqs 256
+    torchrun --nproc-per-node 1 tools/benchmark/tools_cost.py --environment quick_tool --max-turns 4 \
+        --external-plugins tools/benchmark/even_tokens.py tools/benchmark/slow_tool.py FLAGS_OF_PRETRAIN_GRPO
+    SCRIPT=tools/benchmark/tools_cost.py bash tools/benchmark/step.sh local runs/tools --max-completion-length 1024 \
+        --vllm-max-num-seqs 256 --environment quick_tool --max-turns 4 \
+        --external-plugins tools/benchmark/even_tokens.py tools/benchmark/slow_tool.py
 
-Each of --max-turns turns has --max-completion-length / --max-turns tokens; give --ignore-eos. The three kinds alternate,
-in one process and with one engine. Flags that are not in --help are those of pretrain_grpo.py. Prints a Markdown table:
+Each of --max-turns turns has --max-completion-length / --max-turns tokens; give --ignore-eos. The three kinds
+alternate, in one process and with one engine. Flags that are not in --help are those of pretrain_grpo.py. Prints a Markdown table:
 the median of each kind's seconds, and of its ratios to one turn of all tokens in the same round.
 """
 

@@ -60,6 +60,7 @@ OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank -
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience --server".split()  # of tools/soak.py
+OTHERS += ["--staleness", "--seeds"]  # of tools/benchmark/staleness.py
 OTHERS += ["--after"]  # of tools/benchmark/stale_cache.py
 OTHERS += ["--count"]  # of environments/libraries/of_verifiers.py
 OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py
