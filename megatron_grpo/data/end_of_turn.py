@@ -17,7 +17,7 @@ _FILES = ("generation_config.json", "config.json")
 
 
 def end_token_ids(args: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion, as `turn_end_token_ids`; not the model's with --ignore-eos."""
+    """Return the ids of the tokens that end a completion: `turn_end_token_ids`, with --ignore-eos only given ones."""
     return _end_token_ids(args, tokenizer, not args.ignore_eos)
 
 

@@ -7,8 +7,8 @@
         --external-plugins tools/benchmark/even_tokens.py tools/benchmark/slow_tool.py
 
 Each of --max-turns turns has --max-completion-length / --max-turns tokens; give --ignore-eos. The three kinds
-alternate, in one process and with one engine. Flags that are not in --help are those of pretrain_grpo.py. Prints a Markdown table:
-the median of each kind's seconds, and of its ratios to one turn of all tokens in the same round.
+alternate, in one process and with one engine. Flags that are not in --help are those of pretrain_grpo.py. Prints a
+Markdown table: the median of each kind's seconds, and of its ratios to one turn of all tokens in the same round.
 """
 
 import argparse
