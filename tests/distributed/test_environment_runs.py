@@ -3,10 +3,12 @@
 examples/grpo/quickstart_tools.sh, killed and started again.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -371,6 +373,79 @@ def test_an_environment_of_verifiers(tmp_path, monkeypatch):
     for row in metrics:
         assert row["environment/failed"] == 0 and row["environment/turns"] > 1 and row["mismatch/max_abs"] < 1e-4
     assert any(row["grad_norm"] > 0 for row in metrics), [row["reward/mean"] for row in metrics]
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+OPENENV = """
+from megatron_grpo.environments.builtin.openenv_server import OpenEnv, openenv_tools
+from megatron_grpo.environments.registry import register_environment
+
+
+@register_environment("echo")
+class Echo(OpenEnv):
+    url, field = "{echo}", "message"
+
+
+@register_environment("adder")
+class Adder(OpenEnv):
+    url, tools = "{adder}", openenv_tools("{adder}")
+"""
+
+
+@pytest.mark.slow
+def test_environments_of_openenv(tmp_path):
+    """Updates with the environment that `openenv init` writes, unchanged, and with one that has a tool.
+
+    OPENENV_PYTHON names an interpreter that has openenv 0.10; else it is installed from PyPI.
+    """
+    python = Path(os.environ.get("OPENENV_PYTHON", tmp_path / "venv/bin/python"))
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+        if subprocess.run([python, "-m", "pip", "install", "--quiet", "openenv==0.10.0"]).returncode:
+            pytest.skip("openenv cannot be installed from PyPI")
+    subprocess.run([python.parent / "openenv", "init", "echo_env"], cwd=tmp_path, check=True)
+    app = tmp_path / "echo_env/server/app.py"
+    app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=64,"))
+    ports = {name: free_port() for name in ("echo", "adder")}
+    commands = {
+        "echo": [python, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(ports["echo"])],
+        "adder": [python, REPO / "tests/data/openenv/adder.py", str(ports["adder"])],
+    }
+    with contextlib.ExitStack() as stack:
+        for name, command in commands.items():
+            server = stack.enter_context(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL))
+            stack.callback(server.terminate)
+            while not answers(ports[name]):
+                assert server.poll() is None, f"the server {name} ended"
+                time.sleep(0.1)
+        plugin, data, model, save = (tmp_path / name for name in ("plugin.py", "train.jsonl", "model", "run"))
+        plugin.write_text(OPENENV.format(**{name: f"http://127.0.0.1:{port}" for name, port in ports.items()}))
+        rows = [{"prompt": [{"role": "user", "content": "Say"}], "environment": name} for name in ports]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+        words = f"--save {model} --tokenizer bytes --steps 0 --quiet --max-position-embeddings 2048"
+        make(build_parser().parse_args(words.split()))
+        ends = " ".join(map(str, range(0, 250, 10)))  # so that random weights have several turns
+        flags = f"""--load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}
+            --stop-token-ids {ends} --train-data-path {data} --external-plugins {plugin} --environment echo
+            --tool-call-parser hermes --reward-funcs environment --num-generations 8 --micro-batch-size 4
+            --global-batch-size 16 --lr 1e-3 --transformer-impl local --train-iters 3 --max-prompt-length 200 --max-completion-length 60 --max-turns 3
+            --max-environment-tokens 1000 --save {save} --no-save-hf"""
+        run_torchrun(1, "pretrain_grpo.py", *flags.split())
+    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3
+    for row in metrics:
+        assert row["environment/failed"] == 0 and row["environment/turns"] > 1 and row["mismatch/max_abs"] < 1e-4
+        assert row["reward/mean"] > 0  # of the echo: the adder gives none
 
 
 @pytest.mark.slow
