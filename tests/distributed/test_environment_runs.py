@@ -438,8 +438,8 @@ def test_environments_of_openenv(tmp_path):
         flags = f"""--load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}
             --stop-token-ids {ends} --train-data-path {data} --external-plugins {plugin} --environment echo
             --tool-call-parser hermes --reward-funcs environment --num-generations 8 --micro-batch-size 4
-            --global-batch-size 16 --lr 1e-3 --transformer-impl local --train-iters 3 --max-prompt-length 200 --max-completion-length 60 --max-turns 3
-            --max-environment-tokens 1000 --save {save} --no-save-hf"""
+            --global-batch-size 16 --lr 1e-3 --transformer-impl local --train-iters 3 --max-prompt-length 200
+            --max-completion-length 60 --max-turns 3 --max-environment-tokens 1000 --save {save} --no-save-hf"""
         run_torchrun(1, "pretrain_grpo.py", *flags.split())
     metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 3
