@@ -338,14 +338,16 @@ class Trainer:
     def sync(self) -> None:
         """Send the trainer's weights to the engine; completions carry this iteration as their version from now on.
 
-        An engine that holds the adapter beside the weights receives the weights only when it has none.
+        An engine that holds the adapter beside the weights receives the weights only when it has none, and so with the
+        frozen parts of a vision tower.
         """
         stream = stream_merged if self.args.lora_weight_sync == "merged" else stream_hf
         with self.timers("sync"), forward.parameters_complete(self.args, self.model):
             if self.args.lora_weight_sync == "adapter":
                 self.sync_metrics = sync_adapter(self.args, self.engine, self.model, self.iteration)
             else:
-                self.engine.update_weights(stream(self.model, self.args), self.iteration)
+                weights = stream(self.model, self.args, only_trained=self.engine.has_weights)
+                self.engine.update_weights(weights, self.iteration)
             self.synced_iteration = self.iteration
             if self.args.check_weight_sync:
                 weight_check.compare_tensors(self.engine, stream(self.model, self.args), self.iteration)

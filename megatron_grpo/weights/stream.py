@@ -17,6 +17,7 @@ from megatron_grpo.models.config import params_dtype
 from megatron_grpo.models.fp8_weight import plain
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.vision.kinds import is_trained
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -25,9 +26,9 @@ Unit = Sequence[Weight]
 
 
 def stream_hf(
-    model_chunks: Sequence[nn.Module], args: Namespace, bucket_bytes: int = 256 * 2**20
+    model_chunks: Sequence[nn.Module], args: Namespace, bucket_bytes: int = 256 * 2**20, *, only_trained: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) for the whole model, on every rank in the same order. Collective.
+    """Yield (Hugging Face name, full tensor) of the weights of `streamed`, on every rank in the same order. Collective.
 
     Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device. They may be
     views of the parameters where a rank holds a full weight: copy a tensor to keep it.
@@ -41,7 +42,16 @@ def stream_hf(
     Raises GrpoError, before anything is sent, when the model differs from its family's table.
     """
     shards = local_shards(model_chunks, args)
-    yield from stream_weights(model_weights.table(args), shards, params_dtype(args), bucket_bytes)
+    yield from stream_weights(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes)
+
+
+def streamed(args: Namespace, only_trained: bool) -> list[Weight]:
+    """Return the weights of the whole model, or ``only_trained``: without the frozen parts of a vision tower."""
+    weights = model_weights.table(args)
+    if not (only_trained and args.vision_config):
+        return weights
+    tower = "vision.tower."
+    return [w for w in weights if not w.name.startswith(tower) or is_trained(args, w.name.removeprefix(tower))]
 
 
 def local_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> dict[str, Tensor]:
@@ -125,11 +135,11 @@ class Described(NamedTuple):
     shape: torch.Size
 
 
-def describe(args: Namespace) -> list[Described]:
+def describe(args: Namespace, only_trained: bool = False) -> list[Described]:
     """Return a description of every tensor that `stream_hf` yields, in the same order."""
     found = []
     missing: dict[str, int] = {}  # tensors of all experts -> number of experts not yet seen
-    for unit in units(model_weights.table(args)):
+    for unit in units(streamed(args, only_trained)):
         for weight in unit:
             for name, shape in weight.hf.items():
                 if weight.all_experts:

@@ -134,8 +134,12 @@ def test_a_resume_in_another_layout(data, one_rank, tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_parts_stay(data, tmp_path):
-    run(data, 1, tmp_path / "run", "--micro-batch-size", "4", "--freeze-vision-tower")
+@pytest.mark.parametrize("flags", ["--check-weight-sync", "--rollout-ranks 1"])
+def test_frozen_parts_stay(data, tmp_path, flags):
+    """They are not sent again; the engine holds all weights after every sync."""
+    words = "--micro-batch-size 4 --freeze-vision-tower".split()
+    rows = run(data, 1 + ("ranks" in flags), tmp_path / "run", *words, *flags.split())
+    assert len(rows) == 3 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     before, after = exported(data / "model"), exported(tmp_path / "run" / "hf_model")
     moved = {name for name in before if not before[name].equal(after[name])}
     assert {name for name in moved if name.startswith("visual.")} == {

@@ -139,7 +139,8 @@ class PlacedEngines:
 
     def update_weights(self, stream: weights.Weights, version: int) -> None:
         """Publish new weights: all replicas have them when the next command reaches them. Collective."""
-        self._publish("weights", stream, version, lambda: describe(self._args))
+        what = "trained weights" if self.has_weights else "weights"  # `streamed`
+        self._publish(what, stream, version, lambda: describe(self._args, only_trained=self.has_weights))
         self.has_weights = True
 
     @property

@@ -5,7 +5,7 @@ comparison: vLLM's loaders thus map each tensor to its part of a fused parameter
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,6 +90,7 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     kept: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    loaders: list[tuple[torch.nn.Parameter, Callable]] = []
     views: dict[int, torch.Tensor] = {}  # tied parameters share one view
     names: dict[int, str] = {}
     try:
@@ -99,6 +100,9 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 if parameter is None or name not in recorded:
                     if parameter is not None:  # a bias, which still has its loader
                         names[_storage(parameter)] = f"{prefix}.{name}"
+                        if hasattr(parameter, "weight_loader"):  # that of a reload which left its layer out
+                            loaders.append((parameter, parameter.weight_loader))
+                            parameter.weight_loader = _get_original_loader(parameter)
                     continue
                 kept.append((layer, name, parameter))
                 if id(parameter) not in views:
@@ -114,6 +118,8 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     finally:
         for layer, name, parameter in kept:
             layer._parameters[name] = parameter
+        for parameter, loader in loaders:
+            parameter.weight_loader = loader
 
 
 def _loadable_parameter(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.vision.images import ImageReader, attach
 from megatron_grpo.weights import families, hf, model_weights
+from megatron_grpo.weights.stream import describe, stream_hf
 
 ROWS = [
     {"images": [picture(84, 56, 1), picture(100, 150, 2)], "prompt": "<image>and<image>?"},
@@ -317,3 +318,11 @@ def test_frozen_parts(world, tmp_path, frozen):
             trains = frozen == ("tower" if name.startswith("merger.") else "projector")
             assert (parameter.grad is not None) == trains, name
             assert not trains or bool(parameter.grad.abs().sum()) == (0 in order)
+    whole, sent = dict(stream_hf(chunks, args)), dict(stream_hf(chunks, args, only_trained=True))
+    assert {name for name in whole if name not in sent} == {
+        name
+        for name in whole
+        if name.startswith("visual.") and frozen != ("tower" if name.startswith("visual.merger.") else "projector")
+    }
+    assert all(tensor.equal(whole[name]) for name, tensor in sent.items())
+    assert [part.name for part in describe(args, only_trained=True)] == list(sent)
