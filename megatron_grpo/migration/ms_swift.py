@@ -213,7 +213,10 @@ MODEL = (
         "--merge_lora", None, None, "--save-hf writes merged weights at the end of the run, --save-adapter the adapter"
     ),
     Row("--freeze_llm", None, only_if("if true", lambda s: s.true("freeze_llm"), ask("every parameter is trained"))),
-    Row("--freeze_vit", None, None, "vision-language models are not supported"),
+    Row("--freeze_vit", "--freeze-vision-tower", SWITCH, "true there unless given, for models with images"),
+    Row("--freeze_aligner", "--freeze-projector", SWITCH, "true there unless given, for models with images"),
+    Row("--vit_lr", "--vision-tower-lr"),
+    Row("--aligner_lr", "--projector-lr"),
     Row(
         "--quant_bits",
         None,
@@ -296,7 +299,7 @@ ENGINE = (
     Row("--vllm_enable_lora", None, None, "docs/lora.md says what the engine gets"),
     Row("--vllm_max_lora_rank", None, None, "docs/lora.md says what the engine gets"),
     Row("--vllm_use_async_engine", None, None, "--rollout-balancing dynamic gives free replicas the next prompt"),
-    Row("--vllm_limit_mm_per_prompt", None, None, "vision-language models are not supported"),
+    Row("--vllm_limit_mm_per_prompt", None, None, "a prompt may have any number of images"),
     Row(
         "--vllm_disable_cascade_attn",
         "--vllm-engine-kwargs",

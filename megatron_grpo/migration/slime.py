@@ -142,7 +142,7 @@ DATA = (
     Row("--label-key", None, None, "the answer is the column answer, solution or ground_truth: docs/data.md"),
     Row("--metadata-key", None, None, "reward functions get the whole row"),
     Row("--tool-key", None, None, "the column is tools"),
-    Row("--multimodal-keys", None, ask("vision-language models are not supported")),
+    Row("--multimodal-keys", None, ask("images are read from the column images")),
     Row("--apply-chat-template", None, None, "a list of messages is always formatted by the chat template"),
     Row("--apply-chat-template-kwargs", "--chat-template-kwargs"),
     Row("--rollout-shuffle", None, None, "on by default; --no-shuffle switches it off"),

@@ -196,7 +196,7 @@ DATA = (
     Row("data.return_raw_chat", None, None, "a list of messages is always formatted by the chat template"),
     Row("data.return_raw_input_ids", None, None, "the trainer trains on the token ids of the engine"),
     Row("data.reward_fn_key", None, None, "the column is data_source: --reward-routing selects rewards by it"),
-    Row("data.image_key", None, ask("vision-language models are not supported")),
+    Row("data.image_key", None, ask("images are read from the column images")),
     Row(
         "data.filter_overlong_prompts_workers",
         None,
@@ -473,9 +473,7 @@ ENGINE = (
         fixed("R3"),
     ),
     Row(f"{ROLLOUT}data_parallel_size", None, None, "the replicas are all GPUs / --vllm-tensor-parallel-size"),
-    Row(
-        f"{ROLLOUT}engine_kwargs.vllm.disable_mm_preprocessor_cache", None, None, "for images, which are not supported"
-    ),
+    Row(f"{ROLLOUT}engine_kwargs.vllm.disable_mm_preprocessor_cache", None, None, "the cache holds no weights, and stays on"),
     Row(f"{ROLLOUT}engine_kwargs.sglang.attention_backend", None, None, "a setting of the SGLang server"),
     Row(f"{ROLLOUT}multi_stage_wake_up", None, None, "--sleep-level wakes weights and cache one after the other"),
     Row(f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes", None, None, "buckets have a fixed bound"),

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -25,6 +26,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.kinds import is_projector
 
 
 def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamScheduler]:
@@ -38,7 +40,9 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
         for i, chunk in enumerate(model)
     ]
     fused_adam.install()
-    optimizer = get_megatron_optimizer(optimizer_config_from_args(args), model)
+    optimizer_config = optimizer_config_from_args(args)
+    groups = get_standard_config_overrides(optimizer_config) | _own_rates(args)
+    optimizer = get_megatron_optimizer(optimizer_config, model, groups)
     config = get_model_config(model[0])
     config.finalize_model_grads_func = _finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -48,6 +52,25 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
             config.grad_sync_func = for_each(chunk.start_grad_sync for chunk in model)
             config.param_sync_func = for_each(chunk.start_param_sync for chunk in model)
     return model, optimizer, _learning_rate_schedule(args, optimizer)
+
+
+def _own_rates(args) -> dict[ParamKey, dict[str, float]]:
+    """Return the learning rates of --vision-tower-lr and --projector-lr."""
+    rates = {}
+    for projector, rate in (False, args.vision_tower_lr), (True, args.projector_lr):
+        if rate is None or rate == args.lr:
+            continue
+
+        def matches(parameter: torch.nn.Parameter, name: str, projector: bool = projector) -> bool:
+            _, found, own = name.partition("vision.tower.")
+            return bool(found) and is_projector(args, own) == projector
+
+        # megatron-core's checkpoints tell groups apart by lr_mult; its schedule reads the other two.
+        factor = rate / args.lr
+        predicate = ParamWithNamePredicate(name=f"projector {projector}", fn=matches)
+        values = {"lr_mult": factor, "max_lr": rate, "min_lr": factor * (args.min_lr or 0.0)}
+        rates[ParamKey(with_name_predicate=predicate)] = values
+    return rates
 
 
 def _finalize_model_grads(*arguments, **options) -> None:
@@ -98,7 +121,7 @@ def train_step(
     progress.step("optimizer")
     updated, grad_norm = bad_updates.step(optimizer, metrics["loss"])
     progress.step("metrics")
-    learning_rate = max(group["lr"] for group in optimizer.param_groups)
+    learning_rate = max(group["lr"] for group in optimizer.param_groups if group["lr_mult"] == 1.0)
     if updated:
         scheduler.step(increment=1)
     metrics |= {"grad_norm": grad_norm, "lr": learning_rate, "update/skipped": float(bad_updates.problem is not None)}

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import COUNT, FlagRow
+from megatron_grpo.utils.flags import COUNT, POSITIVE, FlagRow
 from megatron_grpo.utils.rules import flag, needs
 from megatron_grpo.vision.kinds import kind_of
 
@@ -22,6 +22,8 @@ VISION: tuple[FlagRow, ...] = (
     ),
     ("--freeze-vision-tower", bool, False, "do not train the vision tower, except its projector"),
     ("--freeze-projector", bool, False, "do not train the projector from the vision tower to the language model"),
+    ("--vision-tower-lr", POSITIVE, None, "learning rate of the vision tower, on the schedule of --lr [that of --lr]"),
+    ("--projector-lr", POSITIVE, None, "learning rate of the projector, on the schedule of --lr [that of --lr]"),
 )
 
 # Attributes that do not work with images yet: (attribute, values that do, why).
@@ -42,9 +44,13 @@ _REFUSED = (
 def check_vision(args: Namespace) -> None:
     """Refuse settings that do not work with a vision-language model, and flags of images without one."""
     if not args.vision_config:
-        for dest in "max_image_pixels min_image_pixels freeze_vision_tower freeze_projector".split():
+        for name, *_ in VISION:
+            dest = name[2:].replace("-", "_")
             needs(args, dest, "vision_config", f"model family {args.model_family} has no vision tower")
         return
+    for rate, frozen in ("vision_tower_lr", "freeze_vision_tower"), ("projector_lr", "freeze_projector"):
+        if getattr(args, rate) is not None and getattr(args, frozen):
+            raise GrpoError(f"{flag(rate)} cannot be used with {flag(frozen)}: what is frozen has no rate")
     for dest in "max_image_pixels", "min_image_pixels":
         if kind_of(args).tiles and getattr(args, dest) is not None:
             raise GrpoError(

@@ -181,10 +181,14 @@ def kind_of(args: Namespace) -> Vision:
     return KINDS[args.model_family]
 
 
+def is_projector(args: Namespace, name: str) -> bool:
+    """Return whether the weight with this name in the tower belongs to the projector."""
+    return name.startswith(kind_of(args).projector)
+
+
 def is_trained(args: Namespace, name: str) -> bool:
     """Return whether the weight with this name in the tower is trained."""
-    frozen = args.freeze_projector if name.startswith(kind_of(args).projector) else args.freeze_vision_tower
-    return not frozen
+    return not (args.freeze_projector if is_projector(args, name) else args.freeze_vision_tower)
 
 
 def tower_shapes(args: Namespace) -> dict[str, tuple[int, ...]]:
