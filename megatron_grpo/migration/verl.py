@@ -473,7 +473,12 @@ ENGINE = (
         fixed("R3"),
     ),
     Row(f"{ROLLOUT}data_parallel_size", None, None, "the replicas are all GPUs / --vllm-tensor-parallel-size"),
-    Row(f"{ROLLOUT}engine_kwargs.vllm.disable_mm_preprocessor_cache", None, None, "the cache holds no weights, and stays on"),
+    Row(
+        f"{ROLLOUT}engine_kwargs.vllm.disable_mm_preprocessor_cache",
+        None,
+        None,
+        "the cache holds no weights, and stays on",
+    ),
     Row(f"{ROLLOUT}engine_kwargs.sglang.attention_backend", None, None, "a setting of the SGLang server"),
     Row(f"{ROLLOUT}multi_stage_wake_up", None, None, "--sleep-level wakes weights and cache one after the other"),
     Row(f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes", None, None, "buckets have a fixed bound"),

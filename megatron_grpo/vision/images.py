@@ -7,6 +7,7 @@ import binascii
 import contextlib
 import copy
 import functools
+import hashlib
 import io
 from argparse import Namespace
 from collections import OrderedDict
@@ -46,6 +47,12 @@ class RowImages:
     mrope: bool = True
     around: tuple[int, ...] = ()
     where: str = ""  # the row: file and line
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """A name for each image, by its bytes or its file."""
+        sources = [source if isinstance(source, bytes) else str(source).encode() for source in self.sources]
+        return [hashlib.blake2b(source, digest_size=16).hexdigest() for source in sources]
 
     def open(self) -> list[Image]:
         """Return the decoded images; GrpoError for a damaged one."""

@@ -177,3 +177,14 @@ def test_engines_on_ranks_of_their_own(data, tmp_path):
     rows = streamed(data, 2, tmp_path / "run", "--rollout-ranks", "1", model="qwen3_vl")
     assert len(rows) == 4 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert rows[-1]["staleness/mean"] > 0
+
+
+@pytest.mark.slow
+def test_no_embedding_of_an_earlier_tower(data, tmp_path):
+    """Requests go on over a sync beside the embeddings of their images; the probe of the new weights, which has these
+    images too, must not use them.
+    """
+    flags = """--rollout-ranks 1 --weight-update keep --vision-tower-lr 3e-2 --projector-lr 3e-2 --max-staleness 4
+        --max-completion-length 150 --stop-token-ids 20 21 22 23 --mismatch-limit 5"""
+    rows = streamed(data, 2, tmp_path / "run", *flags.split())
+    assert len(rows) == 4 and rows[-1]["staleness/mean"] > 0

@@ -89,6 +89,9 @@ class VllmColocate(TakesTurns):
             if request.images is not None and request.images.sources:
                 prompt["prompt_token_ids"] = request.images.collapse(whole.prompt_ids)  # vLLM expands them again
                 prompt["multi_modal_data"] = {"image": request.images.open()}
+                # The key of an image's embeddings: beside requests that go on, those of an earlier tower are kept.
+                names = [f"{name} load {self._loads}" for name in request.images.names]
+                prompt["multi_modal_uuids"] = {"image": names}
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
