@@ -29,6 +29,8 @@ from megatron_grpo.training.trainer import Trainer
 class Engine(TakesTurns):
     """Keeps what it is sent."""
 
+    has_weights = False
+
     def update_weights(self, stream, version):
         self.weights = {name: tensor.clone() for name, tensor in stream}
 

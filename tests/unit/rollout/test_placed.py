@@ -161,7 +161,7 @@ class Launch:
         self.args = good_args.validated(f"{FLAGS} {flags}", world_size=1)
         self.args.lora_weight_sync = "adapter" if engine is AdapterEngine else None
         self.args.end_token_ids = ()
-        monkeypatch.setattr(placed, "describe", lambda args: DESCRIBED)
+        monkeypatch.setattr(placed, "describe", lambda args, only_trained: DESCRIBED)
         self.engines = [engine() for _ in range(2)]
         self.threads, self.errors, self.signal = [], [], False
         self.store = dist.HashStore()
