@@ -120,8 +120,10 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
             f"--num-attention-heads ({args.num_attention_heads}) must be a multiple of --num-query-groups "
             f"({args.num_query_groups}), and --hidden-size ({args.hidden_size}) must be even"
         )
+    if args.vocab_size is not None and args.vocab_size < len(tokenizer):
+        raise GrpoError(f"--vocab-size ({args.vocab_size}) is below the tokenizer's {len(tokenizer)} tokens: raise it")
     sizes = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": args.vocab_size or len(tokenizer),
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.num_layers,
         "intermediate_size": args.ffn_hidden_size,
@@ -269,6 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-attention-heads", type=int, default=4, help="query heads [4]")
     add("--num-query-groups", type=int, default=2, help="key/value heads [2]")
     add("--kv-channels", type=int, default=32, help="size of a head [32]")
+    add("--vocab-size", type=int, metavar="N", help="rows of the embedding, at least the tokenizer's tokens [as many]")
     add("--max-position-embeddings", type=int, default=128, help="maximum length of a sequence, tokens [128]")
     add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
     add("--seed", type=int, default=1234, help="seed of weights and batches [1234]")

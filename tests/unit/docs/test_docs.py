@@ -62,6 +62,7 @@ OTHERS += "--nodes --signal".split()  # of sbatch
 OTHERS += "--updates --every --limit --patience --server".split()  # of tools/soak.py
 OTHERS += ["--staleness", "--seeds"]  # of tools/benchmark/staleness.py
 OTHERS += ["--after"]  # of tools/benchmark/stale_cache.py
+OTHERS += ["--no-hub-kernels", "--cfg"]  # of tools/benchmark/peers, and of verl
 OTHERS += ["--rows"]  # of tools/benchmark/vision_inputs.py
 OTHERS += ["--count"]  # of environments/libraries/of_verifiers.py
 OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py

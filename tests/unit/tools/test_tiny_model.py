@@ -18,6 +18,13 @@ def test_the_tokenizer_has_the_models_vocabulary(tmp_path, shape):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 16
 
 
+def test_a_vocabulary_larger_than_the_tokenizers(tmp_path):
+    make(arguments(tmp_path, "--steps", "0", "--vocab-size", "64"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").get_input_embeddings().num_embeddings == 64
+    with pytest.raises(GrpoError, match=r"--vocab-size \(15\) is below the tokenizer's 16 tokens"):
+        make(arguments(tmp_path, "--steps", "0", "--vocab-size", "15"))
+
+
 @pytest.fixture
 def rows(tmp_path):
     """A file of five sums and its path."""
