@@ -4,8 +4,9 @@
     python tools/report.py RUN_DIR [RUN_DIR ...] -o report.html [--rollouts N]
 
 RUN_DIR is the --save directory of a finished or running run. The report has the curves of all logged metrics, the
-seconds of each phase, completions with the probability or advantage of each token, arguments (differences between the
-runs are marked), and the environment. tools/report/ has the template of the page.
+seconds of each phase, the device's time in the phases of a profile (--profile), completions with the probability or
+advantage of each token, arguments (differences between the runs are marked), and the environment. tools/report/ has the
+template of the page.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_grpo.observability.metric_guide import METRICS, TITLES, documented, heading, remedy
-from megatron_grpo.observability.run_folder import Record, Run, labels, read_record
+from megatron_grpo.observability.run_folder import PROFILE_COLUMNS, Record, Run, labels, read_record
 from megatron_grpo.utils.errors import GrpoError
 
 PAGE = Path(__file__).resolve().parent / "report"
@@ -211,6 +212,37 @@ def environment(records: list[Record]) -> str:
     return table(names, values, [record.run.label for record in records])
 
 
+def profiles(records: list[Record]) -> str:
+    """Return a table of phases for each profile of the runs; nothing if there is none."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in PROFILE_COLUMNS.values())
+    tables = []
+    for record in records:
+        for profile in record.profiles:
+            first, last = profile["updates"]
+            title = f"{record.run.label}, rank {profile['rank']}, updates {first} to {last}"
+            body = []
+            for phase in profile["phases"]:
+                values = (phase[name] for name in PROFILE_COLUMNS)
+                cells = "".join(f"<td>{_figure(value)}</td>" for value in values)
+                body.append(f"<tr><th>{escape(phase['name'])}</th>{cells}</tr>")
+            tables.append(
+                f'<div class="table"><table><thead><tr><th>{escape(title)}</th>{head}</tr></thead><tbody>\n'
+                + "\n".join(body)
+                + "</tbody></table></div>"
+            )
+    if not tables:
+        return ""
+    note = (
+        "Seconds of the device. It waits for launches while it is idle and the host has not launched what comes next; "
+        "busy, waiting and idle otherwise add up to the phase."
+    )
+    return f'<section>\n<h2>Profile</h2>\n<p class="note">{note}</p>\n' + "\n".join(tables) + "\n</section>"
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
 def page(records: list[Record], num_rollouts: int) -> str:
     """Return the whole file.
 
@@ -223,6 +255,7 @@ def page(records: list[Record], num_rollouts: int) -> str:
         style=(PAGE / "style.css").read_text(encoding="utf-8"),
         script=(PAGE / "script.js").read_text(encoding="utf-8"),
         summary="\n".join(card(record, number) for number, record in enumerate(records)),
+        profiles=profiles(records),
         configuration=configuration(records),
         environment=environment(records),
         written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

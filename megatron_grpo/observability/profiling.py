@@ -1,11 +1,13 @@
 """Profiles of some updates (``--profile``), with PyTorch's profiler or Nsight Systems; the flags are Megatron-LM's."""
 
+import gc
 import gzip
 import json
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable
-from operator import itemgetter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,18 @@ import torch
 
 PHASE = "phase/"  # prefix of the profiler range that Timers opens for each phase
 ROWS = 30  # of each table
-ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of the trace
+# Categories of the trace.
+ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
 
 class Profiler:
     """Profiler of the updates between --profile-step-start and --profile-step-end, on --profile-ranks.
 
-    PyTorch's profiler writes ``rank<R>.trace.json.gz`` (for Perfetto or chrome://tracing) and ``rank<R>.txt``, tables
-    of phases, kernels and operators. Without --use-pytorch-profiler, CUDA's profiler range is started and stopped, for
-    ``nsys profile --capture-range cudaProfilerApi``.
+    PyTorch's profiler writes ``rank<R>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank<R>.txt``, tables of
+    phases, kernels and operators, and ``rank<R>.phases.json``, the phases for tools/report.py. Without
+    --use-pytorch-profiler, CUDA's profiler range is started and stopped, for ``nsys profile --capture-range
+    cudaProfilerApi``.
     """
 
     def __init__(self, args: Namespace, rank: int, iteration: int):
@@ -62,57 +67,134 @@ class Profiler:
         recorded.export_chrome_trace(str(trace))
         content = trace.read_bytes()
         # From the trace: torch's key_averages takes many times longer for an update of 40,000 kernels.
-        lines = [f"updates {self.args.profile_step_start + 1} to {self.args.profile_step_end}", ""]
-        lines += summary(json.loads(content)["traceEvents"])
+        with _no_garbage_collection():
+            events = [event for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"]
+            found, tables = phases(events), kernels_and_operators(events)
+            del events
+        updates = [self.args.profile_step_start + 1, self.args.profile_step_end]
+        lines = ["updates {} to {}".format(*updates), "", *(phase.line() for phase in found), *tables]
         (directory / f"rank{self.rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        summary = {"rank": self.rank, "updates": updates, "phases": [asdict(phase) for phase in found]}
+        (directory / f"rank{self.rank}.phases.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
         trace.with_suffix(".json.gz").write_bytes(gzip.compress(content, compresslevel=1))
         trace.unlink()
 
 
-def summary(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Return tables of phases, kernels and operators from the ``traceEvents`` of PyTorch's profiler (microseconds).
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause Python's collector, which would visit all events again and again while they are read."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
-    A phase lists what the device did between its begin and its end. Operators have the time without that of the
-    operators that they call.
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of all calls of a phase. Those of the device are None in a trace without one; the last three add up.
+
+    ``busy`` is the time in which the device ran anything, ``communication`` that in which it ran NCCL's kernels, and
+    ``only_communication`` the part of it in which it ran nothing else. ``waiting`` is the time in which it was idle
+    because the host had not launched what came next, ``idle`` the other idle time (launch latency, dependencies).
     """
-    complete = [event for event in events if event.get("ph") == "X"]
-    kernels = [event for event in complete if event.get("cat") in ON_DEVICE]
-    busy, communicating = _Busy(kernels), _Busy([k for k in kernels if k["name"].startswith("nccl")])
-    phases: dict[str, list[tuple[float, ...]]] = defaultdict(list)
-    for event in complete:
+
+    name: str
+    calls: int
+    seconds: float
+    communication: float | None = None
+    only_communication: float | None = None
+    busy: float | None = None
+    waiting: float | None = None
+    idle: float | None = None
+
+    def line(self) -> str:
+        """Return the phase as one line of text."""
+        line = f"{self.name:12s} {self.seconds:10.3f} s in {self.calls} calls"
+        if self.busy is None:
+            return line
+        return (
+            f"{line}: busy {self.busy:.3f} (communication {self.communication:.3f}, "
+            f"{self.only_communication:.3f} of it alone), "
+            f"waiting for launches {self.waiting:.3f}, idle otherwise {self.idle:.3f}"
+        )
+
+
+def phases(events: list[dict[str, Any]]) -> list[Phase]:
+    """Return the phases of a trace's complete events (``ph`` X, microseconds), the longest first.
+
+    A phase has what the device did between the begin and the end of each of its calls.
+    """
+    calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
         if event.get("cat") == "user_annotation" and event["name"].startswith(PHASE):
-            begin, end = event["ts"], event["ts"] + event["dur"]
-            found = event["dur"], busy.between(begin, end), communicating.between(begin, end)
-            phases[event["name"].removeprefix(PHASE)].append(found)
-    lines = []
-    totals = {name: [sum(column) / 1e6 for column in zip(*found, strict=True)] for name, found in phases.items()}
-    for name, (seconds, used, communication) in sorted(totals.items(), key=lambda item: -item[1][0]):
-        line = f"{name:12s} {seconds:10.3f} s in {len(phases[name])} calls"
-        if kernels:
-            line += f", device busy {used:.3f} s (communication {communication:.3f}), idle {seconds - used:.3f}"
-        lines.append(line)
+            calls[event["name"].removeprefix(PHASE)].append((event["ts"], event["ts"] + event["dur"]))
+    kernels = [event for event in events if event.get("cat") in ON_DEVICE]
+    found = []
     if kernels:
-        lines += _table("kernel", ((kernel["name"], kernel["dur"]) for kernel in kernels))
-    return lines + _table("operator, CPU time of its own", _own_times(complete))
+        busy, waiting = _Spans.of(kernels), _waiting(kernels, events)
+        communication = _Spans.of([kernel for kernel in kernels if kernel["name"].startswith("nccl")])
+        computation = _Spans.of([kernel for kernel in kernels if not kernel["name"].startswith("nccl")])
+    for name, spans in calls.items():
+        seconds = sum(end - begin for begin, end in spans) / 1e6
+        if not kernels:
+            found.append(Phase(name, len(spans), seconds))
+            continue
+        used, nccl, other, late = (
+            sum(of.between(*span) for span in spans) / 1e6 for of in (busy, communication, computation, waiting)
+        )
+        found.append(Phase(name, len(spans), seconds, nccl, used - other, used, late, seconds - used - late))
+    return sorted(found, key=lambda phase: -phase.seconds)
 
 
-class _Busy:
-    """Time in which at least one of the events ran."""
+def kernels_and_operators(events: list[dict[str, Any]]) -> list[str]:
+    """Return tables of a trace's kernels and operators, the latter without the operators that they call."""
+    kernels = [(event["name"], event["dur"]) for event in events if event.get("cat") in ON_DEVICE]
+    return [
+        *(_table("kernel", kernels) if kernels else []),
+        *_table("operator, CPU time of its own", _own_times(events)),
+    ]
 
-    def __init__(self, events: list[dict[str, Any]]):
-        self.begins: list[float] = []
-        self.ends: list[float] = []
-        for event in sorted(events, key=itemgetter("ts")):
-            end = event["ts"] + event["dur"]
-            if self.ends and event["ts"] <= self.ends[-1]:
-                self.ends[-1] = max(self.ends[-1], end)
-            else:
-                self.begins.append(event["ts"])
-                self.ends.append(end)
+
+@dataclass(frozen=True)
+class _Spans:
+    """Spans of time that do not overlap, in order."""
+
+    begins: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]]) -> "_Spans":
+        """Return the time in which at least one of the events ran."""
+        begins = np.array([event["ts"] for event in events])
+        order = np.argsort(begins, kind="stable")
+        begins = begins[order]
+        ends = np.maximum.accumulate(begins + np.array([event["dur"] for event in events])[order])
+        first = np.ones(len(begins), bool)  # of a span: it begins after all before it have ended
+        first[1:] = begins[1:] > ends[:-1]
+        return cls(begins[first], ends[np.roll(first, -1)])
 
     def between(self, begin: float, end: float) -> float:
         """Return the time between two points of time."""
         return float((np.clip(self.ends, begin, end) - np.clip(self.begins, begin, end)).sum())
+
+
+def _waiting(kernels: list[dict[str, Any]], events: list[dict[str, Any]]) -> _Spans:
+    """Return the time in which the device was idle and the launch of its next kernel had not returned."""
+    launched = {
+        event["args"]["correlation"]: event["ts"] + event["dur"]
+        for event in events
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", ())
+    }
+    busy = _Spans.of(kernels)
+    # Of kernels that begin at the same time any will do.
+    correlation = {kernel["ts"]: kernel.get("args", {}).get("correlation") for kernel in kernels}
+    idle_from = np.append(-np.inf, busy.ends)
+    launch = np.array([launched.get(correlation[begin], begin) for begin in busy.begins])
+    until = np.append(np.minimum(launch, busy.begins), np.inf)
+    return _Spans(idle_from, np.maximum(idle_from, until))
 
 
 def _own_times(events: list[dict[str, Any]]) -> Iterable[tuple[str, float]]:

@@ -8,6 +8,17 @@ from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
 
+# Columns of a profile's phase beside its name: heading in a report by field of ``profiling.Phase``.
+PROFILE_COLUMNS = {
+    "calls": "calls",
+    "seconds": "seconds",
+    "busy": "device busy",
+    "communication": "communication",
+    "only_communication": "communication alone",
+    "waiting": "waiting for launches",
+    "idle": "idle otherwise",
+}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -30,10 +41,11 @@ class Record:
     completions: list[dict[str, Any]]
     args: dict[str, Any]
     environment: dict[str, Any]
+    profiles: list[dict[str, Any]]  # rank{R}.phases.json of each rank with --profile --use-pytorch-profiler
 
 
 def read_record(directory: Path, label: str) -> Record:
-    """Read the four files of a run's folder; raise GrpoError, which names the file, if one is missing or damaged."""
+    """Read the files of a run's folder; raise GrpoError, which names the file, if one is missing or damaged."""
     metrics, completions, environment = (
         directory / name for name in ("metrics.jsonl", "completions.jsonl", "environment.json")
     )
@@ -47,7 +59,23 @@ def read_record(directory: Path, label: str) -> Record:
             raise GrpoError(f"{completions}:{number}: {wrong!r} is missing or has the wrong type")
     if not isinstance(where.get("given"), list):
         raise GrpoError(f"{environment} has no list 'given': is it the environment.json of a run?")
-    return Record(run, samples, read_object(directory / "args.json"), where)
+    profiles = [read_profile(file) for file in sorted(directory.glob("profile/rank*.phases.json"))]
+    return Record(run, samples, read_object(directory / "args.json"), where, profiles)
+
+
+def read_profile(file: Path) -> dict[str, Any]:
+    """Read the phases of a profile; raise GrpoError, which names the file, if it is damaged."""
+    profile = read_object(file)
+    try:
+        for phase in profile["phases"]:
+            if not isinstance(phase["name"], str) or not _numbers(phase[name] for name in PROFILE_COLUMNS):
+                raise TypeError(f"phase {phase['name']!r} has a value of the wrong type")
+        first, last = profile["updates"]
+        if not _numbers([profile["rank"], first, last]):
+            raise TypeError(f"rank {profile['rank']!r} or updates {profile['updates']!r} are not numbers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise GrpoError(f"{file} is not the phases of a profile ({error!r}): copy the file again") from error
+    return profile
 
 
 def wrong_field(sample: dict[str, Any]) -> str | None:

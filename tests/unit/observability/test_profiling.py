@@ -9,7 +9,7 @@ import torch
 
 from megatron_grpo.observability.arguments import check_profiling
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.observability.profiling import Profiler, summary
+from megatron_grpo.observability.profiling import Phase, Profiler, kernels_and_operators, phases
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 
@@ -26,7 +26,7 @@ def run(args, rank, updates, begin=0):
     profiler.close()
 
 
-def phases(directory):
+def recorded(directory):
     """Ranges of the update phase in the trace."""
     with gzip.open(directory / "profile" / "rank0.trace.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
@@ -36,35 +36,65 @@ def phases(directory):
 
 def test_the_updates_between_the_steps_are_recorded(tmp_path):
     run(parse_args(["--save", str(tmp_path), *RECORD.split()]), 0, 5)
-    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["rank0.trace.json.gz", "rank0.txt"]
-    assert phases(tmp_path) == 2
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "rank0.phases.json",
+        "rank0.trace.json.gz",
+        "rank0.txt",
+    ]
+    assert recorded(tmp_path) == 2
     text = (tmp_path / "profile" / "rank0.txt").read_text()
     assert text.startswith("updates 2 to 3\n") and re.search(r"^update +\d+\.\d+ s in 2 calls$", text, re.M)
     assert "aten::mm" in text
+    content = json.loads((tmp_path / "profile" / "rank0.phases.json").read_text())
+    assert content["updates"] == [2, 3] and [phase["name"] for phase in content["phases"]] == ["update"]
+    assert content["phases"][0]["calls"] == 2 and content["phases"][0]["busy"] is None  # no device
 
 
-def event(category, name, begin, duration, thread=1):
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "tid": thread}
+def event(category, name, begin, seconds, thread=1, launch=None):
+    args = {} if launch is None else {"args": {"correlation": launch}}
+    return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": seconds * 1e6, "tid": thread} | args
 
 
-def test_tables_of_a_trace_with_a_device():
-    """Times in microseconds, added up by hand."""
-    lines = summary(
-        [
-            {"ph": "M", "name": "process_name"},
-            event("user_annotation", "phase/update", 0, 10_000_000),
-            event("cpu_op", "aten::linear", 1_000_000, 3_000_000),
-            event("cpu_op", "aten::mm", 1_500_000, 1_000_000),
-            event("cpu_op", "aten::mm", 1_600_000, 500_000, thread=2),  # another thread: called by nobody
-            event("kernel", "gemm", 2_000_000, 4_000_000, thread=7),
-            event("kernel", "nccl_all_gather", 5_000_000, 2_000_000, thread=8),  # one second beside gemm
-            event("gpu_memcpy", "copy", 9_500_000, 1_000_000, thread=7),  # half of it after the phase
-        ]
+# Seconds: a phase from 0 to 10 on whose device something runs from 2 to 7 and from 9.5 on.
+TRACE = [
+    event("user_annotation", "phase/update", 0, 10),
+    event("cpu_op", "aten::linear", 1, 3),
+    event("cpu_op", "aten::mm", 1.5, 1),
+    event("cpu_op", "aten::mm", 1.6, 0.5, thread=2),  # another thread: called by nobody
+    event("cuda_runtime", "cudaLaunchKernel", 1.25, 0.25, launch=1),
+    event("kernel", "gemm", 2, 4, thread=7, launch=1),
+    event("cuda_driver", "cuLaunchKernelEx", 1.5, 0.25, launch=2),
+    event("kernel", "ncclDevKernel_AllGather", 5, 2, thread=8, launch=2),  # one second beside gemm
+    event("cuda_runtime", "cudaMemcpyAsync", 8, 0.75, launch=3),
+    event("gpu_memcpy", "copy", 9.5, 1, thread=7, launch=3),  # half of it after the phase
+]
+
+
+def test_the_device_in_a_phase():
+    """Idle from 0 to 2, of which 1.5 until the launch has returned, and from 7 to 9.5, of which 1.75."""
+    assert phases(TRACE) == [
+        Phase("update", 1, 10.0, communication=2.0, only_communication=1.0, busy=5.5, waiting=3.25, idle=1.25)
+    ]
+    assert phases(TRACE)[0].line().split() == (
+        "update 10.000 s in 1 calls: busy 5.500 (communication 2.000, 1.000 of it alone), "
+        "waiting for launches 3.250, idle otherwise 1.250".split()
     )
-    assert lines[0].split() == (
-        "update 10.000 s in 1 calls, device busy 5.500 s (communication 2.000), idle 4.500".split()
-    )
-    rows = {line.split()[-1]: line.split()[:3] for line in lines if "%" in line}
+
+
+def test_phases_without_a_next_kernel_wait_for_launches():
+    scoring = event("user_annotation", "phase/scoring", 11, 3)
+    assert phases([*TRACE, scoring])[1] == Phase("scoring", 1, 3.0, 0.0, 0.0, 0.0, waiting=3.0, idle=0.0)
+
+
+def test_kernels_launched_ahead_do_not_wait():
+    ahead = [event("cuda_runtime", "cudaLaunchKernel", 0, 1, launch=n) for n in (1, 2)]
+    run = [event("kernel", "k", begin, 1, thread=7, launch=n) for n, begin in ((1, 1), (2, 3))]
+    (phase,) = phases([event("user_annotation", "phase/update", 1, 3), *ahead, *run])
+    assert (phase.busy, phase.waiting, phase.idle) == (2.0, 0.0, 1.0)
+
+
+def test_tables_of_kernels_and_operators():
+    rows = {line.split()[-1]: line.split()[:3] for line in kernels_and_operators(TRACE) if "%" in line}
     assert rows["gemm"] == ["4000.000", "1", "57.1%"]
     assert rows["copy"] == ["1000.000", "1", "14.3%"]
     assert rows["aten::linear"] == ["2000.000", "1", "57.1%"]
@@ -77,7 +107,7 @@ def test_other_ranks_and_other_updates_are_not(tmp_path):
     run(args, 0, 5, begin=2)  # resumed within the range: what is left of it is another thing
     assert list(tmp_path.iterdir()) == []
     run(args, 0, 2)  # ended within the range: what there is is written
-    assert phases(tmp_path) == 1
+    assert recorded(tmp_path) == 1
     run(parse_args(["--save", str(tmp_path), "--profile-ranks", "1", *RECORD.split()]), 1, 3)
     assert (tmp_path / "profile" / "rank1.txt").exists()
 

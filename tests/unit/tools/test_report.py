@@ -126,6 +126,56 @@ def test_figures_of_a_run(tmp_path):
     assert "<dt>Tokens per second</dt><dd>105</dd>" in text  # the median
 
 
+PROFILE = {
+    "rank": 1,
+    "updates": [11, 12],
+    "phases": [
+        {"name": "update", "calls": 2, "seconds": 7.0, "busy": 5.2, "communication": 0.25, "only_communication": 0.125}
+        | {"waiting": 1.5, "idle": 0.3},
+        {"name": "<save>", "calls": 1, "seconds": 2.0, "busy": None, "communication": None, "only_communication": None}
+        | {"waiting": None, "idle": None},
+    ],
+}
+
+
+def write_profile(run, content):
+    (run / "profile").mkdir()
+    (run / "profile" / "rank1.phases.json").write_text(json.dumps(content))
+    return run
+
+
+def test_the_phases_of_a_profile_are_shown(tmp_path):
+    run = write_run(tmp_path / "{a}")
+    assert "<h2>Profile</h2>" not in written(tmp_path, run)
+    rows = Page(written(tmp_path, write_profile(run, PROFILE))).rows
+    head = next(cells for name, (cells, _) in rows.items() if name.endswith("/{a}, rank 1, updates 11 to 12"))
+    assert dict(zip(head, rows["update"][0], strict=True)) == {
+        "calls": "2",
+        "seconds": "7.000",
+        "device busy": "5.200",
+        "communication": "0.250",
+        "communication alone": "0.125",
+        "waiting for launches": "1.500",
+        "idle otherwise": "0.300",
+    }
+    assert rows["<save>"][0] == ["1", "2.000", *"–" * 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"phases": [{"name": "update"}]},
+        {"updates": [1]},
+        {"rank": "1"},
+        {"phases": [PROFILE["phases"][0] | {"busy": "x"}]},
+    ],
+)
+def test_a_damaged_profile_is_named(tmp_path, capsys, change):
+    run = write_profile(write_run(tmp_path / "a"), PROFILE | change)
+    assert report.main([str(run), "-o", str(tmp_path / "report.html")]) == 1
+    assert f"{run}/profile/rank1.phases.json is not the phases of a profile" in capsys.readouterr().err
+
+
 def test_nothing_in_a_run_becomes_markup(tmp_path):
     evil = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \u2028 \udc80 ]]> <!--"
     sample = SAMPLE | {"prompt": evil, "completion": evil, "tokens": [evil, evil], "rewards": {evil: 1.0}}
