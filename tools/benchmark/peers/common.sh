@@ -15,8 +15,8 @@ cd "$here/../../.."
 GPUS=${GPUS:-1} inputs=$run/inputs peer=$(basename "$0" .sh)
 out=$run/$LENGTHS/$peer
 case $LENGTHS in
-    equal) completion=512 micro_batch=16 ;;
-    long_tail) completion=8192 micro_batch=4 ;;
+    equal) completion=512 micro_batch=16 engine_share=0.35 ;;
+    long_tail) completion=8192 micro_batch=4 engine_share=0.6 ;;
     *) echo "$peer.sh: the first argument is equal or long_tail, not $LENGTHS" >&2; exit 1 ;;
 esac
 prompt=320 generations=8 micro_tokens=16384

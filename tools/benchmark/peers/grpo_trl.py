@@ -27,6 +27,7 @@ def parse() -> argparse.Namespace:
     add("--batch-size", type=int, default=512, metavar="N", help="completions of a GPU in an update [512]")
     add("--micro-batch-size", type=int, default=16, metavar="N", help="completions of a forward pass [16]")
     add("--num-generations", type=int, default=8, metavar="N", help="completions of a prompt [8]")
+    add("--engine-share", type=float, default=0.35, metavar="X", help="share of the GPU's memory for vLLM [0.35]")
     add("--updates", type=int, default=10, metavar="N", help="updates [10]")
     add("--no-hub-kernels", action="store_true", help="attention by torch, on a machine that cannot reach the Hub")
     return parser.parse_args()
@@ -83,8 +84,10 @@ def main() -> None:
         use_vllm=gpu,
         vllm_mode="colocate",
         vllm_enable_sleep_mode=True,
-        vllm_gpu_memory_utilization=0.35,
+        vllm_gpu_memory_utilization=own.engine_share,
         vllm_max_model_length=own.max_prompt_length + own.max_completion_length,
+        # No importance weights for the engine's mismatch, as in the other runs: they cost TRL another forward pass.
+        vllm_importance_sampling_correction=False,
         # Without float32 master weights: TRL then has less to do than the others.
         model_init_kwargs={"dtype": "bfloat16", "use_kernels": bool(attention), **attention} if gpu else None,
         generation_kwargs=None if gpu else {"min_new_tokens": own.max_completion_length},

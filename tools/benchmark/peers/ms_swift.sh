@@ -13,7 +13,7 @@ export NPROC_PER_NODE=$GPUS USE_HF=1
     --train_iters $updates --global_batch_size $batch --steps_per_generation 1 --num_generations $generations \
     --micro_batch_size $micro_batch --padding_free true --attention_backend auto --recompute_granularity none \
     --max_length $prompt --max_completion_length $completion --temperature 1.0 \
-    --use_vllm true --vllm_mode colocate --sleep_level 1 --vllm_gpu_memory_utilization 0.35 \
+    --use_vllm true --vllm_mode colocate --sleep_level 1 --vllm_gpu_memory_utilization $engine_share \
     --vllm_max_model_len $((prompt + completion)) --vllm_max_num_seqs $batch \
     --lr 1e-6 --bf16 true --beta 0 --loss_type grpo --finetune --no_save_optim --no_save_rng \
     --logging_steps 1 --save_steps 1000 --eval_steps 1000 --dataloader_num_workers 1 --log_completions false \

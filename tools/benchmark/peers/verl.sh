@@ -17,7 +17,7 @@ export VERL_FILE_LOGGER_PATH=$out/metrics.jsonl
     actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.megatron.use_mbridge=True actor_rollout_ref.actor.megatron.vanilla_mbridge=True \
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=$generations \
-    actor_rollout_ref.rollout.calculate_log_probs=True actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.calculate_log_probs=True actor_rollout_ref.rollout.gpu_memory_utilization=$engine_share \
     actor_rollout_ref.rollout.max_num_seqs=$batch actor_rollout_ref.rollout.max_num_batched_tokens=$micro_tokens \
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=$((2 * micro_tokens)) \
