@@ -40,6 +40,8 @@ def test_the_table_of_all_trainers(tmp_path):
         path = tmp_path / "equal" / name
         path.parent.mkdir(parents=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (tmp_path / "equal/ours/metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "lo')  # a run that was killed while it wrote
     (tmp_path / "long_tail/verl").mkdir(parents=True)
     # Without the first update 3 s for 150 tokens each: 50 tokens a second of one completion, and eight of them.
     assert table(tmp_path, warm_up=1, batch=8)[2:] == [

@@ -47,5 +47,6 @@ elif [[ -z ${PYTHON:-} ]]; then
     fi
 fi
 rm -rf "$out"; mkdir -p "$out"
-export PYTHONPATH=$here/vllm_plugin${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1 HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0}
+export PYTHONPATH=$here/vllm_plugin${PYTHONPATH:+:$PYTHONPATH}
+if [[ $peer != trl ]]; then export CUDA_DEVICE_MAX_CONNECTIONS=1; fi  # as Megatron-Core's launch scripts
 torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS")

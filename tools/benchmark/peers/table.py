@@ -21,8 +21,9 @@ Steps = Iterator[tuple[float, float]]  # (seconds, mean length of the completion
 
 
 def rows(path: Path) -> Iterator[dict]:
-    """Yield the rows of a file of JSON lines; none if a run has stopped before it wrote one."""
-    return map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
+    """Yield the rows of a file of JSON lines that are finished; none if the run stopped before it wrote one."""
+    if path.exists():
+        yield from map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1])
 
 
 def of_ours(run: Path) -> Steps:
