@@ -126,6 +126,7 @@ class PolicyModel(GPTModel):
             cap=self.final_logit_softcapping,
             kept_token_ids=kept_token_ids,
             entropy_gradient=entropy_gradient,
+            accumulate=self.config.gradient_accumulation_fusion,
         )
 
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:

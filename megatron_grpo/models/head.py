@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.models.softcap import soft_cap
+from megatron_grpo.models.weight_gradients import add_product, placeholder
 
 CHUNK = 4096  # tokens; with a vocabulary of 152k the logits of a chunk take 2.3 GiB
 KEPT = 2  # chunks whose d log p / d z is kept, in the weight's dtype: not more memory than a chunk that is made again
@@ -55,6 +56,7 @@ def vocab_parallel_log_probs(
     cap: float | None = None,
     kept_token_ids: torch.Tensor | None = None,
     entropy_gradient: bool = True,
+    accumulate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each label and the entropy of its distribution, float32 ``[t]`` each.
 
@@ -64,9 +66,10 @@ def vocab_parallel_log_probs(
 
     ``kept_token_ids`` ``[t, k]`` (-1 pads) are the tokens of each label's distribution, the label among them; a row
     of -1 is the whole vocabulary, as is None. ``entropy_gradient``: False promises a loss without the entropy, which
-    saves a product; the backward pass fails if the promise is broken.
+    saves a product; the backward pass fails if the promise is broken. ``accumulate``: add the gradient of ``weight`` to
+    ``weight.main_grad`` (`weight_gradients`).
     """
-    options = temperature, vocab_size, group, chunk, cap, entropy_gradient
+    options = temperature, vocab_size, group, chunk, cap, entropy_gradient, accumulate
     if kept_token_ids is None:
         return _LogProbs.apply(hidden, weight, labels, None, *options)
     whole = (kept_token_ids < 0).all(-1)
@@ -84,7 +87,9 @@ def vocab_parallel_log_probs(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, kept, temperature, vocab_size, group, chunk, cap, entropy_gradient):
+    def forward(
+        ctx, hidden, weight, labels, kept, temperature, vocab_size, group, chunk, cap, entropy_gradient, accumulate
+    ):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight) if group is not None else 0
         rows = min(max(0, vocab_size - first), len(weight))  # the other rows are padding
@@ -116,6 +121,7 @@ class _LogProbs(torch.autograd.Function):
                 of_logits += [grad] * ctx.trained
                 del grad
             del at, logits  # before those of the next chunk
+        ctx.main_grad = weight.main_grad if accumulate and ctx.trained else None
         ctx.save_for_backward(hidden, weight, labels, kept, log_z, entropy, gradient, *of_logits)
         ctx.options = temperature, first, rows, chunk, cap
         return chosen, entropy
@@ -130,21 +136,25 @@ class _LogProbs(torch.autograd.Function):
             torch._assert_async((grad_entropy == 0).all(), "the loss has an entropy, and entropy_gradient is False")
         grad_entropy = zeros if grad_entropy is None else grad_entropy
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.trained else None
+        grad_weight = ctx.main_grad
+        if ctx.trained and grad_weight is None:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for number, part in enumerate(_chunks(len(labels), chunk)):
             if part.start < len(gradient):
                 scale = grad_chosen[part, None]
                 grad_hidden[part] = gradient[part] * scale
                 if grad_weight is not None:
-                    grad_weight[:rows] += of_logits[number].T @ (hidden[part] * scale).to(hidden.dtype)
+                    add_product(grad_weight[:rows], of_logits[number], (hidden[part] * scale).to(hidden.dtype))
                 continue
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
             grad = at.gradient(log_z[part], entropy[part], grad_chosen[part], grad_entropy[part], temperature, cap)
             grad_hidden[part] = grad @ weight[:rows]
             if grad_weight is not None:
-                grad_weight[:rows] += grad.T @ hidden[part]
+                add_product(grad_weight[:rows], grad, hidden[part])
             del at, grad
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
+        if ctx.main_grad is not None:
+            grad_weight = placeholder(weight)
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 9
 
 
 class _Chunk:

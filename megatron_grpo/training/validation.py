@@ -72,7 +72,6 @@ def validate_args(args: Namespace, world_size: int) -> None:
 def _check_libraries(args: Namespace) -> None:
     """Raise GrpoError for flags that this machine, its libraries or megatron-core do not support."""
     have_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    have_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     if args.transformer_impl == "transformer_engine" and not have_te:
         if args.dry_run:
             return
@@ -84,8 +83,6 @@ def _check_libraries(args: Namespace) -> None:
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--optimizer-cpu-offload needs a GPU: here the optimizer is on the CPU anyway")
-    if args.gradient_accumulation_fusion and not have_apex and not args.dry_run:
-        raise GrpoError("--gradient-accumulation-fusion needs apex built with --cuda_ext: install it, or leave it out")
     transformer_config_from_args(args)
     optimizer_config_from_args(args)
     ddp_config_from_args(args)
