@@ -19,7 +19,8 @@ def module_name(args: Namespace, name: str) -> str:
     if not args.vision_config:
         return name
     name = re.sub(r"^(language_model\.)?model\.(language_model\.)?(?!visual)", "model.language_model.", name)
-    return re.sub(r"^(visual|vision_tower|multi_modal_projector)\.", r"model.\1.", name)
+    name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    return re.sub(r"^(visual\.|vision_tower\.|multi_modal_projector\.|image_newline)", r"model.\1", name)
 
 
 def linear_layers(args: Namespace) -> dict[str, Weight]:

@@ -29,6 +29,7 @@ from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.vision.images import ImageReader, attach
+from megatron_grpo.vision.kinds import merged
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.stream import describe, stream_hf
 
@@ -66,11 +67,12 @@ def batch_of(prompts, order, completions) -> RolloutBatch:
 def inputs_of(reader, prompt, completion) -> dict:
     """transformers' inputs for one prompt and completion, by its own processor."""
     images = prompt.images.open()
-    if not prompt.images.mrope:  # InternVL: the processor expands the text, too
+    if not prompt.images.mrope:  # InternVL, LLaVA-OneVision: the processor expands the text, too
         text = reader.processor.tokenizer.decode(prompt.images.collapse(prompt.ids))
         found = reader.processor(text=text, images=images or None, return_tensors="pt")
         assert found["input_ids"][0].tolist() == prompt.ids
-        return {"input_ids": torch.tensor([prompt.ids + completion]), "pixel_values": found.get("pixel_values")}
+        found["input_ids"] = torch.tensor([prompt.ids + completion])
+        return {name: value for name, value in found.items() if name != "attention_mask"}
     ids = torch.tensor([prompt.ids + completion])
     kind = (ids == prompt.images.token).int()
     kind[:, len(prompt.ids) :] = 0
@@ -91,7 +93,7 @@ def test_the_tower_on_a_device(world, tmp_path):
     assert {weight.dtype for weight in tower.parameters()} == {torch.bfloat16}
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
 def made(request, world, tmp_path):
     shape, *tied = request.param.split()
     theirs = make(tmp_path, bool(tied), shape=shape)
@@ -125,7 +127,8 @@ def test_flops_are_those_that_torch_counts(made):
         assert flops.forward(images.grids) == counted.get_total_flops()
         tower += counted.get_total_flops()
     assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(3 * tower / 1e12)
-    projector = flops.per_token * sum(map(sum, (prompts[0].images.tokens, prompts[2].images.tokens)))
+    grids = [*prompts[0].images.grids, *prompts[2].images.grids]
+    projector = flops.per_token * sum(merged(reader._args, grid) for grid in grids)
     reader._args.freeze_vision_tower = True
     flops = TowerFlops(reader._args)
     assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(
@@ -138,7 +141,7 @@ def test_log_probs_and_gradients_equal_transformers(made):
     rng = np.random.default_rng(0)
     order = [0, 1, 2, 0]  # the last completion shares its images with the first
     completions = [rng.integers(9, 264, size).tolist() for size in (5, 7, 3, 6)]
-    if prompts[0].images.mrope:  # transformers' InternVL would search an image for it
+    if prompts[0].images.mrope:  # transformers' other families would search an image for it
         completions[1][2] = prompts[0].images.token  # a sampled image token is text
     batch = batch_of(prompts, order, completions)
     batch.validate()
@@ -165,7 +168,8 @@ def test_log_probs_and_gradients_equal_transformers(made):
     compared = {
         "vision.tower." + name.removeprefix("model.").removeprefix("visual."): parameter.grad
         for name, parameter in theirs.named_parameters()
-        if name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector."))
+        if name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.image_newline"))
+        and "post_layernorm" not in name  # LLaVA-OneVision's features are those before it
     }
     compared["embedding.word_embeddings.weight"] = theirs.get_input_embeddings().weight.grad
     ours = dict(model.named_parameters())
