@@ -1,4 +1,4 @@
-"""Make a tiny Qwen-VL, InternVL or LLaVA-OneVision as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
+"""Make a tiny vision-language model as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
 
     python tools/make_tiny_vision_model.py --save runs/tiny --train warmup.parquet --valid valid.parquet
 
@@ -341,7 +341,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hidden-size", type=int, default=128, help="channels of the decoder, a multiple of 64 [128]")
     add("--depth", type=int, default=2, help="blocks of the tower [2]")
     add("--vision-hidden-size", type=int, default=64, help="channels of the tower, a multiple of 32 [64]")
-    add("--max-tokens", type=int, default=24, help="visual tokens of the largest picture, except LLaVA-OneVision's [24]")
+    add(
+        "--max-tokens", type=int, default=24, help="visual tokens of the largest picture, except LLaVA-OneVision's [24]"
+    )
     add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
     add("--seed", type=int, default=1234, help="seed of weights and batches [1234]")
     add("--threads", type=int, default=2, help="threads of torch [2]")

@@ -39,9 +39,9 @@ class Vision:
     an image with these patches. `pixels(args, processor, images)`: the tower's input for images, and the grids.
     `around(processor)`: tokens that the processor puts before and behind each image. `unused`: beginnings of the
     weights that files hold and the features do not depend on. `nested`: a beginning of names in the tower, and the
-    same in files. `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels. `class_token`:
-    a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate from frequency
-    to frequency.
+    same in files. `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels.
+    `class_token`: a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate
+    from frequency to frequency.
     """
 
     prefix: str
@@ -81,7 +81,7 @@ def merge_size(args: Namespace) -> int:
 
 
 def patches_per_token(args: Namespace) -> float:
-    """Return the patches that the tower computes for each token of an image, at most."""
+    """Return the patches that the tower computes for each token of the largest image, which fills its tiles."""
     keys = args.vision_config
     if "image_grid_pinpoints" not in keys:
         return merge_size(args) ** 2
@@ -225,7 +225,9 @@ def _llava_onevision_tokens(args: Namespace, processor: Any, grid: Grid) -> int:
     return processor._get_num_multimodal_tokens([grid[3:]])["num_image_tokens"][0]
 
 
-def _llava_onevision_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _llava_onevision_pixels(
+    args: Namespace, processor: Any, images: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     # As vLLM calls it: each image is cut into tiles, also one of several in a prompt.
