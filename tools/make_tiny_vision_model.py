@@ -1,4 +1,4 @@
-"""Make a tiny Qwen-VL or InternVL as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
+"""Make a tiny vision-language model as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
 
     python tools/make_tiny_vision_model.py --save runs/tiny --train warmup.parquet --valid valid.parquet
 
@@ -26,12 +26,15 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     InternVLProcessor,
+    LlavaOnevisionProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen3VLProcessor,
 )
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
+from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -61,9 +64,20 @@ PROCESSORS = {
     "qwen2_5_vl": (Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen2_5_VLProcessor, 14),
     "qwen3_vl": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
 }
-SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
+SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 INTERNVL_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT> <video> <quad>".split()
 TILE, TILE_TOKENS = 56, 4  # of InternVL: pixels along each side, and tokens
+LLAVA_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <image> <video> <unused0> <unused1> <unused2>".split()
+LLAVA_TILE = 28  # pixels along each side; a patch of 14 pixels is a token
+# Heights and widths to which images are scaled. Of more than 9 tiles the features are scaled down: at most 46 tokens.
+LLAVA_SIZES = [[height * LLAVA_TILE, width * LLAVA_TILE] for height in range(1, 5) for width in range(1, 5)]
+# As in transformers' conversion of the published model: lists of parts only, images before the text.
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] }}{% endfor %}"
+    "{{ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def make_tokenizer(shape: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
@@ -71,6 +85,8 @@ def make_tokenizer(shape: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     special, template = SPECIAL, TEMPLATE
     if shape == "internvl":
         special, template = INTERNVL_SPECIAL, TEMPLATE.replace(IMAGE, "<IMG_CONTEXT>\n")
+    if shape == "llava_onevision":
+        special, template = LLAVA_SPECIAL, LLAVA_TEMPLATE
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -81,6 +97,8 @@ def make_tokenizer(shape: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     if shape == "internvl":
         names = {"start_image_token": "<img>", "end_image_token": "</img>"}
         names |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+    if shape == "llava_onevision":
+        names = {"image_token": "<image>", "video_token": "<video>"}
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         eos_token="<|im_end|>",
@@ -101,6 +119,16 @@ def make_processor(tokenizer: PreTrainedTokenizerFast, max_tokens: int, shape: s
             tokenizer=tokenizer,
             video_processor=InternVLVideoProcessor(size=tile),
             image_seq_length=TILE_TOKENS,
+            chat_template=tokenizer.chat_template,
+        )
+    if shape == "llava_onevision":
+        tile = {"height": LLAVA_TILE, "width": LLAVA_TILE}
+        return LlavaOnevisionProcessor(
+            image_processor=LlavaOnevisionImageProcessor(size=tile, image_grid_pinpoints=LLAVA_SIZES),
+            tokenizer=tokenizer,
+            video_processor=LlavaOnevisionVideoProcessor(size=tile),
+            num_image_tokens=(LLAVA_TILE // 14) ** 2,
+            vision_feature_select_strategy="full",
             chat_template=tokenizer.chat_template,
         )
     of_images, of_videos, both, side = PROCESSORS[shape.removesuffix("_moe")]
@@ -125,7 +153,7 @@ def make_model(
     shape: str = "qwen2_5_vl",
 ) -> torch.nn.Module:
     """Build a float32 model: `layers` of `hidden` channels above a tower of `depth` blocks with `width` channels."""
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*SPECIAL, *INTERNVL_SPECIAL)}
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*SPECIAL, *INTERNVL_SPECIAL, *LLAVA_SPECIAL)}
     section: dict[str, Any] = {"mrope_section": [4, 6, 6]}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -170,6 +198,21 @@ def make_model(
         )
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    if shape == "llava_onevision":
+        vision = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": width // 32}
+        vision |= {"num_hidden_layers": depth, "image_size": LLAVA_TILE, "patch_size": 14, "vision_use_head": False}
+        text |= {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        config = AutoConfig.for_model(
+            shape,
+            text_config=text,
+            vision_config={"model_type": "siglip_vision_model", **vision},
+            image_token_index=ids["<image>"],
+            video_token_index=ids["<video>"],
+            image_grid_pinpoints=LLAVA_SIZES,
+            tie_word_embeddings=tied,
+        )
+        torch.manual_seed(seed)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **section}
     config = AutoConfig.for_model(
         shape,
@@ -188,15 +231,22 @@ def make_model(
 def save_model(model: torch.nn.Module, directory: Path, **options: Any) -> None:
     """Save the model with the names and shapes of published files.
 
-    transformers 5 writes the experts of Qwen3-VL as it computes with them, transposed against the published ones.
+    transformers 5 writes the experts of Qwen3-VL as it computes with them, transposed against the published ones, and
+    leaves a part of the names in LLaVA-OneVision's tower out.
     """
+    llava = "vision_tower.", "vision_tower.vision_model."
+    shortened = llava if model.config.model_type == "llava_onevision" else ("", "")
     model.save_pretrained(directory, **options)
     for file in directory.glob("*.safetensors"):
         tensors = load_file(file)
-        experts = {name for name in tensors if ".mlp.experts." in name}
-        if experts:
-            swapped = {name: tensor.mT.contiguous() if name in experts else tensor for name, tensor in tensors.items()}
-            save_file(swapped, file, metadata={"format": "pt"})
+        published = {
+            name.replace(*shortened, 1): tensor.mT.contiguous() if ".mlp.experts." in name else tensor
+            for name, tensor in tensors.items()
+        }
+        if any(published.get(name) is not tensor for name, tensor in tensors.items()):
+            save_file(published, file, metadata={"format": "pt"})
+    for index in directory.glob("*.safetensors.index.json"):
+        index.write_text(index.read_text().replace(*shortened))
 
 
 class Rows:
@@ -291,7 +341,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hidden-size", type=int, default=128, help="channels of the decoder, a multiple of 64 [128]")
     add("--depth", type=int, default=2, help="blocks of the tower [2]")
     add("--vision-hidden-size", type=int, default=64, help="channels of the tower, a multiple of 32 [64]")
-    add("--max-tokens", type=int, default=24, help="visual tokens of the largest picture [24]")
+    add(
+        "--max-tokens", type=int, default=24, help="visual tokens of the largest picture, except LLaVA-OneVision's [24]"
+    )
     add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
     add("--seed", type=int, default=1234, help="seed of weights and batches [1234]")
     add("--threads", type=int, default=2, help="threads of torch [2]")
@@ -306,8 +358,8 @@ def make(args: argparse.Namespace) -> None:
     model = make_model(processor.tokenizer, *sizes, args.tie_embeddings, args.seed, args.shape)
     print(f"  {args.shape}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     if args.steps:
-        if args.shape == "internvl":
-            raise GrpoError("the warm-up does not cut pictures into tiles: give --steps 0 with --shape internvl")
+        if args.shape in ("internvl", "llava_onevision"):
+            raise GrpoError(f"the warm-up does not cut pictures into tiles: give --steps 0 with --shape {args.shape}")
         if not args.train or not args.valid:
             raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
         start = time.perf_counter()

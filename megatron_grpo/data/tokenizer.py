@@ -162,7 +162,30 @@ class HuggingFaceTokenizer:
     ) -> str:
         return self._apply(messages, tools, variables, tokenize=False)
 
+    @functools.cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether the chat template drops a content that is a text and shows it as a list of parts (LLaVA-OneVision's).
+
+        Such a template walks over the characters of a text and finds no parts among them, without an error.
+        """
+
+        def shows(content: str | list[dict[str, str]]) -> bool:
+            try:
+                message = {"role": "user", "content": content}
+                return "probe" in self._tokenizer.apply_chat_template([message], tokenize=False)
+            except Exception:  # a template is a program, and can raise any error
+                return False
+
+        return not shows("probe") and shows([{"type": "text", "text": "probe"}])
+
     def _apply(self, messages, tools, variables, **options) -> Any:
+        if self._takes_parts_only:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, **options, **(variables or {})

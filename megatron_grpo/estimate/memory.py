@@ -23,7 +23,7 @@ from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
-from megatron_grpo.vision.kinds import is_trained, merge_size
+from megatron_grpo.vision.kinds import is_trained, patches_per_token
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -314,7 +314,7 @@ class Plan:
         args, vision = self.args, self.args.vision_config["vision_config"]
         if not any(self._is_trained(weight, TOWER) for weight in self.weights[TOWER]):
             return 0
-        width, patches = vision["hidden_size"], self.tokens() * merge_size(args) ** 2
+        width, patches = vision["hidden_size"], self.tokens() * patches_per_token(args)
         block = 10 * width + 3 * vision["intermediate_size"]
         depth = vision["depth"] if "depth" in vision else vision["num_hidden_layers"]
         kept = width * depth + block if args.recompute_granularity == "full" else block * depth

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.lora.table import adapter_table
-from megatron_grpo.vision.kinds import Grid, is_trained, kind_of, tower_shapes
+from megatron_grpo.vision.kinds import Grid, is_trained, kind_of, merged, tower_shapes
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -89,9 +89,11 @@ class TowerFlops:
     def __init__(self, args: Namespace):
         self.args, self.kind, vision = args, kind_of(args), args.vision_config["vision_config"]
         shapes = {name: shape for name, shape in tower_shapes(args).items() if name.endswith("weight")}
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(self.kind.unused)}
         projector = {name for name in shapes if name.startswith(self.kind.projector)}
         self.per_token = 2 * sum(prod(shapes[name]) for name in projector if len(shapes[name]) == 2)
-        tower = [shape for name, shape in shapes.items() if name not in projector | {"pos_embed.weight"}]
+        positions = {"pos_embed.weight", "vision_tower.embeddings.position_embedding.weight"}
+        tower = [shape for name, shape in shapes.items() if name not in projector | positions]
         self.per_patch = 2 * sum(prod(shape) for shape in tower if len(shape) == 2)
         self.per_pixels = 2 * sum(
             prod(shape) for shape in tower if len(shape) > 2
@@ -115,11 +117,11 @@ class TowerFlops:
 
     def _parts(self, grids: Iterable[Grid]) -> tuple[float, float]:
         tower = projector = 0
-        for count, rows, columns in grids:  # frames or tiles: patches of one see those of another nowhere
-            seen = rows * columns + self.kind.tiles  # a tile has a class token
+        for count, rows, columns, *_ in grids:  # frames or tiles: patches of one see those of another nowhere
+            seen = rows * columns + self.kind.class_token
             pairs = self.whole * seen**2 + self.windowed * self._squares(rows) * self._squares(columns)
             tower += count * (seen * self.per_patch + rows * columns * self.per_pixels + self.per_pair * pairs)
-            projector += self.kind.tokens(self.args, (count, rows, columns)) * self.per_token
+            projector += merged(self.args, (count, rows, columns)) * self.per_token
         return tower, projector
 
     def _squares(self, patches: int) -> int:

@@ -9,6 +9,7 @@ from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
 ALL_LINEAR, ALL_ROUTER = "all-linear", "all-router"
+_VISION = r"(?:visual|vision_tower|multi_modal_projector|image_newline)\b"  # beginnings of names of a vision part
 
 
 def module_name(args: Namespace, name: str) -> str:
@@ -18,8 +19,9 @@ def module_name(args: Namespace, name: str) -> str:
     """
     if not args.vision_config:
         return name
-    name = re.sub(r"^(language_model\.)?model\.(language_model\.)?(?!visual)", "model.language_model.", name)
-    return re.sub(r"^(visual|vision_tower|multi_modal_projector)\.", r"model.\1.", name)
+    name = re.sub(rf"^(language_model\.)?model\.(language_model\.)?(?!{_VISION})", "model.language_model.", name)
+    name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    return re.sub(rf"^(?={_VISION})", "model.", name)
 
 
 def linear_layers(args: Namespace) -> dict[str, Weight]:

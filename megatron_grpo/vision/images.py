@@ -122,7 +122,7 @@ class ImageReader:
         prompt, sources = placed(prompt, column(row), self._text)
         opened = [source if isinstance(source, bytes) else directory / source for source in sources]
         grids = [self._grid(source, number) for number, source in enumerate(opened, 1)]
-        tokens = tuple(self._kind.tokens(self._args, grid) for grid in grids)
+        tokens = tuple(self._kind.tokens(self._args, self.processor, grid) for grid in grids)
         kind, merge = self._kind, merge_size(self._args)
         around = kind.around(self.processor)
         return prompt, RowImages(tuple(opened), tuple(grids), tokens, self._token, merge, kind.mrope, around)

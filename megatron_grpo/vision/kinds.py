@@ -7,6 +7,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 Int64 = npt.NDArray[np.int64]
-Grid = tuple[int, int, int]  # patches of an image: frames or tiles, rows, columns
+# Patches of an image: frames or tiles, rows, columns; LLaVA-OneVision: and its height and width in pixels.
+Grid = tuple[int, ...]
 
 
 def _qwen_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,10 +35,13 @@ class Vision:
     `prefix`: of the weights' Hugging Face names. `projector`: beginnings, behind it, of those that project the tower's
     output to the language model. `tower(config, hidden_size)`: transformers' module for ``args.vision_config`` and the
     language model's size. `see(tower, pixels, grids)`: its output. `grid(args, processor, height, width)`: the patches
-    into which transformers' image processor cuts an image of this size. `pixels(args, processor, images)`: the tower's
-    input for images, and the grids. `around(processor)`: tokens that the processor puts before and behind each image.
-    `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels. `mrope`: text and images
-    have M-RoPE's positions. `interleaved`: its axes alternate from frequency to frequency.
+    into which transformers' image processor cuts an image of this size. `tokens(args, processor, grid)`: the tokens of
+    an image with these patches. `pixels(args, processor, images)`: the tower's input for images, and the grids.
+    `around(processor)`: tokens that the processor puts before and behind each image. `unused`: beginnings of the
+    weights that files hold and the features do not depend on. `nested`: a beginning of names in the tower, and the
+    same in files. `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels.
+    `class_token`: a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate
+    from frequency to frequency.
     """
 
     prefix: str
@@ -46,15 +51,25 @@ class Vision:
     see: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any] = lambda tower, pixels, grids: tower(
         pixels, grid_thw=grids
     )
+    tokens: Callable[[Namespace, Any, Grid], int] = lambda args, processor, grid: merged(args, grid)
     pixels: Callable[[Namespace, Any, Sequence[Any]], tuple[torch.Tensor, torch.Tensor]] = _qwen_pixels
     around: Callable[[Any], tuple[int, ...]] = lambda processor: ()
+    unused: tuple[str, ...] = ()
+    nested: tuple[str, str] = ("", "")
     tiles: bool = False
+    class_token: bool = False
     mrope: bool = True
     interleaved: bool = False
 
-    def tokens(self, args: Namespace, grid: Sequence[int]) -> int:
-        """Return the tokens of an image with these patches."""
-        return int(np.prod(grid)) // merge_size(args) ** 2
+    def file_name(self, name: str) -> str:
+        """Return the Hugging Face name of the weight with this name in the tower."""
+        inner, outer = self.nested
+        return self.prefix + (outer + name.removeprefix(inner) if name.startswith(inner) else name)
+
+
+def merged(args: Namespace, grid: Sequence[int]) -> int:
+    """Return the rows that the projector computes for an image with these patches."""
+    return prod(grid[:3]) // merge_size(args) ** 2
 
 
 def merge_size(args: Namespace) -> int:
@@ -62,12 +77,22 @@ def merge_size(args: Namespace) -> int:
     keys = args.vision_config
     if "downsample_ratio" in keys:
         return round(1 / keys["downsample_ratio"])
-    return keys["vision_config"]["spatial_merge_size"]
+    return keys["vision_config"].get("spatial_merge_size", 1)
+
+
+def patches_per_token(args: Namespace) -> float:
+    """Return the patches that the tower computes for each token of the largest image, which fills its tiles."""
+    keys = args.vision_config
+    if "image_grid_pinpoints" not in keys:
+        return merge_size(args) ** 2
+    side = keys["vision_config"]["image_size"]
+    tiles = max(height * width for height, width in keys["image_grid_pinpoints"]) // side**2
+    return (1 + tiles) / (1 + min(tiles, LLAVA_TILES))  # more tiles are scaled down to the size of so many
 
 
 def image_token_id(args: Namespace) -> int:
     """Return the token that stands for a part of an image."""
-    return args.vision_config["image_token_id"]
+    return next(args.vision_config[key] for key in IMAGE_TOKEN if key in args.vision_config)
 
 
 def _qwen2_5_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
@@ -157,6 +182,60 @@ def _internvl_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> 
     return found["pixel_values"], torch.tensor([[int(count), *_tile(args)] for count in found["num_patches"]])
 
 
+LLAVA_TILES = 9  # of LLaVA-OneVision: vLLM knows anyres_max_9 only
+
+
+def _llava_onevision_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
+    from transformers.models.llava_onevision.configuration_llava_onevision import LlavaOnevisionConfig
+    from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+
+    decoder = {"model_type": "qwen2", "num_hidden_layers": 0, "vocab_size": 1, "hidden_size": hidden_size}
+    model = LlavaOnevisionModel._from_config(LlavaOnevisionConfig(text_config=decoder, **config))
+    del model.language_model
+    return model
+
+
+def _llava_onevision_see(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
+    import torch
+
+    seen = tower.get_image_features(pixels, grids[:, 3:].tolist())
+    seen.pooler_output = torch.cat(seen.pooler_output)  # of each image, unpadded and with its newlines
+    return seen
+
+
+def _llava_onevision_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid:
+    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+    keys = args.vision_config
+    side, points = keys["vision_config"]["image_size"], keys["image_grid_pinpoints"]
+    if [list(point) for point in processor.image_grid_pinpoints] != points or dict(processor.size) != {
+        "height": side,
+        "width": side,
+    }:
+        raise GrpoError(
+            f"is cut into tiles of {dict(processor.size)} for the sizes {processor.image_grid_pinpoints} by the "
+            f"processor, and config.json has tiles of {side} pixels and image_grid_pinpoints {points}: give the "
+            "processor's files of the model"
+        )
+    patches = side // keys["vision_config"]["patch_size"]
+    return image_size_to_num_patches((height, width), points, side), patches, patches, height, width
+
+
+def _llava_onevision_tokens(args: Namespace, processor: Any, grid: Grid) -> int:
+    return processor._get_num_multimodal_tokens([grid[3:]])["num_image_tokens"][0]
+
+
+def _llava_onevision_pixels(
+    args: Namespace, processor: Any, images: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    # As vLLM calls it: each image is cut into tiles, also one of several in a prompt.
+    found = processor(images=images, do_pad=False)
+    grids = [_llava_onevision_grid(args, processor, *map(int, size)) for size in found["image_sizes"]]
+    return torch.cat(found["pixel_values"]), torch.tensor(grids)
+
+
 _MERGERS = ("merger.", "deepstack_merger_list.")
 KINDS = {
     "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid),
@@ -170,6 +249,20 @@ KINDS = {
         see=_internvl_see,
         pixels=_internvl_pixels,
         around=lambda processor: (processor.start_image_token_id, processor.end_image_token_id),
+        tiles=True,
+        class_token=True,
+        mrope=False,
+    ),
+    "llava_onevision": Vision(
+        prefix="",
+        projector=("multi_modal_projector.", "image_newline"),
+        tower=_llava_onevision_tower,
+        grid=_llava_onevision_grid,
+        see=_llava_onevision_see,
+        tokens=_llava_onevision_tokens,
+        pixels=_llava_onevision_pixels,
+        unused=("vision_tower.post_layernorm.",),  # features are those before it
+        nested=("vision_tower.", "vision_tower.vision_model."),
         tiles=True,
         mrope=False,
     ),
@@ -188,6 +281,8 @@ def is_projector(args: Namespace, name: str) -> bool:
 
 def is_trained(args: Namespace, name: str) -> bool:
     """Return whether the weight with this name in the tower is trained."""
+    if name.startswith(kind_of(args).unused):
+        return False
     return not (args.freeze_projector if is_projector(args, name) else args.freeze_vision_tower)
 
 
@@ -231,13 +326,17 @@ def mrope_positions(visual_index: Int64, grids: Sequence[Sequence[int]], merge: 
     return positions
 
 
-# Keys of config.json beside vision_config: the ids of its tokens; InternVL's step from the tower to the projector.
-VISION_KEYS = """image_token_id video_token_id vision_start_token_id vision_end_token_id image_seq_length
-    downsample_ratio projector_hidden_act vision_feature_layer vision_feature_select_strategy""".split()
+IMAGE_TOKEN = ("image_token_id", "image_token_index")
+# Keys of config.json beside vision_config: the ids of its tokens; the step from the tower to the projector of InternVL
+# and LLaVA-OneVision.
+VISION_KEYS = """image_token_id image_token_index video_token_id video_token_index vision_start_token_id
+    vision_end_token_id image_seq_length downsample_ratio projector_hidden_act multimodal_projector_bias
+    vision_feature_layer vision_feature_select_strategy image_grid_pinpoints vision_aspect_ratio""".split()
 
 
 def vision_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``args.vision_config`` holds of a config.json: its vision part and `VISION_KEYS`."""
-    if not isinstance(config.get("vision_config"), dict) or not isinstance(config.get("image_token_id"), int):
+    token = next((config[key] for key in IMAGE_TOKEN if key in config), None)
+    if not isinstance(config.get("vision_config"), dict) or not isinstance(token, int):
         raise GrpoError("config.json lacks vision_config or image_token_id: it describes no vision-language model")
     return {"vision_config": dict(config["vision_config"])} | {key: config[key] for key in VISION_KEYS if key in config}

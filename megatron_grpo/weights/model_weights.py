@@ -98,7 +98,7 @@ def table(args: Namespace) -> list[Weight]:
     out += weights(after, None)
     if args.vision_config:
         out += [
-            Weight(f"vision.tower.{name}", {kind_of(args).prefix + name: shape}, same, None, dims)
+            Weight(f"vision.tower.{name}", {kind_of(args).file_name(name): shape}, same, None, dims)
             for name, shape in tower_shapes(args).items()
         ]
     for mtp in range(args.mtp_num_layers or 0):  # each contains a layer of the same kind as the decoder's last

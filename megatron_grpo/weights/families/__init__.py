@@ -14,6 +14,7 @@ from megatron_grpo.weights.families import (
     gpt_oss,
     internvl,
     llama,
+    llava_onevision,
     mistral,
     mixtral,
     phi3,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Family] = {
         gemma3,
         gpt_oss,
         internvl,
+        llava_onevision,
     )
 }
 

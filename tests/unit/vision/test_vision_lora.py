@@ -25,6 +25,8 @@ CASES = [
     ("qwen2_5_vl", DECODER + "(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)", {}),
     ("qwen2_5_vl", ["language_model.layers.1.self_attn.v_proj", "model.language_model.layers.0.mlp.up_proj"], {}),
     ("qwen2_5_vl", DECODER + "q_proj", {"modules_to_save": ["model.visual.merger.mlp.0"]}),
+    ("internvl", DECODER + "(q_proj|v_proj|down_proj)", {"modules_to_save": ["model.multi_modal_projector.linear_2"]}),
+    ("llava_onevision", DECODER + "(k_proj|gate_proj)", {"modules_to_save": ["model.multi_modal_projector.linear_1"]}),
     ("qwen3_vl", DECODER + "(q_proj|o_proj|down_proj)", {"use_dora": True}),
 ]
 

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForImageTextToText,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
@@ -28,7 +30,9 @@ from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
+from megatron_grpo.vision.kinds import merged
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.stream import describe, stream_hf
 
@@ -66,11 +70,12 @@ def batch_of(prompts, order, completions) -> RolloutBatch:
 def inputs_of(reader, prompt, completion) -> dict:
     """transformers' inputs for one prompt and completion, by its own processor."""
     images = prompt.images.open()
-    if not prompt.images.mrope:  # InternVL: the processor expands the text, too
+    if not prompt.images.mrope:  # InternVL, LLaVA-OneVision: the processor expands the text, too
         text = reader.processor.tokenizer.decode(prompt.images.collapse(prompt.ids))
         found = reader.processor(text=text, images=images or None, return_tensors="pt")
         assert found["input_ids"][0].tolist() == prompt.ids
-        return {"input_ids": torch.tensor([prompt.ids + completion]), "pixel_values": found.get("pixel_values")}
+        found["input_ids"] = torch.tensor([prompt.ids + completion])
+        return {name: value for name, value in found.items() if name != "attention_mask"}
     ids = torch.tensor([prompt.ids + completion])
     kind = (ids == prompt.images.token).int()
     kind[:, len(prompt.ids) :] = 0
@@ -91,7 +96,7 @@ def test_the_tower_on_a_device(world, tmp_path):
     assert {weight.dtype for weight in tower.parameters()} == {torch.bfloat16}
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
 def made(request, world, tmp_path):
     shape, *tied = request.param.split()
     theirs = make(tmp_path, bool(tied), shape=shape)
@@ -125,7 +130,8 @@ def test_flops_are_those_that_torch_counts(made):
         assert flops.forward(images.grids) == counted.get_total_flops()
         tower += counted.get_total_flops()
     assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(3 * tower / 1e12)
-    projector = flops.per_token * sum(map(sum, (prompts[0].images.tokens, prompts[2].images.tokens)))
+    grids = [*prompts[0].images.grids, *prompts[2].images.grids]
+    projector = flops.per_token * sum(merged(reader._args, grid) for grid in grids)
     reader._args.freeze_vision_tower = True
     flops = TowerFlops(reader._args)
     assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(
@@ -138,7 +144,7 @@ def test_log_probs_and_gradients_equal_transformers(made):
     rng = np.random.default_rng(0)
     order = [0, 1, 2, 0]  # the last completion shares its images with the first
     completions = [rng.integers(9, 264, size).tolist() for size in (5, 7, 3, 6)]
-    if prompts[0].images.mrope:  # transformers' InternVL would search an image for it
+    if prompts[0].images.mrope:  # transformers' other families would search an image for it
         completions[1][2] = prompts[0].images.token  # a sampled image token is text
     batch = batch_of(prompts, order, completions)
     batch.validate()
@@ -165,7 +171,10 @@ def test_log_probs_and_gradients_equal_transformers(made):
     compared = {
         "vision.tower." + name.removeprefix("model.").removeprefix("visual."): parameter.grad
         for name, parameter in theirs.named_parameters()
-        if name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector."))
+        if name.startswith(
+            ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.image_newline")
+        )
+        and "post_layernorm" not in name  # LLaVA-OneVision's features are those before it
     }
     compared["embedding.word_embeddings.weight"] = theirs.get_input_embeddings().weight.grad
     ours = dict(model.named_parameters())
@@ -195,9 +204,11 @@ def test_weights_there_and_back_bit_for_bit(world, tmp_path):
     assert same_bits(theirs.model.visual.merger.mlp[2].weight, before["visual.merger.mlp.2.weight"])
 
 
-def test_internvl_there_and_back_bit_for_bit(world, tmp_path):
+@pytest.mark.parametrize("shape", ["internvl", "llava_onevision", "llava_onevision tied"])
+def test_families_in_tiles_there_and_back_bit_for_bit(world, tmp_path, shape):
     """HF -> Megatron -> HF; transformers reads the export, and has equal greedy answers."""
-    theirs = make(tmp_path / "first", shape="internvl")
+    shape, *tied = shape.split()
+    theirs = make(tmp_path / "first", bool(tied), shape=shape)
     args = toy_args(tmp_path / "first", tokenizer_model=str(tmp_path / "first"), padded_vocab_size=264)
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "first")
@@ -239,6 +250,48 @@ def test_the_published_shape_of_internvl(world, tmp_path):
         for name, tensor in theirs.named_parameters()
     }
     assert ours == shapes and round(sum(map(math.prod, ours.values())) / 1e6) == 938
+
+
+def test_the_published_shape_of_llava_onevision(world, tmp_path):
+    """llava-onevision-qwen2-0.5b-ov-hf: names and shapes equal those of transformers' model and of published files.
+
+    The tower and the sizes of images are transformers' defaults, the decoder is Qwen2-0.5B with the vocabulary that the
+    conversion to transformers' layout pads to 152,000. Published files leave defaults of the decoder out.
+    """
+    decoder = {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    decoder |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 152000, "rope_theta": 1000000.0}
+    decoder |= {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32768}
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "image_size": 384}
+    tower |= {"num_attention_heads": 16, "num_hidden_layers": 26, "patch_size": 14, "vision_use_head": False}
+    with torch.device("meta"):
+        config = LlavaOnevisionConfig(text_config=dict(decoder), vision_config=dict(tower))
+        theirs = LlavaOnevisionForConditionalGeneration(config)
+    published = {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "model_type": "llava_onevision",
+        "image_token_index": 151646,
+        "video_token_index": 151647,
+        "image_grid_pinpoints": config.image_grid_pinpoints,
+        "vision_aspect_ratio": "anyres_max_9",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu",
+        "use_image_newline_parameter": True,
+        "text_config": decoder,
+        "vision_config": tower,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    args = toy_args(tmp_path, padded_vocab_size=152000)
+    default = config.text_config
+    assert (args.norm_epsilon, args.max_position_embeddings) == (default.rms_norm_eps, default.max_position_embeddings)
+    ours = {name: shape for weight in model_weights.table(args) for name, shape in weight.hf.items()}
+    shapes = {
+        name.removeprefix("model.")
+        .replace("language_model.", "language_model.model.")
+        .replace("vision_tower.", "vision_tower.vision_model."): tuple(tensor.shape)
+        for name, tensor in theirs.named_parameters()
+    }
+    assert ours == shapes and round(sum(map(math.prod, ours.values())) / 1e6) == 894
 
 
 PUBLISHED = {  # config.json of Qwen/Qwen2.5-VL-3B-Instruct, as in public repositories that carry it
@@ -326,3 +379,40 @@ def test_frozen_parts(world, tmp_path, frozen):
     }
     assert all(tensor.equal(whole[name]) for name, tensor in sent.items())
     assert [part.name for part in describe(args, only_trained=True)] == list(sent)
+
+
+REFUSED = {
+    "another aspect ratio, which vLLM would not read": ({"vision_aspect_ratio": "anyres_max_4"}, "anyres_max_9"),
+    "features of an inner layer": ({"vision_feature_layer": -2}, "vision_feature_layer -2"),
+    "a tower of CLIP": ({"vision_config": {"model_type": "clip_vision_model"}}, "siglip_vision_model"),
+    "a pooling head": ({"vision_config": {"vision_use_head": True}}, "vision_use_head True"),
+    "no sizes": ({"image_grid_pinpoints": None}, "lacks image_grid_pinpoints"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_settings_of_llava_onevision(tmp_path, case):
+    change, message = REFUSED[case]
+    make(tmp_path, shape="llava_onevision")
+    config = json.loads((tmp_path / "config.json").read_text())
+    family = families.for_hf_config(config)
+    family.args_from_hf(config)
+    with pytest.raises(GrpoError, match=message):
+        family.args_from_hf({**config, **change})
+
+
+def test_sizes_of_another_processor_are_refused(world, tmp_path):
+    make(tmp_path, shape="llava_onevision")
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264)
+    args.vision_config["image_grid_pinpoints"] = [[28, 28]]
+    with pytest.raises(GrpoError, match=r"(?s)image 1 is cut into tiles.*image_grid_pinpoints \[\[28, 28\]\]"):
+        read_all(args)
+
+
+def test_a_template_of_parts_shows_plain_texts(tmp_path):
+    """The template has no branch for a text: it would drop it without an error."""
+    make(tmp_path, shape="llava_onevision")
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert "hello" in tokenizer.render_chat(parts)
+    assert tokenizer.render_chat([{"role": "user", "content": "hello"}]) == tokenizer.render_chat(parts)
