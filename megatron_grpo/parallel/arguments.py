@@ -39,7 +39,7 @@ _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")  #
 NEED_TRANSFORMER_ENGINE = (
     "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
     "fine_grained_activation_offloading fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type "
-    "use_precision_aware_optimizer use_te_activation_func"
+    "use_te_activation_func"
 ).split()
 
 

@@ -110,7 +110,7 @@ REFUSED = {
     "--apply-rope-fusion": "--apply-rope-fusion needs --transformer-impl transformer_engine",
     "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local supports only auto, local",
     "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
-    "--gradient-accumulation-fusion": "--gradient-accumulation-fusion needs apex",
+    "--use-precision-aware-optimizer --bf16 --use-distributed-optimizer": "needs a GPU and Transformer Engine's Adam",
     "--num-layers 0": "--num-layers (0) must be greater than 0",
     "--max-prompt-length 1500 --max-completion-length 600": (
         "--max-prompt-length (1500) + --max-completion-length (600) = 2100 must be at most --max-position-embeddings "
