@@ -1,4 +1,4 @@
-"""A run on GPUs whose launcher is killed, or of which a rank stops: processes and GPU memory are gone, the rank is named."""
+"""Faults of a run on GPUs: its launcher is killed, or a rank stops. Nothing stays behind, and the rank is named."""
 
 import json
 import os
@@ -17,16 +17,18 @@ from test_runs import GPU, RUN, task  # noqa: F401, the fixture
 pytestmark = pytest.mark.alone  # it counts the memory of the GPUs
 
 
-def start(task: Path, save: Path, nproc: int, *flags: str) -> tuple[subprocess.Popen, list[psutil.Process]]:  # noqa: F811
+def start(task: Path, save: Path, nproc: int, *flags: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
     """Start a run of many updates; return torchrun and the processes that it has after the second update."""
     data = [
         "--train-data-path",
         task / "data/train.jsonl",
+        "--valid-data-path",
+        task / "data/test.jsonl",
         "--external-plugins",
         REPO / "tools/benchmark/even_tokens.py",
     ]
     words = [*RUN, *GPU, *engine_flags(64), *data, "--load-hf", task / "qwen3", "--save", save, *flags]
-    words = [word for word in map(str, words)]
+    words = list(map(str, words))
     for name in ("--train-iters", "--exit-interval", "--eval-interval"):
         words[words.index(name) + 1] = "100000"
     paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -52,7 +54,7 @@ def memory() -> list[int]:
     return [int(line) for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
 
 
-def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):  # noqa: F811
+def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):
     before = memory()
     torchrun, processes = start(task, tmp_path / "run", 1)
     assert max(now - was for now, was in zip(memory(), before, strict=True)) > 1000
@@ -65,7 +67,7 @@ def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):  # noqa: F
 
 
 @pytest.mark.gpus(2)
-def test_a_stopped_rank_is_named_while_the_other_waits_in_nccl(task, tmp_path):  # noqa: F811
+def test_a_stopped_rank_is_named_while_the_other_waits_in_nccl(task, tmp_path):
     torchrun, processes = start(task, tmp_path / "run", 2, "--watchdog-timeout", "20", "--save-interval", "2")
     rank = next(p for p in processes if p.environ().get("RANK") == "1" and p.ppid() == torchrun.pid)
     rank.send_signal(signal.SIGSTOP)
