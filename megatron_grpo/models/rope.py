@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_grpo.parallel.context_parallel import place_in_pack
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.errors import GrpoError
 
@@ -137,7 +138,7 @@ def rotate_pack(
     layer, and launches a dozen kernels. On a GPU this is one kernel.
     """
     offsets = tuple(cu_seqlens.tolist())
-    rows = _rows(offsets, len(freqs) == offsets[-1], cp_group.size(), cp_group.rank(), t.device)
+    rows = _rows(offsets, len(freqs) == offsets[-1], *place_in_pack(len(t), offsets, cp_group), t.device)
     if not t.is_cuda:
         return _rotate(t, freqs, rows, kind)
     # Packs differ in their tokens, queries and keys in their heads.

@@ -401,7 +401,7 @@ def test_hybrid_refuses_what_context_parallelism_refuses(dp_size):
 
 @pytest.mark.parametrize("cp_size", [4, 8])
 def test_hybrid_keeps_ranks_in_step_on_a_long_tail(cp_size):
-    """512 completions, log-normal lengths (median 700, at most 32,768), the shape of Qwen3-4B; the longest just fits."""
+    """512 completions, log-normal lengths (median 700, at most 32,768), the shape of Qwen3-4B; the longest fits."""
     normal = NormalDist(math.log(700), 1.2)
     lengths = [min(int(math.exp(normal.inv_cdf((i + 0.5) / 512))), 32768) for i in range(512)]
     coefficient = attention_coefficient(2560, 4096, 1024, 9728)
