@@ -5,7 +5,6 @@ from argparse import Namespace
 from megatron_grpo.data.arguments import smallest_budget
 from megatron_grpo.estimate.memory import GIB, Plan
 
-
 SMALL = 2**28  # bytes; smaller differences are not worth a flag
 
 
