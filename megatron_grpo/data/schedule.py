@@ -74,8 +74,8 @@ def schedule(
       up to a multiple of `microbatch_multiple`, if n is large enough. If n is a multiple of dp_size
       microbatch_multiple, a schedule always exists.
     * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
-      such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches of the
-      smallest M that could do, or leaves one empty, single completions are distributed instead.
+      such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches that
+      single completions take, or leaves one empty, single completions are distributed instead.
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
       the mean, maxima exceed the optimal ones by no more than these differences.
 
@@ -204,13 +204,6 @@ def _budget_packs(
             f"completion {sizes[widest].index(longest)} has {longest} tokens with its prompt, more than {budget}: "
             "raise it to at least --max-prompt-length + --max-completion-length"
         )
-    if groups is not None:
-        pieces = _first_fit(sizes[1], groups, max_tokens)
-        of_pieces = {c: [sum(own[i] for i in piece) for piece in pieces] for c, own in sizes.items()}
-        work_of_pieces = [sum(work[i] for i in piece) for piece in pieces]
-        found = _fewest(of_pieces, work_of_pieces, ranks, max_tokens, multiple, slack=1 / 4)
-        if found is not None:
-            return [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in found]
     found = _fewest(sizes, work, ranks, max_tokens, multiple)
     if found is None:
         raise GrpoError(
@@ -218,7 +211,16 @@ def _budget_packs(
             f"of micro-batches without an empty one on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
             f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
         )
-    return found
+    if groups is None:
+        return found
+    pieces = _first_fit(sizes[1], groups, max_tokens)
+    of_pieces = {c: [sum(own[i] for i in piece) for piece in pieces] for c, own in sizes.items()}
+    work_of_pieces = [sum(work[i] for i in piece) for piece in pieces]
+    few = sum(degree for degree, _ in found) // ranks * 5 // 4
+    of_packs = _fewest(of_pieces, work_of_pieces, ranks, max_tokens, multiple, few)
+    if of_packs is None:
+        return found
+    return [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in of_packs]
 
 
 def _fewest(
@@ -227,11 +229,11 @@ def _fewest(
     ranks: int,
     max_tokens: int,
     multiple: int,
-    slack: float | None = None,
+    most: int | None = None,
 ) -> Packs | None:
-    """Return packs for the smallest number of micro-batches that the greedy packing finds; None if it finds none.
+    """Return packs for the smallest number of micro-batches that the greedy packing finds; None if there is none.
 
-    With ``slack`` the number is at most (1 + slack) times the smallest that could do.
+    ``most`` is the largest number to try; without it, the largest without an empty pack.
     """
     needed = [next(c for c in sizes if sizes[c][i] <= c * max_tokens) for i in range(len(work))]
     for smallest in sizes:
@@ -246,7 +248,7 @@ def _fewest(
         for number in itertools.count(fewest, multiple):
             numbers[smallest] = number - wide
             packs = [c for c in degrees for _ in range(numbers[c] * ranks // c)]
-            if len(packs) > len(work) or (slack is not None and number > fewest * (1 + slack)):
+            if len(packs) > len(work) or (most is not None and number > most):
                 break
             filled = _longest_first(sizes, work, least, packs, max_tokens)
             if filled is not None and all(filled):

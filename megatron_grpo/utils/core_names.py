@@ -88,7 +88,7 @@ EXCLUDED = {
         ),
         "tokens are never dropped, because the engine drops none": "moe_token_drop_policy",
         "use --moe-router-num-groups and --moe-router-group-topk": "moe_router_topk_limited_devices",
-        "--hybrid-context-parallel is a flag of this program: its budget is --max-tokens-per-microbatch": (
+        "use --hybrid-context-parallel with --max-tokens-per-microbatch, which has a schedule of its own": (
             "hybrid_context_parallel max_seqlen_per_dp_cp_rank"
         ),
         "megatron-core's combined schedule computes another loss than GRPO's": "ep_overlap_early_attn_memory_release",
