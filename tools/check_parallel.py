@@ -19,7 +19,6 @@ or fails, else 0.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import os
@@ -46,9 +45,8 @@ from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metric_guide import documented
-from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training import train_step
-from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
@@ -228,16 +226,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
         result["objectives"] = objective_updates([*flags, *flags_of(layout)], trainer, batch)
-    destroy_rank_groups()
-    # Gradient hooks and the dispatcher's last graph reference the model from outside Python's garbage collector: free
-    # the memory of the tensors explicitly.
-    tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
-    for storage in {tensor.untyped_storage() for tensor in tensors}:
-        storage.resize_(0)
-    for module in (module for chunk in model for module in chunk.modules()):
-        module.__dict__.pop("token_dispatcher", None)
-    del trainer, model
-    gc.collect()
+    del model
+    made_up.release(trainer)
     return result
 
 

@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_grpo.parallel.context_parallel import place_in_pack
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.errors import GrpoError
 
@@ -153,7 +154,7 @@ def rows_of_pack(
 ) -> torch.Tensor:
     """Return the row of ``freqs`` for each of the tokens ``t`` ``[t, ...]``, int64 ``[t]``; see `rotate_pack`."""
     offsets = tuple(cu_seqlens.tolist())
-    return _rows(offsets, len(freqs) == offsets[-1], cp_group.size(), cp_group.rank(), t.device)
+    return _rows(offsets, len(freqs) == offsets[-1], *place_in_pack(len(t), offsets, cp_group), t.device)
 
 
 @lru_cache(maxsize=2)  # the layers of a micro-batch share the result; a kernel would compute it again for each head

@@ -24,6 +24,13 @@ PARALLELISM: tuple[FlagRow, ...] = (
         "layers of each virtual pipeline stage; alternative to --num-virtual-stages-per-pipeline-rank",
     ),
     ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
+    (
+        "--hybrid-context-parallel",
+        bool,
+        False,
+        "split a micro-batch over as many of the context-parallel ranks as its longest sequence needs; "
+        "--max-tokens-per-microbatch is then the token budget of one rank",
+    ),
 )
 
 TIMEOUT: FlagRow = (
@@ -332,6 +339,8 @@ def _set_virtual_stages(args: Namespace) -> None:
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
+    if args.hybrid_context_parallel:
+        _check_hybrid_context_parallelism(args)
     if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
         raise GrpoError(
             f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has "
@@ -358,6 +367,25 @@ def _check_context_parallelism(args: Namespace) -> None:
         raise GrpoError(
             f"--cp-comm-type a2a splits the heads: --num-attention-heads ({args.num_attention_heads}) and "
             f"--num-query-groups ({query_groups(args)}) must be divisible by TP x CP ({heads}); or give p2p"
+        )
+
+
+def _check_hybrid_context_parallelism(args: Namespace) -> None:
+    cp, name = args.context_parallel_size, "--hybrid-context-parallel"
+    if cp < 2 or cp & (cp - 1):
+        raise GrpoError(
+            f"{name} halves the context-parallel group, down to single ranks: --context-parallel-size ({cp}) must be "
+            "2, 4, 8 or another power of two"
+        )
+    if args.transformer_impl != "local":
+        raise GrpoError(
+            f"{name} needs --transformer-impl local: only its attention takes another group of ranks in each "
+            "micro-batch"
+        )
+    if not args.max_tokens_per_microbatch:
+        raise GrpoError(
+            f"{name} needs --max-tokens-per-microbatch, the token budget of a rank: it determines how many ranks a "
+            "sequence needs"
         )
 
 

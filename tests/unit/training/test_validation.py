@@ -77,6 +77,7 @@ def test_what_is_missing_is_named(dest):
 
 
 PP2 = "--pipeline-model-parallel-size 2"
+HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 4096"
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
@@ -263,6 +264,12 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
     "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--hybrid-context-parallel --max-tokens-per-microbatch 4096": "--context-parallel-size (1) must be 2, 4, 8",
+    "--hybrid-context-parallel --context-parallel-size 2": "needs --max-tokens-per-microbatch, the token budget of a",
+    f"{HYBRID} --transformer-impl transformer_engine --dry-run": "--hybrid-context-parallel needs --transformer-impl",
+    HYBRID.replace("4096", "300"): (
+        "are 512 tokens, padded for --context-parallel-size 2 and divided by it: --max-tokens-per-microbatch (300) must"
+    ),
     "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
     "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",
     f"{PP2} --num-virtual-stages-per-pipeline-rank 4": "divisible by pipeline parallel size x virtual stages (8)",
@@ -336,6 +343,10 @@ def test_refusals_name_the_flag_and_the_numbers(flags):
     with pytest.raises(GrpoError) as error:
         validated(flags)
     assert REFUSED[flags] in str(error.value)
+
+
+def test_the_budget_of_a_rank_takes_its_share_of_the_longest_sequence():
+    assert validated(HYBRID.replace("4096", "512")).hybrid_context_parallel  # 512 + 512 tokens over two ranks
 
 
 def test_query_groups_and_group_query_attention_go_together():
