@@ -119,7 +119,12 @@ def all_layouts(flags: list[str], world_size: int) -> list[str]:
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 RECOMPUTE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 VARIATIONS = (
-    ("--micro-batch-size 1", "--micro-batch-size 2", "--max-tokens-per-microbatch 64"),
+    (
+        "--micro-batch-size 1",
+        "--micro-batch-size 2",
+        "--max-tokens-per-microbatch 64",
+        "--max-tokens-per-microbatch 17 --hybrid-context-parallel",
+    ),
     ("", "--use-distributed-optimizer", OVERLAP),
     ("", "--recompute-granularity selective", RECOMPUTE),
     ("", "--use-tp-pp-dp-mapping"),

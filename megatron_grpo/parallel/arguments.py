@@ -128,6 +128,12 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
+        if args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
+            raise GrpoError(
+                "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
+                "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
+                "leaves these layers out, with --recompute-num-layers"
+            )
     check_core_flags(args)
 
 

@@ -73,9 +73,9 @@ def main() -> None:
         budget = int(padded_lengths(lengths, size).max())
         whole = schedule(padded_lengths(lengths, size), 1, max_tokens=budget, attention_coefficient=coefficient)
         cells = counted(lengths, [size] * len(whole[0]), whole * size)
-        print(f"| {size} | today | {cells} |")
+        print(f"| {size} | without | {cells} |")
         cells = counted(lengths, *hybrid_schedule(lengths, 1, size, budget // size, attention_coefficient=coefficient))
-        print(f"| {size} | hybrid | {cells} |")
+        print(f"| {size} | with | {cells} |")
 
 
 if __name__ == "__main__":

@@ -270,6 +270,9 @@ REFUSED = {
     HYBRID.replace("4096", "300"): (
         "are 512 tokens, padded for --context-parallel-size 2 and divided by it: --max-tokens-per-microbatch (300) must"
     ),
+    "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 --recompute-granularity full": (
+        "for packs without their gradients: give --recompute-method block"
+    ),
     "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
     "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",
     f"{PP2} --num-virtual-stages-per-pipeline-rank 4": "divisible by pipeline parallel size x virtual stages (8)",
