@@ -6,6 +6,7 @@ examples/grpo/quickstart_tools.sh, killed and started again.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ from slow import slow_except
 from test_rollout import KEY, vllm_server
 from transformers import AutoModelForCausalLM
 
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.unfinished import read_groups
 from tools.make_tiny_model import build_parser, make, make_tokenizer
 from tools.resume_check import differences
 
@@ -122,20 +125,45 @@ def test_rollouts_and_updates_apart(tiny_models, tmp_path):
     assert all(row["grad_norm"] > 0 for row in learnt) and learnt[0]["mismatch/mean_abs"] < 1e-5
 
 
-def test_partial_rollouts(tiny_models, tmp_path):
-    """Episodes go on under newer weights; after a resume those that were not finished start again."""
+def unfinished_states(checkpoint):
+    """Return `Completion.episode_state` of the unfinished episodes of a checkpoint."""
+    groups = read_groups(checkpoint / "unfinished", 0, lambda row, ids: Prompt(row, ids, {}, ""))
+    states = [c.episode_state for group in groups.values() for c in group.completions if c is not None]
+    return [state for state in states if state is not None]
+
+
+@pytest.mark.parametrize("environment", slow_except(["saved"], ["saved", "echo", "changed"]))
+def test_partial_rollouts(environment, tiny_models, tmp_path):
+    """Episodes go on under newer weights, also after a resume: from a snapshot no turn is repeated, without one all are.
+
+    Episodes whose repeated turns get other answers start again.
+    """
     flags = "--vllm-max-num-seqs 16 --partial-rollouts --max-staleness 2 --save-interval 2 --global-batch-size 8"
     flags += " --rollout-importance-sampling-mode token_truncate --steps-per-generation 1 --lr 1e-6"
     save, model = tmp_path / "run", tiny_models["qwen3"]
+    flags += f" --environment {environment}"
     run_echo(1, model, tmp_path, *flags.split())
+    held = unfinished_states(save / "iter_0000002")
+    assert len(held) > 1 and any(state["turns"] > 0 for state in held)
     output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--train-iters", 6, "--load", save)
     assert "at iteration 2" in output and [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness/interrupted"] for row in metrics) > 0 and metrics[-1]["staleness/max"] <= 2
     assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3, in one batch
     assert all(row["mismatch/mean_abs"] < 1e-3 for row in metrics)
-    turns = (tmp_path / "calls").read_text().split()
-    trained = sum(row["environment/turns"] * 8 for row in metrics)
-    assert len(turns) >= trained - 4  # a turn of each failed episode is counted, which its environment never saw
+    lines = (tmp_path / "calls").read_text().splitlines()
+    restored = lines.count("restored saved")
+    # A turn of each failed episode is counted, which its environment never saw.
+    seen = sum(row["environment/turns"] * 8 for row in metrics) - 4
+    seen += sum(len(state["environment"]["turns"]) for state in unfinished_states(save / "iter_0000006"))
+    asked_again = sum(len(state["environment"]["turns"]) for state in held)
+    unanswered = sum(len(s["environment"]["turns"]) == len(s["environment"]["answers"]) for s in held)
+    again = re.search(r"(\d+) interrupted episodes? of the checkpoint started again", output)
+    if environment == "saved":
+        assert restored == len(held) and len(lines) - restored == seen + unanswered and again is None
+    elif environment == "echo":
+        assert len(lines) == seen + asked_again and again is None
+    else:
+        assert int(again[1]) == sum(len(state["environment"]["answers"]) > 1 for state in held)
 
 
 PLACED = """--rollout-ranks 1 --max-staleness 2 --rollout-importance-sampling-mode token_truncate --train-iters 6
