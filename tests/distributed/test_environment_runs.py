@@ -25,6 +25,7 @@ from test_rollout import KEY, vllm_server
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.ledger.content import read
 from megatron_grpo.rollout.unfinished import read_groups
 from tools.make_tiny_model import build_parser, make, make_tokenizer
 from tools.resume_check import differences
@@ -125,18 +126,19 @@ def test_rollouts_and_updates_apart(tiny_models, tmp_path):
     assert all(row["grad_norm"] > 0 for row in learnt) and learnt[0]["mismatch/mean_abs"] < 1e-5
 
 
-def unfinished_states(checkpoint):
-    """Return `Completion.episode_state` of the unfinished episodes of a checkpoint."""
+def unfinished_states(checkpoint, ended=()):
+    """Return `Completion.episode_state` of a checkpoint's unfinished episodes, without groups that have ``ended``."""
     groups = read_groups(checkpoint / "unfinished", 0, lambda row, ids: Prompt(row, ids, {}, ""))
-    states = [c.episode_state for group in groups.values() for c in group.completions if c is not None]
+    left = [group for number, group in groups.items() if number not in ended]
+    states = [c.episode_state for group in left for c in group.completions if c is not None]
     return [state for state in states if state is not None]
 
 
 @pytest.mark.parametrize("environment", slow_except(["saved"], ["saved", "echo", "changed"]))
 def test_partial_rollouts(environment, tiny_models, tmp_path):
-    """Episodes go on under newer weights, also after a resume: from a snapshot no turn is repeated, without one all are.
+    """Episodes go on under newer weights, also after a resume: with a snapshot no turn is repeated.
 
-    Episodes whose repeated turns get other answers start again.
+    Without one all are, and episodes whose repeated turns get other answers start again.
     """
     flags = "--vllm-max-num-seqs 16 --partial-rollouts --max-staleness 2 --save-interval 2 --global-batch-size 8"
     flags += " --rollout-importance-sampling-mode token_truncate --steps-per-generation 1 --lr 1e-6"
@@ -167,7 +169,8 @@ def test_partial_rollouts(environment, tiny_models, tmp_path):
 
 
 PLACED = """--rollout-ranks 1 --max-staleness 2 --rollout-importance-sampling-mode token_truncate --train-iters 6
-    --global-batch-size 8 --lr 1e-6 --save-interval 2 --valid-data-path {data} --eval-interval 3 --eval-max-prompts 4"""
+    --global-batch-size 8 --environment saved --lr 1e-6 --save-interval 2 --valid-data-path {data} --eval-interval 3
+    --eval-max-prompts 4"""
 
 
 @pytest.mark.parametrize("servers", slow_except([False], [False, True]))
@@ -176,9 +179,13 @@ def test_engines_of_their_own(servers, tiny_models, tmp_path):
     model, save, flags = tiny_models["qwen3"], tmp_path / "run", PLACED.format(data=tmp_path / "train.jsonl").split()
     double = Double(make_model=lambda: AutoModelForCausalLM.from_pretrained(model).float().eval()) if servers else None
     server = ["--vllm-mode", "server", "--vllm-server-base-url", double.url] if double else []
-    engine = server or ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25})]
+    few = ["--vllm-max-num-seqs", 4]  # so that a checkpoint holds unfinished episodes
+    engine = server or ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25}), *few]
     try:
         run_echo(2, model, tmp_path, *flags, *engine, "--exit-interval", 2)
+        ended = {key.number for key in read(save / "ledger").groups}
+        held = unfinished_states(save / "iter_0000002", ended)
+        assert "restored" not in (tmp_path / "calls").read_text()
         output, metrics = run_echo(2, model, tmp_path, *flags, *engine, "--load", save)
     finally:
         if double:
@@ -190,6 +197,7 @@ def test_engines_of_their_own(servers, tiny_models, tmp_path):
     assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3
     assert max(row["environment/turns"] for row in metrics) > 2
     calls = (tmp_path / "calls").read_text()
+    assert calls.count("restored saved") == len(held)
     replay = [word for word in flags if word not in ("--rollout-ranks", "1")]
     _, again = run_echo(1, model, tmp_path, *replay, "--replay-rollouts", save, name="again")
     assert [row["loss"] for row in again if "loss" in row] == [row["loss"] for row in metrics]
