@@ -126,15 +126,19 @@ def test_rollouts_and_updates_apart(tiny_models, tmp_path):
     assert all(row["grad_norm"] > 0 for row in learnt) and learnt[0]["mismatch/mean_abs"] < 1e-5
 
 
-def unfinished_states(checkpoint, ended=()):
-    """Return `Completion.episode_state` of a checkpoint's unfinished episodes, without groups that have ``ended``."""
+def held_in(checkpoint, ended=()):
+    """Return the completions that a checkpoint holds, without groups that have ``ended``."""
     groups = read_groups(checkpoint / "unfinished", 0, lambda row, ids: Prompt(row, ids, {}, ""))
     left = [group for number, group in groups.items() if number not in ended]
-    states = [c.episode_state for group in left for c in group.completions if c is not None]
-    return [state for state in states if state is not None]
+    return [c for group in left for c in group.completions if c is not None]
 
 
-@pytest.mark.parametrize("environment", slow_except(["saved"], ["saved", "echo", "changed"]))
+def states_of(completions):
+    """Return `Completion.episode_state` of the unfinished ones."""
+    return [c.episode_state for c in completions if c.episode_state is not None]
+
+
+@pytest.mark.parametrize("environment", slow_except(["saved"], ["saved", "echo", "changed", "split"]))
 def test_partial_rollouts(environment, tiny_models, tmp_path):
     """Episodes go on under newer weights, also after a resume: with a snapshot no turn is repeated.
 
@@ -143,10 +147,15 @@ def test_partial_rollouts(environment, tiny_models, tmp_path):
     flags = "--vllm-max-num-seqs 16 --partial-rollouts --max-staleness 2 --save-interval 2 --global-batch-size 8"
     flags += " --rollout-importance-sampling-mode token_truncate --steps-per-generation 1 --lr 1e-6"
     save, model = tmp_path / "run", tiny_models["qwen3"]
-    flags += f" --environment {environment}"
+    if environment == "split":  # into samples: the episodes of "saved" whose text is no UTF-8 are rendered otherwise
+        flags += " --environment saved --on-rewritten-history split --max-environment-tokens 200"
+    else:
+        flags += f" --environment {environment}"
     run_echo(1, model, tmp_path, *flags.split())
-    held = unfinished_states(save / "iter_0000002")
+    begun = held_in(save / "iter_0000002")
+    held = states_of(begun)
     assert len(held) > 1 and any(state["turns"] > 0 for state in held)
+    assert any(c.sample_starts for c in begun if c.episode_state) == (environment == "split")
     output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--train-iters", 6, "--load", save)
     assert "at iteration 2" in output and [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness/interrupted"] for row in metrics) > 0 and metrics[-1]["staleness/max"] <= 2
@@ -156,11 +165,13 @@ def test_partial_rollouts(environment, tiny_models, tmp_path):
     restored = lines.count("restored saved")
     # A turn of each failed episode is counted, which its environment never saw.
     seen = sum(row["environment/turns"] * 8 for row in metrics) - 4
-    seen += sum(len(state["environment"]["turns"]) for state in unfinished_states(save / "iter_0000006"))
+    left = held_in(save / "iter_0000006")
+    seen += sum(len(state["environment"]["turns"]) for state in states_of(left))
+    seen += sum(c.turns for c in left if c.episode_state is None)  # these have ended
     asked_again = sum(len(state["environment"]["turns"]) for state in held)
     unanswered = sum(len(s["environment"]["turns"]) == len(s["environment"]["answers"]) for s in held)
     again = re.search(r"(\d+) interrupted episodes? of the checkpoint started again", output)
-    if environment == "saved":
+    if environment in ("saved", "split"):
         assert restored == len(held) and len(lines) - restored == seen + unanswered and again is None
     elif environment == "echo":
         assert len(lines) == seen + asked_again and again is None
@@ -184,7 +195,7 @@ def test_engines_of_their_own(servers, tiny_models, tmp_path):
     try:
         run_echo(2, model, tmp_path, *flags, *engine, "--exit-interval", 2)
         ended = {key.number for key in read(save / "ledger").groups}
-        held = unfinished_states(save / "iter_0000002", ended)
+        held = states_of(held_in(save / "iter_0000002", ended))
         assert "restored" not in (tmp_path / "calls").read_text()
         output, metrics = run_echo(2, model, tmp_path, *flags, *engine, "--load", save)
     finally:
