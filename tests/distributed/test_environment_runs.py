@@ -151,12 +151,13 @@ def test_partial_rollouts(environment, tiny_models, tmp_path):
         flags += " --environment saved --on-rewritten-history split --max-environment-tokens 200"
     else:
         flags += f" --environment {environment}"
-    run_echo(1, model, tmp_path, *flags.split())
+    flags += " --train-iters 6"
+    run_echo(1, model, tmp_path, *flags.split(), "--exit-interval", 2)
     begun = held_in(save / "iter_0000002")
     held = states_of(begun)
     assert len(held) > 1 and any(state["turns"] > 0 for state in held)
     assert any(c.sample_starts for c in begun if c.episode_state) == (environment == "split")
-    output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--train-iters", 6, "--load", save)
+    output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--load", save)
     assert "at iteration 2" in output and [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness/interrupted"] for row in metrics) > 0 and metrics[-1]["staleness/max"] <= 2
     assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3, in one batch
@@ -173,6 +174,9 @@ def test_partial_rollouts(environment, tiny_models, tmp_path):
     again = re.search(r"(\d+) interrupted episodes? of the checkpoint started again", output)
     if environment in ("saved", "split"):
         assert restored == len(held) and len(lines) - restored == seen + unanswered and again is None
+        _, whole = run_echo(1, model, tmp_path, *flags.split(), name="whole")  # without a stop
+        names = ("loss", "grad_norm", "reward/mean", "environment/turns", "environment/tokens")
+        assert [[row[name] for name in names] for row in metrics] == [[row[name] for name in names] for row in whole]
     elif environment == "echo":
         assert len(lines) == seen + asked_again and again is None
     else:
