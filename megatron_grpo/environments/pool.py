@@ -39,6 +39,7 @@ class Answer:
     reward: float | None = None
     done: bool = False
     error: str | None = None
+    differs: bool = False  # a resumed episode cannot go on: its earlier turns got other answers than before
 
 
 @dataclass(eq=False)
@@ -58,7 +59,9 @@ class _Episode:
     row: Mapping[str, Any]
     worker: _Worker
     turns: list[dict[str, Any]] = field(default_factory=list)  # all so far, the last one answered or under way
+    answers: list[dict[str, Any]] = field(default_factory=list)  # to the reset, then to each turn
     snapshot: Any = None
+    resumes: bool = False  # of a checkpoint: its environment has not been restored yet
     call: int = 0  # number of the call under way; replies to others are late
     repeats: bool = False  # the call is a "begin" before a repeated step: its reply is no answer
     lost: bool = False  # its process has ended: the next step begins it again
@@ -97,11 +100,42 @@ class EnvironmentPool:
 
     def begin(self, key: int, name: str, row: Mapping[str, Any]) -> None:
         """Begin an episode; its answer has the messages of reset."""
-        worker = self._workers[self._next % len(self._workers)]
+        self._open(key, _Episode(name, row, self._next_worker()))
+
+    def resume(self, key: int, row: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Go on with an episode of another process, whose `state` this is; its next answer is its newest one.
+
+        An environment without snapshots is reset, and gets the earlier turns again; if it answers otherwise, the
+        answer is that it ``differs``.
+        """
+        turns, answers = [*state["turns"]], [*state["answers"]]
+        episode = _Episode(state["name"], row, self._next_worker(), turns, answers, state["snapshot"], resumes=True)
+        if answers[-1]["done"]:  # nothing is left to be asked
+            self._episodes[key] = episode
+            self._answers.append(Answer(key, **answers[-1]))
+        else:
+            self._open(key, episode)
+
+    def state(self, key: int) -> dict[str, Any] | None:
+        """Return what `resume` needs of an episode, as JSON; None if it has failed."""
+        episode = self._episodes.get(key)
+        if episode is None:
+            return None
+        return {
+            "name": episode.name,
+            "turns": [*episode.turns],
+            "answers": [*episode.answers],
+            "snapshot": episode.snapshot,
+        }
+
+    def _next_worker(self) -> _Worker:
         self._next += 1
-        episode = self._episodes[key] = _Episode(name, row, worker)
-        if worker.suspects is not None:
-            worker.suspects.append(key)
+        return self._workers[(self._next - 1) % len(self._workers)]
+
+    def _open(self, key: int, episode: _Episode) -> None:
+        self._episodes[key] = episode
+        if episode.worker.suspects is not None:
+            episode.worker.suspects.append(key)
         else:
             self._send_turn(key, episode)
 
@@ -118,7 +152,7 @@ class EnvironmentPool:
             self._send_turn(key, episode)
 
     def _send_turn(self, key: int, episode: _Episode) -> None:
-        if episode.lost or not episode.turns:
+        if episode.lost or episode.resumes or not episode.turns:
             self._repeat(key, episode)
         else:
             self._call(key, episode, "step", episode.turns[-1])
@@ -216,10 +250,18 @@ class EnvironmentPool:
             return
         episode = self._episodes[key]
         episode.snapshot, episode.waits_since = reply["snapshot"], None
-        if episode.repeats:
+        again = reply.get("answers", [])
+        if episode.resumes and json.dumps(again) != json.dumps(episode.answers[: len(again)]):
+            self._answers.append(Answer(key, differs=True))
+        elif episode.repeats:
+            episode.resumes = False
             self._call(key, episode, "step", episode.turns[-1])
             return
-        self._answers.append(Answer(key, reply["messages"], reply.get("reward"), reply.get("done", False)))
+        else:
+            if not episode.resumes:
+                episode.answers.append({name: reply[name] for name in ("messages", "reward", "done")})
+            episode.resumes = False
+            self._answers.append(Answer(key, **episode.answers[-1]))
         self._next_suspect(episode.worker)
 
     def _failed(self, key: int, reason: str) -> None:
@@ -235,8 +277,9 @@ class EnvironmentPool:
     def _repeat(self, key: int, episode: _Episode) -> None:
         """Begin an episode again where its last call found it, then repeat that call."""
         episode.lost = False
-        self._call(key, episode, "begin", episode.name, episode.row, episode.snapshot, episode.turns[:-1])
-        episode.repeats = bool(episode.turns)
+        answered = max(len(episode.answers) - 1, 0)  # turns
+        self._call(key, episode, "begin", episode.name, episode.row, episode.snapshot, episode.turns[:answered])
+        episode.repeats = len(episode.turns) > answered
 
     def _under_way_in(self, worker: _Worker) -> dict[int, _Episode]:
         return {k: e for k, e in self._episodes.items() if e.worker is worker and e.waits_since is not None}

@@ -91,7 +91,7 @@ class Environment:
         raise NotImplementedError
 
     # An environment that can be copied also has ``snapshot() -> JSON`` and ``restore(state)``: a failed step is then
-    # repeated from the snapshot before it.
+    # repeated from the snapshot before it, and a resumed run goes on from the newest one of each unfinished episode.
 
     def close(self) -> None:
         """End the episode, however it ended."""

@@ -6,8 +6,9 @@ The first command is {"plugins", "path", "names", "timeout"}; the report is ["re
     ["step", key, call, turn]                          the policy's next turn
     ["end", key, call]                                 forget the episode
 
-Reports: ["reply", key, call, {"messages", "reward", "done", "snapshot"}] for begin and step, or ["failed", key, call,
-reason, traceback, threads], where ``threads`` counts the calls that have timed out and have not ended.
+Reports: ["reply", key, call, {"messages", "reward", "done", "snapshot"}] for begin and step, in that of begin also
+"answers", what the reset and the turns got without a snapshot; or ["failed", key, call, reason, traceback, threads],
+where ``threads`` counts the calls that have timed out and have not ended; or ["fatal", message].
 
 Episodes run side by side: each call in a coroutine, or in a thread if it is no coroutine.
 """
@@ -61,6 +62,10 @@ async def _serve(tasks, report: Report, timeout: float) -> None:
         task.add_done_callback(running.discard)
 
 
+class _NotJson(GrpoError):
+    """A snapshot cannot be written."""
+
+
 class _Episodes:
     """The episodes of this process, by key."""
 
@@ -81,6 +86,9 @@ class _Episodes:
         except BaseException as error:
             if command == "end":
                 return
+            if isinstance(error, _NotJson):
+                self._report(["fatal", str(error)])
+                return
             frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
             tail = "".join(traceback.format_list(frames))[-1500:]
             reason = f"raised {type(error).__name__}: {error}"[:300]
@@ -92,14 +100,17 @@ class _Episodes:
         environment = self._episodes[key] = get_environment(name).make()
         if snapshot is not None:
             await self._call(environment.restore, snapshot)  # type: ignore[attr-defined]
-            return {"messages": [], "snapshot": snapshot}
-        messages = await self._call(environment.reset, row)
-        for turn in turns:
-            await self._call(environment.step, _turn(turn))
-        return {"messages": _messages(messages or []), "snapshot": await self._snapshot(environment)}
+            return {"messages": [], "reward": None, "done": False, "snapshot": snapshot, "answers": []}
+        first = {"messages": _messages(await self._call(environment.reset, row) or []), "reward": None, "done": False}
+        answers = [first] + [await self._answer(environment, turn) for turn in turns]
+        return first | {"snapshot": await self._snapshot(environment), "answers": answers}
 
     async def _step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
         environment = self._episodes[key]
+        answer = await self._answer(environment, turn)
+        return answer | {"snapshot": None if answer["done"] else await self._snapshot(environment)}
+
+    async def _answer(self, environment: Environment, turn: dict[str, Any]) -> dict[str, Any]:
         reply = await self._call(environment.step, _turn(turn))
         if reply is None:
             reply = Reply(done=True)
@@ -109,11 +120,21 @@ class _Episodes:
         reward = None if reply.reward is None else float(reply.reward)
         if not messages and not reply.done:
             raise ValueError("step returned no message and no end of the episode")
-        snapshot = None if reply.done else await self._snapshot(environment)
-        return {"messages": messages, "reward": reward, "done": bool(reply.done), "snapshot": snapshot}
+        return {"messages": messages, "reward": reward, "done": bool(reply.done)}
 
     async def _snapshot(self, environment: Environment) -> Any:
-        return await self._call(environment.snapshot) if hasattr(environment, "snapshot") else None
+        """Return the snapshot of an environment, None if it has none; GrpoError if it is not JSON."""
+        if not hasattr(environment, "snapshot"):
+            return None
+        state = await self._call(environment.snapshot)
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise _NotJson(
+                f"snapshot() of the environment {type(environment).__name__} is not JSON ({error}): return texts, "
+                "numbers, booleans, None, and lists and dictionaries of these, or leave snapshot() out"
+            ) from error
+        return state
 
     async def _call(self, function: Callable, *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(function):

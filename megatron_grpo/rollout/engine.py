@@ -118,6 +118,8 @@ class Completion:
     turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns] of RolloutBatch, which has them of all
     turn_states: npt.NDArray[np.int64] | None = None
     messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
+    # JSON, on the lead rank: what a resumed run needs to go on with an interrupted episode.
+    episode_state: dict[str, Any] | None = None
     # One draw can consist of several samples: sequences that do not see each other. Where each further one begins, with
     # its prompt (response mask 0); None where the run makes only single samples.
     sample_starts: list[int] | None = None
@@ -155,6 +157,30 @@ class Completion:
             starts = [*(whole.sample_starts or ()), len(whole.token_ids)]
             whole = replace(sample.after(begun), prompt_ids=whole.prompt_ids, sample_starts=starts)
         return whole
+
+    def separated(self) -> "list[Completion]":
+        """Undo `joined`."""
+        starts, samples = [0, *(self.sample_starts or ())], []
+        for begin, end in zip(starts, [*starts[1:], len(self.token_ids)], strict=True):
+            prompt = self.prompt_ids
+            if begin > 0:
+                sampled = next((i for i in range(begin, end) if self.mask[i]), end)
+                prompt, begin = self.token_ids[begin:sampled], sampled
+            samples.append(replace(self.part(begin, end), prompt_ids=prompt, sample_starts=None))
+        return samples
+
+    def part(self, begin: int, end: int) -> "Completion":
+        """Return the completion with the tokens from ``begin`` to ``end`` alone."""
+        tokens = slice(begin, end)
+        mask = self.mask[tokens]
+        return replace(
+            self,
+            token_ids=self.token_ids[tokens],
+            log_probs=None if self.log_probs is None else self.log_probs[tokens],
+            weight_versions=self.weight_versions[tokens],
+            kept_token_ids=None if self.kept_token_ids is None else self.kept_token_ids[tokens],
+            response_mask=None if all(mask) else mask,
+        )
 
     def after(self, begun: "Completion | None") -> "Completion":
         """Return the completion of the tokens of ``begun`` and then of this one."""

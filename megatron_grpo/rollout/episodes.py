@@ -12,8 +12,9 @@ the loss.
 
 Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). An interrupted episode stays here: its turn goes on
 after the tokens that it has, and its environment is not called again. Its completion so far is what others see of it.
-A request with the same row object continues the episode. After a resume there is no such episode, and it starts again
-from its row.
+A request with the same row object continues the episode. After a resume there is no such episode: it is made again from
+what its completion so far holds (`Completion.episode_state`), with the environment's snapshot, or by a reset and the
+earlier turns. If these get other answers than before, the episode starts again from its row.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
 
-_CONTINUES, _ENDS, _FAILS, _SPLITS = range(4)
+_CONTINUES, _ENDS, _FAILS, _SPLITS, _RESUMES, _RESTARTS = range(6)
 _WAIT = 0.2  # s between looks at the environments while nothing generates
 
 
@@ -86,6 +87,8 @@ class _Episode:
     text: str = ""  # of that turn, with its tool calls
     rewards: list[float | None] = field(default_factory=list)  # of the reset, then of each turn
     states: list[int] = field(default_factory=list)  # a number for what each turn answers
+    # Of a checkpoint, until the environment is there: the request that starts the episode from its row.
+    again: Request | None = None
 
     @property
     def all_sampled(self) -> bool:
@@ -147,6 +150,18 @@ class Episodes(Conversing):
         self._paused: dict[int, _Episode] = {}  # interrupted; an evaluation can have the same ids
         self._keys = itertools.count()
         self._arrived: dict[int, Answer] = {}  # by the episode's key
+        self._restarts = 0  # resumed episodes that started again, since the last report
+
+    def failures(self) -> list[str]:
+        """Return what went wrong since the last call, a line for each reason, on the lead rank."""
+        lines, restarts, self._restarts = super().failures(), self._restarts, 0
+        if restarts:
+            lines.append(
+                f"{restarts} interrupted episode{'s' * (restarts > 1)} of the checkpoint started again from the row: "
+                "the environment has changed, or answered the earlier turns otherwise than before; with snapshot() and "
+                "restore() it goes on from its state"
+            )
+        return lines
 
     # ---- requests
 
@@ -160,6 +175,8 @@ class Episodes(Conversing):
             # The row object is that of the draw; an evaluation has others.
             elif paused is not None and paused.request.row is request.row:
                 to_generate += self._resume(request.id)
+            elif request.begun is not None and request.begun.episode_state is not None:
+                self._restore(request, request.begun)
             else:
                 self._begin(replace(request, begun=None))
         self._generate(to_generate)
@@ -177,6 +194,36 @@ class Episodes(Conversing):
         prompt = parse_prompt(dict(row), self._args.prompt_key, self._args.system_prompt)
         episode.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self._pool.begin(episode.key, environment_of(row, self._args.environment).name, row)
+
+    def _restore(self, request: Request, so_far: Completion) -> None:
+        """Make an episode of a checkpoint again; its environment's answer says whether it can go on."""
+        state = so_far.episode_state
+        assert state is not None
+        if state["environment"]["name"] != environment_of(request.row, self._args.environment).name:
+            self._restarts += 1
+            self._begin(replace(request, begun=None))
+            return
+        *samples, newest = replace(so_far, episode_state=None).separated()
+        sampled = sum(sample.num_sampled for sample in samples)
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled)
+        now = replace(request, begun=None, prompt_ids=newest.prompt_ids or request.prompt_ids, sampling=sampling)
+        names = ("turns", "environment_tokens", "messages", "turn", "text", "rewards", "states")
+        episode = self._episodes[request.id] = _Episode(
+            replace(now, sampled_before=sampled),
+            samples=samples,
+            again=replace(request, begun=None),
+            **{name: state[name] for name in names},
+        )
+        if state["generates"]:
+            episode.interrupted = newest
+            begin = max((i + 1 for i, sampled in enumerate(newest.mask) if not sampled), default=0)
+            episode.trajectory = newest.part(0, begin) if begin else None
+        else:
+            episode.trajectory = replace(newest, finish_reason=state["finish_reason"])
+        self._waits(request.id)
+        if self._pool is not None:
+            episode.key = next(self._keys)
+            self._pool.resume(episode.key, request.row, state["environment"])
 
     def _next_turn(self, episode: _Episode, begun: Completion | None) -> Request:
         """Return the engine's request for what follows ``begun``; each has another seed."""
@@ -230,6 +277,16 @@ class Episodes(Conversing):
             self._waiting.remove(number)
             self._immediate.discard(number)
             episode = self._episodes[number]
+            if what == _RESTARTS:
+                assert episode.again is not None
+                self._forget(episode)
+                self._begin(episode.again)
+                continue
+            episode.again = None
+            if what == _RESUMES:
+                begun, episode.interrupted = episode.interrupted, None
+                continued.append(self._next_turn(episode, begun))
+                continue
             episode.rewards.append(reward)
             episode.states.append(_number_of(tokens) if episode.turns else 0)
             if what == _FAILS:
@@ -285,6 +342,11 @@ class Episodes(Conversing):
 
     def _said(self, number: int, answer: Answer) -> tuple[int, int, float | None, list[int]]:
         episode = self._episodes[number]
+        if answer.differs:
+            self._restarts += 1
+            return number, _RESTARTS, None, []
+        if answer.error is None and episode.interrupted is not None:
+            return number, _RESUMES, None, []
         error = answer.error
         if error is None and not answer.done and not episode.all_sampled and answer.messages:
             try:
@@ -380,14 +442,34 @@ class Episodes(Conversing):
     def _with_episodes(self, turns: dict[int, Completion]) -> list[Completion]:
         """Return the completions so far, given those of the engine."""
         for number, episode in self._episodes.items():
-            turns[number] = self._so_far(episode, turns.get(number) or episode.trajectory)
+            turn = turns.get(number) or episode.interrupted
+            so_far = self._so_far(episode, turn or episode.trajectory)
+            turns[number] = replace(so_far, episode_state=self._state(episode, generates=turn is not None))
         return [turns[number] for number in sorted(turns)]
+
+    def _state(self, episode: _Episode, generates: bool) -> dict[str, Any] | None:
+        """Return what `_restore` reads; nothing of it is changed later."""
+        environment = self._pool.state(episode.key) if self._pool is not None else None
+        if environment is None:
+            return None
+        return {
+            "generates": generates,
+            "finish_reason": episode.trajectory.finish_reason if episode.trajectory is not None else None,
+            "turns": episode.turns,
+            "environment_tokens": episode.environment_tokens,
+            "messages": [*episode.messages],
+            "turn": episode.turn,
+            "text": episode.text,
+            "rewards": [*episode.rewards],
+            "states": [*episode.states],
+            "environment": environment,
+        }
 
     def interrupt(self) -> list[Completion]:
         """See `InterruptibleEngine.interrupt`."""
         turns = {completion.id: completion for completion in self._engine.interrupt()}  # type: ignore[attr-defined]
         for number, episode in self._episodes.items():
-            episode.interrupted = turns.get(number)
+            episode.interrupted = turns.get(number) or episode.interrupted
         stopped = self._with_episodes(turns)
         for completion in stopped:
             episode = self._episodes.pop(completion.id, None)
@@ -400,10 +482,10 @@ class Episodes(Conversing):
     def _resume(self, number: int) -> list[Request]:
         """Go on with an interrupted episode; return the engine's request for its turn, if it was being generated."""
         episode = self._episodes[number] = self._paused.pop(number)
-        begun, episode.interrupted = episode.interrupted, None
-        if begun is None:
+        if episode.interrupted is None or episode.again is not None:
             self._waits(number)
             return []
+        begun, episode.interrupted = episode.interrupted, None
         return [self._next_turn(episode, begun)]
 
     def abort(self, ids: Iterable[int]) -> None:

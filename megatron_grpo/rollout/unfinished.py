@@ -185,21 +185,25 @@ def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
 def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDArray[Any]]:
     """Return what episodes (rollout/episodes.py) have besides tokens; see `_with_episode`."""
     found = [completion or Completion(0, [], None, "abort", []) for completion in completions]
-    messages = [json.dumps(completion.messages).encode() for completion in found]
+    texts = {
+        "message": [json.dumps(completion.messages).encode() for completion in found],
+        "episode_state": [json.dumps(completion.episode_state).encode() for completion in found],
+    }
     prompts, starts = [c.prompt_ids for c in found], [c.sample_starts for c in found]
     rewards = [math.nan if c.environment_reward is None else c.environment_reward for c in found]
     arrays = {
         "response_mask": np.array([m for completion in found for m in completion.mask], np.uint8),
         "turns": np.array([completion.turns for completion in found], np.int32),
         "environment_rewards": np.array(rewards, np.float64),
-        "message_lengths": np.array([len(text) for text in messages], np.int64),
-        "messages": np.frombuffer(b"".join(messages), np.uint8),
         # -1: None
         "own_prompt_lengths": np.array([-1 if prompt is None else len(prompt) for prompt in prompts], np.int64),
         "own_prompt_ids": np.array([i for prompt in prompts for i in prompt or ()], np.int32),
         "num_sample_starts": np.array([-1 if own is None else len(own) for own in starts], np.int64),
         "sample_starts": np.array([i for own in starts for i in own or ()], np.int64),
     }
+    for name, of_all in texts.items():
+        arrays[f"{name}_lengths"] = np.array([len(text) for text in of_all], np.int64)
+        arrays[f"{name}s"] = np.frombuffer(b"".join(of_all), np.uint8)
     of_turns = [(c.turn_rewards, c.turn_states) for c in found]
     most = next((len(own) for own, _ in of_turns if own is not None), None)
     if most is not None:  # unfinished episodes have none
@@ -217,10 +221,13 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         begin = int(np.maximum(sizes[:i], 0).sum())
         return None if sizes[i] < 0 else arrays[values][begin : begin + sizes[i]]
 
-    text, prompt = part("message_lengths", "messages"), part("own_prompt_lengths", "own_prompt_ids")
+    def from_json(name: str) -> Any:
+        text = part(f"{name}_lengths", f"{name}s") if f"{name}s" in arrays else None
+        return None if text is None else json.loads(text.tobytes())
+
+    prompt = part("own_prompt_lengths", "own_prompt_ids")
     starts, mask = part("num_sample_starts", "sample_starts"), arrays["response_mask"][tokens]
     reward = float(arrays["environment_rewards"][i])
-    assert text is not None
     has_turns = "turn_rewards" in arrays
     return replace(
         completion,
@@ -229,7 +236,8 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         environment_reward=None if math.isnan(reward) else reward,
         turn_rewards=arrays["turn_rewards"][i] if has_turns else None,
         turn_states=arrays["turn_states"][i] if has_turns else None,
-        messages=json.loads(text.tobytes()),
+        messages=from_json("message"),
+        episode_state=from_json("episode_state"),  # none in checkpoints of earlier versions
         prompt_ids=None if prompt is None else prompt.tolist(),
         sample_starts=None if starts is None else starts.tolist(),
     )

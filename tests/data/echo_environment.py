@@ -1,6 +1,7 @@
 """Environment for tests: three turns, each rewarded by its letters; the row that says 3 has no environment.
 
-Each step is a line in the file that the variable ECHO_CALLS names.
+Each step is a line in the file that the variable ECHO_CALLS names. "saved" has snapshots, each restored one is a line.
+In another process "changed" answers otherwise.
 """
 
 import os
@@ -24,3 +25,20 @@ class Echo(Environment):
         if turn.number == 3:
             return Reply(reward=reward, done=True)
         return Reply([{"role": "user", "content": f"{len(turn.text)}"}], reward=reward)
+
+
+@register_environment("saved")
+class Saved(Echo):
+    def snapshot(self):
+        return {"row": "saved"}
+
+    def restore(self, state):
+        with open(os.environ["ECHO_CALLS"], "a") as calls:
+            calls.write(f"restored {state['row']}\n")
+
+
+@register_environment("changed")
+class Changed(Echo):
+    def step(self, turn):
+        reply = super().step(turn)
+        return reply if reply.done else Reply([{"role": "user", "content": f"{os.getpid()}"}], reward=reply.reward)

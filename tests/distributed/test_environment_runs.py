@@ -6,6 +6,7 @@ examples/grpo/quickstart_tools.sh, killed and started again.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,9 @@ from slow import slow_except
 from test_rollout import KEY, vllm_server
 from transformers import AutoModelForCausalLM
 
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.rollout.ledger.content import read
+from megatron_grpo.rollout.unfinished import read_groups
 from tools.make_tiny_model import build_parser, make, make_tokenizer
 from tools.resume_check import differences
 
@@ -122,24 +126,66 @@ def test_rollouts_and_updates_apart(tiny_models, tmp_path):
     assert all(row["grad_norm"] > 0 for row in learnt) and learnt[0]["mismatch/mean_abs"] < 1e-5
 
 
-def test_partial_rollouts(tiny_models, tmp_path):
-    """Episodes go on under newer weights; after a resume those that were not finished start again."""
+def held_in(checkpoint, ended=()):
+    """Return the completions that a checkpoint holds, without groups that have ``ended``."""
+    groups = read_groups(checkpoint / "unfinished", 0, lambda row, ids: Prompt(row, ids, {}, ""))
+    left = [group for number, group in groups.items() if number not in ended]
+    return [c for group in left for c in group.completions if c is not None]
+
+
+def states_of(completions):
+    """Return `Completion.episode_state` of the unfinished ones."""
+    return [c.episode_state for c in completions if c.episode_state is not None]
+
+
+@pytest.mark.parametrize("environment", slow_except(["saved"], ["saved", "echo", "changed", "split"]))
+def test_partial_rollouts(environment, tiny_models, tmp_path):
+    """Episodes go on under newer weights, also after a resume: with a snapshot no turn is repeated.
+
+    Without one all are, and episodes whose repeated turns get other answers start again.
+    """
     flags = "--vllm-max-num-seqs 16 --partial-rollouts --max-staleness 2 --save-interval 2 --global-batch-size 8"
     flags += " --rollout-importance-sampling-mode token_truncate --steps-per-generation 1 --lr 1e-6"
     save, model = tmp_path / "run", tiny_models["qwen3"]
-    run_echo(1, model, tmp_path, *flags.split())
-    output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--train-iters", 6, "--load", save)
+    if environment == "split":  # into samples: the episodes of "saved" whose text is no UTF-8 are rendered otherwise
+        flags += " --environment saved --on-rewritten-history split --max-environment-tokens 200"
+    else:
+        flags += f" --environment {environment}"
+    flags += " --train-iters 6"
+    run_echo(1, model, tmp_path, *flags.split(), "--exit-interval", 2)
+    begun = held_in(save / "iter_0000002")
+    held = states_of(begun)
+    assert len(held) > 1 and any(state["turns"] > 0 for state in held)
+    assert any(c.sample_starts for c in begun if c.episode_state) == (environment == "split")
+    output, metrics = run_echo(1, model, tmp_path, *flags.split(), "--load", save)
     assert "at iteration 2" in output and [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness/interrupted"] for row in metrics) > 0 and metrics[-1]["staleness/max"] <= 2
     assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3, in one batch
     assert all(row["mismatch/mean_abs"] < 1e-3 for row in metrics)
-    turns = (tmp_path / "calls").read_text().split()
-    trained = sum(row["environment/turns"] * 8 for row in metrics)
-    assert len(turns) >= trained - 4  # a turn of each failed episode is counted, which its environment never saw
+    lines = (tmp_path / "calls").read_text().splitlines()
+    restored = lines.count("restored saved")
+    # A turn of each failed episode is counted, which its environment never saw.
+    seen = sum(row["environment/turns"] * 8 for row in metrics) - 4
+    left = held_in(save / "iter_0000006")
+    seen += sum(len(state["environment"]["turns"]) for state in states_of(left))
+    seen += sum(c.turns for c in left if c.episode_state is None)  # these have ended
+    asked_again = sum(len(state["environment"]["turns"]) for state in held)
+    unanswered = sum(len(s["environment"]["turns"]) == len(s["environment"]["answers"]) for s in held)
+    again = re.search(r"(\d+) interrupted episodes? of the checkpoint started again", output)
+    if environment in ("saved", "split"):
+        assert restored == len(held) and len(lines) - restored == seen + unanswered and again is None
+        _, whole = run_echo(1, model, tmp_path, *flags.split(), name="whole")  # without a stop
+        names = ("loss", "grad_norm", "reward/mean", "environment/turns", "environment/tokens")
+        assert [[row[name] for name in names] for row in metrics] == [[row[name] for name in names] for row in whole]
+    elif environment == "echo":
+        assert len(lines) == seen + asked_again and again is None
+    else:
+        assert int(again[1]) == sum(len(state["environment"]["answers"]) > 1 for state in held)
 
 
 PLACED = """--rollout-ranks 1 --max-staleness 2 --rollout-importance-sampling-mode token_truncate --train-iters 6
-    --global-batch-size 8 --lr 1e-6 --save-interval 2 --valid-data-path {data} --eval-interval 3 --eval-max-prompts 4"""
+    --global-batch-size 8 --environment saved --lr 1e-6 --save-interval 2 --valid-data-path {data} --eval-interval 3
+    --eval-max-prompts 4"""
 
 
 @pytest.mark.parametrize("servers", slow_except([False], [False, True]))
@@ -148,9 +194,13 @@ def test_engines_of_their_own(servers, tiny_models, tmp_path):
     model, save, flags = tiny_models["qwen3"], tmp_path / "run", PLACED.format(data=tmp_path / "train.jsonl").split()
     double = Double(make_model=lambda: AutoModelForCausalLM.from_pretrained(model).float().eval()) if servers else None
     server = ["--vllm-mode", "server", "--vllm-server-base-url", double.url] if double else []
-    engine = server or ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25})]
+    few = ["--vllm-max-num-seqs", 4]  # so that a checkpoint holds unfinished episodes
+    engine = server or ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25}), *few]
     try:
         run_echo(2, model, tmp_path, *flags, *engine, "--exit-interval", 2)
+        ended = {key.number for key in read(save / "ledger").groups}
+        held = states_of(held_in(save / "iter_0000002", ended))
+        assert "restored" not in (tmp_path / "calls").read_text()
         output, metrics = run_echo(2, model, tmp_path, *flags, *engine, "--load", save)
     finally:
         if double:
@@ -162,6 +212,7 @@ def test_engines_of_their_own(servers, tiny_models, tmp_path):
     assert sum(row["environment/failed"] for row in metrics) == 4 / 8  # the four of row 3
     assert max(row["environment/turns"] for row in metrics) > 2
     calls = (tmp_path / "calls").read_text()
+    assert calls.count("restored saved") == len(held)
     replay = [word for word in flags if word not in ("--rollout-ranks", "1")]
     _, again = run_echo(1, model, tmp_path, *replay, "--replay-rollouts", save, name="again")
     assert [row["loss"] for row in again if "loss" in row] == [row["loss"] for row in metrics]

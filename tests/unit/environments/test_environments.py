@@ -1,6 +1,7 @@
 """The pool of environments with calls that hang, raise, end their process or answer late; tools; the calculator."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -50,14 +51,26 @@ class Counted(Base):
 
     def restore(self, state):
         self.steps = state + 1000
+
+@register_environment("plain")
+class Plain(Base):
+    def step(self, turn):
+        reply = super().step(turn)
+        return Reply([{"role": "user", "content": f"- {self.steps}"}], reply.reward, reply.done)
+
+@register_environment("opaque")
+class Opaque(Base):
+    def snapshot(self):
+        return {1, 2}
 """
+NAMES = ["steps", "counted", "plain", "opaque"]
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     plugin = tmp_path_factory.mktemp("plugin") / "steps.py"
     plugin.write_text(PLUGIN)
-    pool = EnvironmentPool(["steps", "counted"], [plugin], workers=2, timeout=5.0, retries=1)
+    pool = EnvironmentPool(NAMES, [plugin], workers=2, timeout=5.0, retries=1)
     yield pool
     pool.close()
 
@@ -108,6 +121,57 @@ def test_a_snapshot_replaces_earlier_turns(pool, tmp_path):
     assert steps(answers(pool, [20])[20]) == 1
     pool.step(20, Turn(f"once {tmp_path / 'flag'}"))
     assert steps(answers(pool, [20])[20]) == 1002
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize(("name", "steps_after"), [("counted", 1003), ("plain", 3)])
+def test_an_episode_of_another_pool_goes_on(pool, name, steps_after):
+    """A snapshot is restored, or the earlier turns are repeated; the next answer is the newest one."""
+    begin(pool, name, [40])
+    for number in (1, 2):
+        pool.step(40, Turn("x"))
+        assert steps(answers(pool, [40])[40]) == number
+    answered = through_json(pool.state(40))
+    pool.step(40, Turn("x"))
+    unanswered = through_json(pool.state(40))
+    assert len(answered["answers"]) == len(unanswered["answers"]) == 3 and len(unanswered["turns"]) == 3
+    answers(pool, [40])
+    pool.resume(41, {}, answered)
+    newest = answers(pool, [41])[41]
+    assert steps(newest) == 2 and newest.reward == 0.25 and not newest.differs
+    pool.step(41, Turn("x"))
+    assert steps(answers(pool, [41])[41]) == steps_after
+    pool.resume(42, {}, unanswered)
+    assert steps(answers(pool, [42])[42]) == steps_after
+    pool.step(42, Turn("end"))
+    answers(pool, [42])
+    pool.resume(43, {}, through_json(pool.state(42)))
+    assert answers(pool, [43])[43].done
+
+
+def test_repeated_turns_that_get_other_answers(pool):
+    """The answers of "steps" have the number of their process: another process answers otherwise."""
+    begin(pool, "steps", [50])
+    pool.step(50, Turn("x"))
+    answers(pool, [50])
+    state = through_json(pool.state(50))
+    pool.resume(51, {}, state | {"answers": [state["answers"][0], {"messages": [], "reward": 0.25, "done": False}]})
+    assert answers(pool, [51])[51].differs
+    pool.end(51)
+    pool.begin(51, "steps", {})
+    assert not answers(pool, [51])[51].differs
+
+
+def test_a_snapshot_that_is_not_json(tmp_path):
+    plugin = tmp_path / "opaque.py"
+    plugin.write_text(PLUGIN)
+    pool = EnvironmentPool(["opaque"], [plugin])
+    pool.begin(0, "opaque", {})
+    with pytest.raises(GrpoError, match=r"snapshot\(\) of the environment Opaque is not JSON .*set.*: return texts"):
+        answers(pool, [0])
 
 
 def test_a_reset_that_fails(pool):

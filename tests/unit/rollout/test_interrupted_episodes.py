@@ -7,10 +7,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.environments.pool import Answer
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
 
 END, TURNS, MOST = 9, 3, 12
 
@@ -74,19 +76,32 @@ class Delayed:
     """A pool whose answers come after a number of looks that ``delay`` draws."""
 
     def __init__(self, delay):
-        self.delay, self.waiting, self.open, self.begun = delay, [], {}, []
+        self.delay, self.waiting, self.open, self.begun, self.states = delay, [], {}, [], {}
+        self.differing = 0
 
     def begin(self, key, name, row):
         assert key not in self.open
         self.open[key] = row["number"]
         self.begun.append(row["number"])
+        self.states[key] = {"name": name, "newest": {"messages": []}}
         self.waiting.append([self.delay(), Answer(key)])
 
     def step(self, key, turn):
         assert key in self.open
         done = turn.number == TURNS
         text = [] if done else [{"role": "user", "content": " ".join(map(str, answer_to(turn.token_ids)))}]
-        self.waiting.append([self.delay(), Answer(key, text, reward=1.0, done=done)])
+        answer = {"messages": text, "reward": 1.0, "done": done}
+        self.states[key] = self.states[key] | {"newest": answer}
+        self.waiting.append([self.delay(), Answer(key, **answer)])
+
+    def state(self, key):
+        return self.states[key]
+
+    def resume(self, key, row, state):
+        self.open[key], self.states[key] = row["number"], state
+        answer = {"differs": True} if self.delay() == 0 else state["newest"]
+        self.differing += "differs" in answer
+        self.waiting.append([self.delay(), Answer(key, **answer)])
 
     def poll(self, wait=0.0):
         for entry in self.waiting:
@@ -99,7 +114,14 @@ class Delayed:
         del self.open[key]
 
 
-def episodes_of(pool, environment):
+def through_arrays(completions):
+    """Return the completions of a checkpoint's file."""
+    prompt = Prompt(0, [1], {}, "rows.jsonl:1")
+    groups = {c.id: Group(prompt, 0, (c,)) for c in completions}
+    return [group.completions[0] for group in from_arrays(to_arrays(groups), lambda row, ids: prompt).values()]
+
+
+def episodes_of(pool, environment, engine=None):
     flags = {"environment": environment, "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
     flags |= {"max_turns": TURNS, "max_environment_tokens": 50, "on_rewritten_history": "keep", "tool_role": "tool"}
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=True: " ".join(map(str, ids)))
@@ -107,7 +129,7 @@ def episodes_of(pool, environment):
         after_turn=lambda before, turn, new, last, tools, variables: [int(t) for t in new[0]["content"].split()]
     )
     args = SimpleNamespace(**flags, chat_template_kwargs=None)
-    return Episodes(Stepper(), pool, renderer, None, tokenizer, args)
+    return Episodes(engine or Stepper(), pool, renderer, None, tokenizer, args)
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,9 +137,10 @@ def episodes_of(pool, environment):
     seed=st.integers(0, 2**20),
     steps=st.lists(st.integers(1, 6), max_size=8),
     evaluations=st.sets(st.integers(0, 7)),
+    resumes=st.sets(st.integers(0, 7), max_size=3),
     environment=st.sampled_from(["countdown_game", "python"]),  # one answers at once, the other one when it can
 )
-def test_any_interleaving(seed, steps, evaluations, environment):
+def test_any_interleaving(seed, steps, evaluations, resumes, environment):
     rng = np.random.default_rng(seed)
     pool = Delayed(lambda: int(rng.integers(0, 5)))
     episodes = episodes_of(pool, environment)
@@ -135,6 +158,13 @@ def test_any_interleaving(seed, steps, evaluations, environment):
         for completion in episodes.interrupt():
             assert completion.finish_reason == "abort"
             begun[completion.id] = completion
+        if rollout in resumes:  # by another process, from what a checkpoint holds
+            begun = {c.id: c for c in through_arrays(begun.values()) if c is not None}
+            requests = [replace(r, row=dict(r.row)) for r in requests]
+            asked = pool.begun
+            pool = Delayed(pool.delay)
+            pool.begun = asked
+            episodes = episodes_of(pool, environment, episodes._engine)
         if rollout in evaluations:  # its requests have the same ids, and rows of their own
             others = [Request(n, [200, n], sampling, seed=n, row={"prompt": "q", "number": 50 + n}) for n in range(4)]
             found = {completion.id: completion for completion in generate(episodes, others)}
@@ -145,8 +175,8 @@ def test_any_interleaving(seed, steps, evaluations, environment):
         assert completion.finish_reason == reason and completion.environment_reward == completion.turns
         versions = completion.weight_versions
         assert len(versions) == len(ids) and sorted(versions) == list(versions)
-        assert pool.begun.count(number) == 1  # nothing is asked twice
+        assert resumes or pool.begun.count(number) == 1  # nothing is asked twice
     assert not pool.open and not episodes._paused
     ours = {key: s for key, s in episodes._engine.seeds.items() if s >= 4}
     by_start = {(number, tokens): s for (number, tokens, _), s in ours.items()}
-    assert len(set(by_start.values())) == len(by_start)  # each start of sampling has a seed of its own
+    assert resumes or len(set(by_start.values())) == len(by_start)  # each start of sampling has a seed of its own

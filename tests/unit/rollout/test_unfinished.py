@@ -35,6 +35,30 @@ def test_episodes_come_back():
     assert found[2].completions == plain.completions
 
 
+def test_an_interrupted_episode_keeps_its_state():
+    state = {"turns": 1, "environment": {"snapshot": {"at": [0, 1]}, "name": "game"}}
+    begun = Completion(0, [5, 70], [-0.5, math.nan], "abort", [3, 3], response_mask=[1, 0], episode_state=state)
+    plain = Completion(1, [6], [-1.0], "abort", [3])
+    found = from_arrays(to_arrays({0: Group(PROMPT, 2, (begun, plain))}), lambda row, ids: PROMPT)[0].completions
+    assert found[0].episode_state == state and found[1].episode_state is None
+    earlier = {k: v for k, v in to_arrays({0: Group(PROMPT, 2, (begun, plain))}).items() if "episode_state" not in k}
+    assert from_arrays(earlier, lambda row, ids: PROMPT)[0].completions[0].episode_state is None
+
+
+def test_samples_are_joined_and_separated():
+    kept = np.arange(10, dtype=np.int32).reshape(5, 2)
+    first = Completion(
+        4, [5, 70, 6, 7, 9], [-0.5, -2.0, -0.25, -1.0, -3.0], "abort", [3, 3, 4, 4, 4], kept_token_ids=kept,
+        response_mask=[1, 0, 0, 1, 1], prompt_ids=[1, 2],
+    )  # fmt: skip
+    second = Completion(4, [8], [-4.0], "abort", [5], kept_token_ids=kept[:1], prompt_ids=[1, 2, 5, 70])
+    begun = Completion(4, [], [], "abort", [], kept_token_ids=kept[:0], prompt_ids=[1, 2, 5])
+    for samples in ([first], [first, second], [second, first, begun]):
+        found = Completion.joined(samples).separated()
+        assert [replace(c, kept_token_ids=None) for c in found] == [replace(c, kept_token_ids=None) for c in samples]
+        assert all(np.array_equal(a.kept_token_ids, b.kept_token_ids) for a, b in zip(found, samples, strict=True))
+
+
 def test_a_failed_episode_without_a_token_is_finished():
     group = with_completion(Group(PROMPT, 0, (None,)), 0, Completion(0, [], None, "failed", []))
     assert group.complete
