@@ -80,7 +80,7 @@ def assignment(
         max_tokens=max_tokens,
         microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         attention_coefficient=_attention_coefficient(args),
-        together=batch.row_ids[completions] if args.vision_config else None,
+        together=batch.image_keys[completions] if args.vision_config else None,
     )
     return [[completions[pack] for pack in rank] for rank in ranks]
 

@@ -20,6 +20,7 @@ from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
 from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import divided, joined
 
 DIRECTORY = "unfinished"  # subfolder of a checkpoint
 PromptOf = Callable[[int, list[int]], Prompt]  # of a row and the token ids that a file has
@@ -200,6 +201,10 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
         "num_sample_starts": np.array([-1 if own is None else len(own) for own in starts], np.int64),
         "sample_starts": np.array([i for own in starts for i in own or ()], np.int64),
     }
+    if any(c.shown_images is not None for c in found):
+        shown = [joined(c.shown_images or ()) for c in found]
+        arrays["shown_sizes"] = np.array([len(data) for data in shown], np.int64)
+        arrays["shown_images"] = np.concatenate(shown)
     of_turns = [(c.turn_rewards, c.turn_states) for c in found]
     most = next((len(own) for own, _ in of_turns if own is not None), None)
     if most is not None:  # unfinished episodes have none
@@ -217,6 +222,7 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         begin = int(np.maximum(sizes[:i], 0).sum())
         return None if sizes[i] < 0 else arrays[values][begin : begin + sizes[i]]
 
+    shown = part("shown_sizes", "shown_images") if "shown_sizes" in arrays else None
     text, prompt = part("message_lengths", "messages"), part("own_prompt_lengths", "own_prompt_ids")
     starts, mask = part("num_sample_starts", "sample_starts"), arrays["response_mask"][tokens]
     reward = float(arrays["environment_rewards"][i])
@@ -229,6 +235,7 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         environment_reward=None if math.isnan(reward) else reward,
         turn_rewards=arrays["turn_rewards"][i] if has_turns else None,
         turn_states=arrays["turn_states"][i] if has_turns else None,
+        shown_images=None if shown is None else divided(shown),
         messages=json.loads(text.tobytes()),
         prompt_ids=None if prompt is None else prompt.tolist(),
         sample_starts=None if starts is None else starts.tolist(),

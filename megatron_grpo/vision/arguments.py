@@ -31,7 +31,7 @@ _REFUSED = (
     ("rollout_engine", ("vllm",), "images are sent to a colocated vLLM only"),
     ("vllm_mode", ("colocate",), "images are sent to a colocated vLLM only"),
     ("vllm_speculative_config", (None,), "drafts in a sequence with images are not tested"),
-    ("environment", (None,), "turns have no images"),
+    ("on_rewritten_history", ("keep", "refuse"), "the images of a split episode's samples are not sent twice"),
     ("agent", (None,), "an agent's calls have no images"),
     ("teacher_load_hf", (None,), "a teacher model gets no images"),
     ("teacher_server", (None,), "a teacher server gets no images"),

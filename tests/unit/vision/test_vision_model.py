@@ -149,14 +149,14 @@ def test_log_probs_and_gradients_equal_transformers(made):
     batch = batch_of(prompts, order, completions)
     batch.validate()
     pack = pack_completions(batch, np.arange(4))
-    assert pack.images.rows == [0, 2]
+    assert pack.images.keys == [0, 2]
     output = forward(model, pack)
     expected = []
     for p, completion in zip(order, completions, strict=True):
         given = inputs_of(reader, prompts[p], completion)
         if prompts[p].images.mrope:
             positions, _ = theirs.model.get_rope_index(**{k: v for k, v in given.items() if k != "pixel_values"})
-            ours, _ = prompts[p].images.layout(prompts[p].ids, len(prompts[p].ids) + len(completion))
+            ours, _ = prompts[p].images.layout(prompts[p].ids + completion)
             assert np.array_equal(positions[:, 0].numpy().T, ours)
         logits = theirs(**given).logits[0].float().log_softmax(-1)
         begin = len(prompts[p].ids)
