@@ -28,8 +28,7 @@ VISION: tuple[FlagRow, ...] = (
 
 # Attributes that do not work with images yet: (attribute, values that do, why).
 _REFUSED = (
-    ("rollout_engine", ("vllm",), "images are sent to a colocated vLLM only"),
-    ("vllm_mode", ("colocate",), "images are sent to a colocated vLLM only"),
+    ("rollout_engine", ("vllm",), "images are sent to vLLM only"),
     ("vllm_speculative_config", (None,), "drafts in a sequence with images are not tested"),
     ("on_rewritten_history", ("keep", "refuse"), "the images of a split episode's samples are not sent twice"),
     ("agent", (None,), "an agent's calls have no images"),
