@@ -47,6 +47,11 @@ def check_vision(args: Namespace) -> None:
             dest = name[2:].replace("-", "_")
             needs(args, dest, "vision_config", f"model family {args.model_family} has no vision tower")
         return
+    if args.vllm_mode == "server" and args.lora_weight_sync == "adapter":
+        raise GrpoError(
+            f"--lora-weight-sync adapter with --vllm-mode server does not work with model family {args.model_family} "
+            "yet: adapters beside images have not been tested on servers; give --lora-weight-sync merged"
+        )
     for rate, frozen in ("vision_tower_lr", "freeze_vision_tower"), ("projector_lr", "freeze_projector"):
         if getattr(args, rate) is not None and getattr(args, frozen):
             raise GrpoError(f"{flag(rate)} cannot be used with {flag(frozen)}: what is frozen has no rate")

@@ -21,6 +21,7 @@ from megatron_grpo.environments.worker import _messages
 from megatron_grpo.rollout.collect import shown_images
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.servers.pool import _same_job
 from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, divided, joined
@@ -137,6 +138,14 @@ def test_texts_in_place_of_images(world):
     name = world.reader._text
     done = world.run(["a"], [{"messages": says(SCREENS[0], text=f"two {name}")}])
     assert done.finish_reason == "failed" and "a text contains the token" in world.failures[0]
+
+
+def test_servers_get_rows_with_other_images_apart(world):
+    """Two images of one size have the same tokens: their completions are not of one prompt."""
+    images = [world.reader.of([picture(56, 84, seed)]) for seed in (1, 2)]
+    ids = [5, *[images[0].token] * images[0].tokens[0]]
+    first, same, other = (Request(0, ids, Sampling(4, temperature=1.0), images=images[i]) for i in (0, 0, 1))
+    assert _same_job(first, same) and not _same_job(first, other)
 
 
 def test_a_model_without_a_vision_tower(world):

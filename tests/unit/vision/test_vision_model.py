@@ -381,6 +381,17 @@ def test_frozen_parts(world, tmp_path, frozen):
     assert [part.name for part in describe(args, only_trained=True)] == list(sent)
 
 
+def test_files_of_transformers_5(world, tmp_path):
+    """transformers 5 writes shorter names of LLaVA-OneVision's tower than the published ones."""
+    theirs = make(tmp_path / "published", shape="llava_onevision")
+    theirs.save_pretrained(tmp_path / "written", max_shard_size="400KB")
+    assert "vision_tower.post_layernorm.bias" in tensors_of(tmp_path / "written")
+    args = toy_args(tmp_path / "written", padded_vocab_size=264)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path / "written")
+    assert hf.verify_hf(chunks, args, tmp_path / "published") == len(tensors_of(tmp_path / "published"))
+
+
 REFUSED = {
     "another aspect ratio, which vLLM would not read": ({"vision_aspect_ratio": "anyres_max_4"}, "anyres_max_9"),
     "features of an inner layer": ({"vision_feature_layer": -2}, "vision_feature_layer -2"),
