@@ -329,6 +329,12 @@ class Episodes(Conversing):
             messages, images = _without_images(answer.messages)
             try:
                 what, tokens = self._render(episode, messages, images)
+                limit = self._args.max_prompt_length
+                if not episode.turns and limit is not None and len(tokens) > limit:
+                    raise GrpoError(
+                        f"the prompt with the messages of reset has {len(tokens)} tokens, more than "
+                        f"--max-prompt-length {limit}: raise it, or let reset say less"
+                    )
             except HistoryRewritten:
                 raise
             except GrpoError as refused:

@@ -82,6 +82,17 @@ def test_layouts(data, one_rank, tmp_path, layout):
             assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
 
 
+@pytest.mark.slow
+def test_rollouts_and_updates_apart(data, tmp_path):
+    """--train-only has the screenshots of --rollout-only, and calls no environment."""
+    flags = ["--micro-batch-size", "4", "--no-save-hf"]
+    run(data, 1, tmp_path / "made", *flags, "--rollout-only")
+    calls = (tmp_path / "made.calls").read_text()
+    rows = run(data, 1, tmp_path / "learnt", *flags, "--train-only", tmp_path / "made")
+    assert calls.count("2\n") > 4 and not (tmp_path / "learnt.calls").exists()
+    assert rows[0]["mismatch/mean_abs"] < 1e-5 and all(row["grad_norm"] > 0 for row in rows)
+
+
 STREAM = """--lr 1e-12 --train-iters 4 --global-batch-size 8 --micro-batch-size 4 --no-save-hf --max-staleness 2
     --rollout-importance-sampling-mode token_truncate"""
 

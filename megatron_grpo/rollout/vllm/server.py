@@ -263,7 +263,7 @@ class VllmServer(Server):
             given["structured_outputs"] = json.loads(sampling.structured_outputs)
         # The server keeps embeddings of images by these names: those of an earlier tower have others.
         names = [f"{name} {weight_tag(self.version)}" for name in images.names]
-        # Decoded images: the server would decode files otherwise than the trainer (transparency, turned photographs).
+        # Decoded images: the server puts transparent parts on white, the trainer drops the transparency.
         parts = [
             {"type": "image_url", "url": as_data_uri(image), "uuid": name}
             for image, name in zip(images.open(), names, strict=True)

@@ -54,17 +54,23 @@ class World:
         self.reader = ImageReader(args, self.tokenizer.special_tokens)
         (self.end,) = self.tokenizer.encode("<|im_end|>")
 
-    def run(self, turns, answers, images=(), sees=True, **given):
-        """Return the completion of one episode whose row has ``images``."""
+    def run(self, turns, answers, images=(), sees=True, reset=(), **given):
+        """Return the completion of one episode whose row has ``images``; ``reset``: its first messages."""
         flags = {"environment": "calculator", "prompt_key": None, "system_prompt": None, "end_token_ids": (self.end,)}
-        flags |= {"max_turns": 5, "max_environment_tokens": 500, "on_rewritten_history": "keep", "tool_role": "tool"}
+        flags |= {
+            "max_turns": 5,
+            "max_environment_tokens": 500,
+            "max_prompt_length": 300,
+            "on_rewritten_history": "keep",
+            "tool_role": "tool",
+        }
         flags |= {"chat_template_kwargs": None, "model_family": self.family}
         row = {"messages": [{"role": "user", "content": "play"}], "images": list(images), "number": 0}
         prompt, found = self.reader.read(row, row["messages"], None)
         ids = found.expand(self.tokenizer.apply_chat_template(prompt))
         renderer = TurnRenderer(self.tokenizer, [self.end])
         spoken = [[*self.tokenizer.encode(turn), self.end] if isinstance(turn, str) else turn for turn in turns]
-        engine, pool = Speaker({0: spoken}), Said({0: [{}, *answers]})
+        engine, pool = Speaker({0: spoken}), Said({0: [{"messages": reset}, *answers]})
         parts = engine, pool, renderer, None, self.tokenizer, SimpleNamespace(**flags | given)
         episodes = Episodes(*parts, images=self.reader if sees else None)
         request = Request(0, ids, Sampling(400), row=row, images=found if sees else None)
@@ -131,6 +137,16 @@ def test_answers_differ_by_their_images(world):
         for image in (SCREENS[0], *others)
     ]
     assert states[0] == states[2] != states[1]
+
+
+def test_a_reset_with_images(world):
+    """Its messages are part of the prompt, and its images of the first turn's; a prompt that is too long fails."""
+    done = world.run(["a", "b"], [{"messages": says(SCREENS[1])}, {"done": True}], reset=says(SCREENS[0]))
+    assert done.shown_images == SCREENS and done.prompt_ids[-1] != world.end
+    images = world.reader.of(SCREENS[:1])
+    assert list(done.prompt_ids).count(images.token) == images.tokens[0]
+    failed = world.run([], [], reset=says(SCREENS[0]), max_prompt_length=len(done.prompt_ids) - 1)
+    assert failed.finish_reason == "failed" and "more than --max-prompt-length" in world.failures[0]
 
 
 def test_texts_in_place_of_images(world):
