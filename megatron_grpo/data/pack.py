@@ -169,12 +169,12 @@ def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | N
     index[source >= 0] = batch.visual_index[source[source >= 0]]
     places = np.flatnonzero(index >= 0)
     completion = np.searchsorted(batch.cu_seqlens, source[places], "right") - 1
-    rows, row = np.unique(batch.row_ids[completion], return_inverse=True)
-    tokens = np.zeros(len(rows), np.int64)  # of all images of a row, which each of its completions has
-    for number in chosen[np.isin(batch.row_ids[chosen], rows)]:
+    keys, key = np.unique(batch.image_keys[completion], return_inverse=True)
+    tokens = np.zeros(len(keys), np.int64)  # of all images with a key, which each completion with the key has
+    for number in chosen[np.isin(batch.image_keys[chosen], keys)]:
         own = batch.visual_index[batch.cu_seqlens[number] : batch.cu_seqlens[number + 1]]
-        tokens[np.searchsorted(rows, batch.row_ids[number])] = own.max() + 1
-    return PackImages(rows.tolist(), places, offsets(tokens)[:-1][row] + index[places])
+        tokens[np.searchsorted(keys, batch.image_keys[number])] = own.max() + 1
+    return PackImages(keys.tolist(), places, offsets(tokens)[:-1][key] + index[places])
 
 
 def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:

@@ -78,7 +78,7 @@ def assignment(
         "max_tokens": max_tokens,
         "microbatch_multiple": args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         "attention_coefficient": _attention_coefficient(args),
-        "together": batch.row_ids[completions] if args.vision_config else None,
+        "together": batch.image_keys[completions] if args.vision_config else None,
     }
     ranks: Schedule
     if args.hybrid_context_parallel and max_tokens:
