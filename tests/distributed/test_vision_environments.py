@@ -115,3 +115,19 @@ def test_engines_on_ranks_of_their_own(data, tmp_path):
     rows = run(data, 2, tmp_path / "run", *STREAM.split(), "--rollout-ranks", "1", shape="qwen3_vl")
     assert len(rows) == 4 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert max(row["environment/turns"] for row in rows) > 1.5
+
+
+@pytest.mark.slow
+def test_a_resume_has_the_screenshots_of_unfinished_episodes(data, tmp_path):
+    """They go on after them, and the run has the numbers of one that was not interrupted."""
+    flags = [*STREAM.split(), "--partial-rollouts", "--vllm-max-num-seqs", "16", "--save-interval", "2"]
+    save = tmp_path / "run"
+    run(data, 1, save, *flags, "--exit-interval", "2")
+    rows = run(data, 1, save, *flags, "--load", save)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)
+    assert any(row["staleness/interrupted"] > 0 for row in rows[2:])
+    whole = run(data, 1, tmp_path / "whole", *flags)
+    for row, expected in zip(rows, whole, strict=True):
+        for name in ("reward/mean", "environment/turns", "environment/tokens"):
+            assert row[name] == expected[name], name
