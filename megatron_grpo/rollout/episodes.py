@@ -107,6 +107,7 @@ class _Episode:
     shown_images: list[bytes] = field(default_factory=list)  # by the environment
     messages: list[Message] = field(default_factory=list)  # before the policy's next turn
     turn: Message = field(default_factory=dict)  # the policy's newest turn
+    answer: list[Message] = field(default_factory=list)  # to that turn
     text: str = ""  # of that turn, with its tool calls
     rewards: list[float | None] = field(default_factory=list)  # of the reset, then of each turn
     states: list[int] = field(default_factory=list)  # a number for what each turn answers
@@ -323,7 +324,7 @@ class Episodes(Conversing):
                 ended.append(self._end(number, "failed"))
             elif episode.turns == 0:  # the messages of the environment's reset are part of the prompt
                 if tokens:
-                    self._show(episode, shown)
+                    self._take(episode, shown)
                     episode.request = replace(episode.request, prompt_ids=tokens)
                 continued.append(self._next_turn(episode, None))
             elif what == _ENDS:
@@ -331,17 +332,24 @@ class Episodes(Conversing):
             elif what == _STOPS or self._at_a_limit(episode, len(tokens)):
                 ended.append(self._end(number, "length"))
             elif what == _SPLITS:
+                self._take(episode, shown)
                 episode.environment_tokens += len(tokens)
                 self._begin_sample(episode, tokens)
                 continued.append(self._next_turn(episode, None))
             else:
                 assert episode.trajectory is not None
-                self._show(episode, shown)
+                self._take(episode, shown)
                 episode.environment_tokens += len(tokens)
                 episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
                 continued.append(self._next_turn(episode, episode.trajectory))
         self._generate(continued)
         return ended
+
+    def _take(self, episode: _Episode, images: list[bytes]) -> None:
+        """Add the environment's answer, with these images, to the conversation: it does not end at a limit."""
+        episode.messages += [episode.turn] if episode.turns else []
+        episode.messages += episode.answer
+        self._show(episode, images)
 
     def _show(self, episode: _Episode, images: list[bytes]) -> None:
         """Add images to those of an episode."""
@@ -403,8 +411,7 @@ class Episodes(Conversing):
             except GrpoError as refused:
                 error = str(refused)
             else:
-                episode.messages += [episode.turn] if episode.turns else []
-                episode.messages += messages
+                episode.answer = messages
                 return number, what, answer.reward, tokens, [base64.b64encode(image).decode() for image in images]
         if error is not None:
             self._failures.add(error)

@@ -142,6 +142,8 @@ def test_limits():
     assert done[3].token_ids == [5, 6, END, 70, 1, 71, 7, 8, 5] and done[3].num_sampled == 6
     done, _, _ = run({0: [[5, END]] * 9}, {0: [RESET, *[MORE] * 9]}, max_turns=2)
     assert done[0].turns == 2 and done[0].environment_reward == 1.0
+    # The answer that does not fit is left out, and the last turn is there once.
+    assert [m["role"] for m in done[0].messages] == ["user", "assistant", "user", "assistant"]
 
 
 def test_turns_that_follow_equal_answers_are_in_one_state():
