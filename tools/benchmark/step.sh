@@ -19,9 +19,15 @@ cd "$(dirname "$0")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 NPROC=${NPROC:-1}
 
+inputs=$(dirname "$run")/step_inputs  # the runs of a folder share them
 mkdir -p "$run"
-python3 tools/make_tiny_model.py --save "$run/tokenizer" --steps 0 --tokenizer bytes --quiet
-python3 tools/data/arithmetic.py --save "$run/data" --digits 3 --pairs 2000 > /dev/null
+if [[ ! -d $inputs ]]; then
+    making=$(mktemp -d "$inputs.XXXX")
+    python3 tools/make_tiny_model.py --save "$making/tokenizer" --steps 0 --tokenizer bytes --quiet & model=$!
+    python3 tools/data/arithmetic.py --save "$making/data" --digits 3 --pairs 2000 > /dev/null
+    wait $model
+    mv "$making" "$inputs"
+fi
 
 MODEL_ARGS=(
     --group-query-attention --kv-channels 128 --qk-layernorm
@@ -76,7 +82,7 @@ case ${SHAPE:-0.6b} in
             --offload-model --offload-gradients --offload-optimizer
         ) ;;
 esac
-ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$run/data/train.jsonl" --tokenizer-model "$run/tokenizer"
+ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$inputs/data/train.jsonl" --tokenizer-model "$inputs/tokenizer"
     --save "$run" --no-save-hf "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${SHAPE_ARGS[@]}")
 
 if [[ ${DRY_RUN:-0} == 1 ]]; then
