@@ -69,14 +69,15 @@ def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
     return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
 
 
-def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, output, non_loss_data: bool = False):
+def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_size: int, output, non_loss_data=False):
     """Return the loss of one micro-batch, and the named scalars that it reports (`loss_metrics`).
 
     The loss is the sum over the tokens of w (L + beta KL - c H): w averages over the global batch, L is the policy term
     of --loss-type, H the entropy. The schedule divides by the number of micro-batches and DDP by the data-parallel
-    size. This function multiplies by both, so that the gradient is that of the sum over the whole global batch.
+    size. This function multiplies by both, so that the gradient is that of the sum over the whole global batch. Each of
+    the ``cp_size`` context-parallel ranks that hold the pack computes the same loss.
     """
-    output = whole_pack(output, batch["own_labels"], len(batch["completion"]))
+    output = whole_pack(output, batch["own_labels"], len(batch["completion"]), cp_size)
     if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
         return output
     log_probs, entropy, *mtp_log_probs = output
@@ -114,7 +115,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         images=pack.images,
         entropy_gradient=args.entropy_coef > 0,  # the head is faster without
     )
-    return output, partial(loss_func, args, batch, num_microbatches)
+    return output, partial(loss_func, args, batch, num_microbatches, pack.cp_size)
 
 
 def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:

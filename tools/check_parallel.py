@@ -19,7 +19,6 @@ or fails, else 0.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import os
@@ -46,9 +45,8 @@ from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metric_guide import documented
-from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training import train_step
-from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
@@ -121,7 +119,12 @@ def all_layouts(flags: list[str], world_size: int) -> list[str]:
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 RECOMPUTE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 VARIATIONS = (
-    ("--micro-batch-size 1", "--micro-batch-size 2", "--max-tokens-per-microbatch 64"),
+    (
+        "--micro-batch-size 1",
+        "--micro-batch-size 2",
+        "--max-tokens-per-microbatch 64",
+        "--max-tokens-per-microbatch 17 --hybrid-context-parallel",
+    ),
     ("", "--use-distributed-optimizer", OVERLAP),
     ("", "--recompute-granularity selective", RECOMPUTE),
     ("", "--use-tp-pp-dp-mapping"),
@@ -228,16 +231,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
         result["objectives"] = objective_updates([*flags, *flags_of(layout)], trainer, batch)
-    destroy_rank_groups()
-    # Gradient hooks and the dispatcher's last graph reference the model from outside Python's garbage collector: free
-    # the memory of the tensors explicitly.
-    tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
-    for storage in {tensor.untyped_storage() for tensor in tensors}:
-        storage.resize_(0)
-    for module in (module for chunk in model for module in chunk.modules()):
-        module.__dict__.pop("token_dispatcher", None)
-    del trainer, model
-    gc.collect()
+    del model
+    made_up.release(trainer)
     return result
 
 

@@ -39,7 +39,7 @@ SECTIONS = [
     ("A rollout", "data/batch.py", ["RolloutBatch", "FinishReason"]),
     ("Errors", "utils/errors.py", ["GrpoError"]),
 ]
-SHAPES = {"offset": "n + 1", "token": "total", "completion": "n"}
+SHAPES = {"byte": "bytes", "offset": "n + 1", "token": "total", "completion": "n"}
 
 
 class Module:

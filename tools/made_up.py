@@ -1,12 +1,16 @@
 """Updates with made-up weights and completions, without data, rewards and engine, for tools and tests."""
 
+import gc
+import itertools
+import math
 import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,11 +29,12 @@ from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, set_random_seed
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.cpu_backend import device
@@ -52,10 +57,22 @@ def parse(flags: list[str], world_size: int):
     return args
 
 
-def rollout(args, length: int | None = None) -> RolloutBatch:
+def lognormal_lengths(count: int, median: float, mean: float, longest: int) -> list[int]:
+    """Return ``count`` lengths with the quantiles of a lognormal distribution, cut at ``longest``, in random order.
+
+    ``mean`` is that before the cut. One of the lengths is ``longest``.
+    """
+    normal = NormalDist(math.log(median), math.sqrt(2 * math.log(mean / median)))
+    quantiles = [math.exp(normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
+    lengths = [min(max(round(quantile), 2), longest) for quantile in quantiles[:-1]] + [longest]
+    return np.random.default_rng(0).permutation(lengths).tolist()
+
+
+def rollout(args, length: int | Sequence[int] | None = None) -> RolloutBatch:
     """Make up completions for two updates, with rollout log-probabilities and with advantages equal to the rewards.
 
-    The lengths vary widely, or each completion has ``length`` tokens together with its prompt. With --environment a
+    The lengths vary widely, or each completion has ``length`` tokens together with its prompt, or the next of
+    ``length``, which both updates have. With --environment a
     completion has up to four turns, of which some are samples of their own with --on-rewritten-history split, and one
     of eight has failed. With a replayed --top-k every token has its own
     number of kept tokens, and every fourth completion has the whole vocabulary.
@@ -66,9 +83,12 @@ def rollout(args, length: int | None = None) -> RolloutBatch:
     def tokens(low: int, high: int) -> list[int]:
         return rng.integers(3, vocabulary, rng.integers(low, high) if length is None else high).tolist()
 
-    longest = (args.max_prompt_length, args.max_completion_length) if length is None else (1, length - 1)
-    prompts = [tokens(2, longest[0]) for _ in range(n)]
-    completions = [tokens(1, longest[1]) for _ in range(n)]
+    longest = [(args.max_prompt_length, args.max_completion_length)] * n
+    if length is not None:
+        lengths = [length] * n if isinstance(length, int) else [*length, *length]
+        longest = [(1, own - 1) for own in lengths]
+    prompts = [tokens(2, prompt) for prompt, _ in longest]
+    completions = [tokens(1, completion) for _, completion in longest]
     reasons = [FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)]
     masks = [[1] * len(completion) for completion in completions]
     if args.environment:
@@ -175,6 +195,21 @@ def trainer(args) -> SimpleNamespace:
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     bad_updates = BadUpdates("stop", None, None)
     return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, bad_updates=bad_updates, iteration=0)
+
+
+def release(trainer) -> None:
+    """Destroy the process groups and free the memory of a `trainer`, for another one in this process."""
+    destroy_rank_groups()
+    # Gradient hooks and the dispatcher's last graph reference the model from outside Python's garbage collector: free
+    # the memory of the tensors explicitly.
+    model = trainer.model
+    tensors = itertools.chain(weight_tensors(model), gradient_tensors(model), optimizer_tensors(trainer.optimizer))
+    for storage in {tensor.untyped_storage() for tensor in tensors}:
+        storage.resize_(0)
+    for module in (module for chunk in model for module in chunk.modules()):
+        module.__dict__.pop("token_dispatcher", None)
+    del trainer.model, trainer.optimizer, model
+    gc.collect()
 
 
 def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:

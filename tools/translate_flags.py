@@ -27,8 +27,8 @@ from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE
 from megatron_grpo.training.arguments import build_parser
 from megatron_grpo.utils.errors import GrpoError
 
-# Destinations of flags that work with Transformer Engine or apex only.
-EXTRA = (*NEED_TRANSFORMER_ENGINE, "gradient_accumulation_fusion", "attention_backend")
+# Destinations of flags that work with Transformer Engine only.
+EXTRA = (*NEED_TRANSFORMER_ENGINE, "use_precision_aware_optimizer", "attention_backend")
 
 
 def groups() -> dict[str, str]:

@@ -112,14 +112,20 @@ def check_pass_rates(args: Namespace) -> None:
         raise GrpoError(f"--min-pass-rate ({low}) must be at most --max-pass-rate ({high}): no prompt would be left")
 
 
+def smallest_budget(args: Namespace) -> int:
+    """Return the smallest --max-tokens-per-microbatch that takes the longest possible sequence."""
+    padded = int(padded_lengths(np.array([longest_sequence(args)]), args.context_parallel_size)[0])
+    return -(-padded // args.context_parallel_size) if args.hybrid_context_parallel else padded
+
+
 def check_budgets(args: Namespace) -> None:
     """Refuse a token budget that is smaller than the longest possible sequence."""
-    longest = longest_sequence(args)
-    padded = int(padded_lengths(np.array([longest]), args.context_parallel_size)[0])
+    least, cp_size = smallest_budget(args), args.context_parallel_size
     for dest in ("max_tokens_per_microbatch", "logprobs_max_tokens_per_microbatch"):
         budget = getattr(args, dest)
-        if budget is not None and padded > budget:
+        if budget is not None and least > budget:
+            shares = " and divided by it" if args.hybrid_context_parallel else ""
             raise GrpoError(
-                f"{longest_in_words(args)} are {padded} tokens, padded for --context-parallel-size "
-                f"{args.context_parallel_size}: {flag(dest)} ({budget}) must be at least {padded}"
+                f"{longest_in_words(args)} are {least} tokens, padded for --context-parallel-size {cp_size}{shares}: "
+                f"{flag(dest)} ({budget}) must be at least {least}"
             )

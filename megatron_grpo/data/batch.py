@@ -52,7 +52,8 @@ class FinishReason(IntEnum):
 class ArrayField:
     """How one array of a `RolloutBatch` is stored and checked, and what `pack` copies of it."""
 
-    axis: Literal["offset", "completion", "token"]  # the first axis has length n + 1, n or total
+    # The first axis has length n + 1, n, total, or the bytes of the held completions' encoded images.
+    axis: Literal["offset", "completion", "token", "byte"]
     columns: int = 0  # number of axes after the first
     packed: Literal["label", "token"] | None = None  # a pack holds one value per label, or one per token
     complete: bool = False  # NaN is an error on a token in the loss
@@ -114,8 +115,12 @@ class RolloutBatch:
     routed_experts: Annotated[Int16 | None, ArrayField("token", columns=2, packed="token", padding=-1)] = None
     # Of a vision-language model: [total, 3], M-RoPE's positions.
     rope_positions: Annotated[Int32 | None, ArrayField("token", columns=1)] = None
-    # Of a vision-language model: which of its row's visual tokens a token is, in their order; -1 for text.
+    # Of a vision-language model: which of its completion's visual tokens a token is, in their order; -1 for text.
     visual_index: Annotated[Int32 | None, PER_TOKEN] = None
+    # Of episodes of a vision-language model: bytes of the images that the environment showed.
+    image_sizes: Annotated[Int64 | None, PER_COMPLETION] = None
+    # These images, encoded (`vision.encoded.joined`), of the held completions, one after the other.
+    image_bytes: Annotated[UInt8 | None, ArrayField("byte")] = None
     # With token_advantages their mean over the tokens in the loss.
     advantages: Annotated[Float32 | None, ArrayField("completion", packed="label")] = None
     # w of every token of the completion in its update: algorithm/weighting.py.
@@ -143,6 +148,7 @@ class RolloutBatch:
         response_masks: Sequence[Sequence[int] | None] | None = None,
         turns: Sequence[int] | None = None,
         sample_starts: Sequence[Sequence[int]] | None = None,
+        images: Sequence[UInt8] | None = None,
     ) -> "RolloutBatch":
         """Build a batch, not scored yet: all tokens of a completion are in the loss but those with a mask of 0.
 
@@ -151,8 +157,8 @@ class RolloutBatch:
         `weight_version[i]` are those of the tokens of `completions[i]` (a prompt has that of the token after it).
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
         are [tokens of the completion, k]; `response_masks[i]`, [tokens of the completion], None for ones; `turns` [n],
-        default 1; `sample_starts[i]` are positions in `completions[i]`. No token of a completion with the finish reason
-        FAILED is in the loss. Raises GrpoError as `validate` does.
+        default 1; `sample_starts[i]` are positions in `completions[i]`; `images[i]` are bytes. No token of a completion
+        with the finish reason FAILED is in the loss. Raises GrpoError as `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -200,6 +206,9 @@ class RolloutBatch:
         if kept_token_ids:
             batch.kept_token_ids = np.full((total, kept_token_ids[0].shape[1]), -1, np.int32)
             batch.kept_token_ids[after_prompt] = np.concatenate(kept_token_ids)
+        if images is not None:
+            batch.image_sizes = np.array([len(data) for data in images], np.int64)
+            batch.image_bytes = np.concatenate([np.zeros(0, np.uint8), *images])
         batch.validate()
         return batch
 
@@ -246,6 +255,23 @@ class RolloutBatch:
         return self.all_lengths is None
 
     @property
+    def held_image_sizes(self) -> Int64:
+        """[n], bytes of each completion in `image_bytes`; 0 where this rank does not hold the tokens."""
+        return np.zeros(len(self.held), np.int64) if self.image_sizes is None else self.image_sizes * self.held
+
+    @property
+    def image_keys(self) -> Int64:
+        """[n], which images a completion has: those of its row, or (negative) its own, which an environment showed."""
+        if self.image_sizes is None:
+            return self.row_ids
+        return np.where(self.image_sizes > 0, -1 - self.sample_ids, self.row_ids)
+
+    def image_slice(self, number: int) -> slice:
+        """Return the part of `image_bytes` that belongs to a completion."""
+        sizes = self.held_image_sizes
+        return slice(int(sizes[:number].sum()), int(sizes[: number + 1].sum()))
+
+    @property
     def completion_of_tokens(self) -> Int64:
         """[total], the number of the completion of each token."""
         return np.repeat(np.arange(self.num_completions), self.held_lengths)
@@ -286,9 +312,13 @@ class RolloutBatch:
         """Return a new batch of the completions at these positions, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         flat = self.token_positions(chosen)
-        arrays = {
-            name: array[flat if FIELDS[name].axis == "token" else chosen] for name, array in self.arrays().items()
-        }
+
+        def part(array: Array, axis: str) -> Array:
+            if axis == "byte":
+                return np.concatenate([array[:0], *(array[self.image_slice(i)] for i in chosen)])
+            return array[flat if axis == "token" else chosen]
+
+        arrays = {name: part(array, FIELDS[name].axis) for name, array in self.arrays().items()}
         return RolloutBatch(**arrays | {"cu_seqlens": offsets(self.held_lengths[chosen])})
 
     def sorted_by_sample(self) -> "RolloutBatch":
@@ -348,7 +378,7 @@ class RolloutBatch:
         cu = self.cu_seqlens
         if cu.ndim != 1 or n < 0 or cu[0] != 0 or cu[-1] != total or (np.diff(cu) < 0).any():
             raise GrpoError(f"rollout batch: cu_seqlens must rise from 0 to the {total} tokens that there are")
-        sizes = _sizes(cu)
+        sizes = {"offset": n + 1, "completion": n, "token": total, "byte": int(self.held_image_sizes.sum())}
         for name, array in self.arrays().items():
             shape = (sizes[FIELDS[name].axis], *_columns(array, FIELDS[name]))
             if array.shape != shape:
@@ -371,7 +401,8 @@ class RolloutBatch:
             "rewards are not infinite": ~np.isinf(self.rewards),
             "finish_reasons are known": np.isin(self.finish_reasons, list(FinishReason)),
             "turns is at least 1": self.turns >= 1,
-            "visual tokens are in prompts": in_prompt | ((-1 if visual is None else visual) < 0),
+            "visual tokens are not in the loss": (self.response_mask == 0) | ((-1 if visual is None else visual) < 0),
+            "image_sizes are not negative": (0 if self.image_sizes is None else self.image_sizes) >= np.zeros(n),
             "a sampled token is among its kept tokens": (kept < 0).all(1) | (kept == self.tokens[:, None]).any(1),
             "advantages are finite": np.isfinite(self.advantages if self.advantages is not None else 0),
             "token_advantages are finite": np.isfinite(
@@ -402,11 +433,6 @@ def _declared_arrays() -> dict[str, ArrayField]:
 
 
 FIELDS = _declared_arrays()
-
-
-def _sizes(cu_seqlens: Int64) -> dict[str, int]:
-    """Return the length of the first axis by `ArrayField.axis`."""
-    return {"offset": len(cu_seqlens), "completion": len(cu_seqlens) - 1, "token": int(cu_seqlens[-1])}
 
 
 def _columns(array: Array | None, spec: ArrayField) -> tuple[int, ...]:

@@ -6,9 +6,10 @@ stands at position k - 1. The model's head computes log-probabilities at label p
 it (losses, advantages, weights) has length L, the number of labels in the pack; `Pack.token_index` maps labels back to
 the flat arrays.
 
-Under context parallelism each rank of the group holds a part of every sequence of a pack (`zigzag`), in a `Pack` of its
-own: its tokens and their labels, in its order. Each label belongs to one rank (`Pack.own_labels`). Values of labels are
-on every rank, for all labels in the order of the whole pack, because losses read whole completions.
+Under context parallelism each of the `Pack.cp_size` ranks that share a pack holds a part of every sequence (`zigzag`),
+in a `Pack` of its own: its tokens and their labels, in its order. Each label belongs to one rank (`Pack.own_labels`).
+Values of labels are on every rank, for all labels in the order of the whole pack, because losses read whole
+completions.
 """
 
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Pack:
     """
 
     indices: Int64  # [m], which completions of the batch
+    cp_size: int  # ranks that hold the pack
+    cp_rank: int  # this rank's number among them
     tokens: Int64  # [T], padding is 0
     position_ids: Int64  # [T], from 0 in each sequence
     labels: Int64  # [T], the next token of the same sequence where it is in the loss, else IGNORED_LABEL
@@ -81,7 +84,7 @@ def pack_completions(
         indices: [m], positions in the batch.
         pad_multiple: each context rank's T is rounded up to a multiple of it.
         total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
-        cp_size, cp_rank: size of the context-parallel group, and which rank's part to return.
+        cp_size, cp_rank: number of context-parallel ranks that hold the pack, and which rank's part to return.
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
@@ -131,6 +134,8 @@ def pack_completions(
     labels[labelled[held]] = batch.tokens[token_index[own_labels]]
     pack = Pack(
         indices=chosen,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
         tokens=tokens,
         position_ids=position_ids[held],
         labels=labels,
@@ -164,12 +169,12 @@ def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | N
     index[source >= 0] = batch.visual_index[source[source >= 0]]
     places = np.flatnonzero(index >= 0)
     completion = np.searchsorted(batch.cu_seqlens, source[places], "right") - 1
-    rows, row = np.unique(batch.row_ids[completion], return_inverse=True)
-    tokens = np.zeros(len(rows), np.int64)  # of all images of a row, which each of its completions has
-    for number in chosen[np.isin(batch.row_ids[chosen], rows)]:
+    keys, key = np.unique(batch.image_keys[completion], return_inverse=True)
+    tokens = np.zeros(len(keys), np.int64)  # of all images with a key, which each completion with the key has
+    for number in chosen[np.isin(batch.image_keys[chosen], keys)]:
         own = batch.visual_index[batch.cu_seqlens[number] : batch.cu_seqlens[number + 1]]
-        tokens[np.searchsorted(rows, batch.row_ids[number])] = own.max() + 1
-    return PackImages(rows.tolist(), places, offsets(tokens)[:-1][row] + index[places])
+        tokens[np.searchsorted(keys, batch.image_keys[number])] = own.max() + 1
+    return PackImages(keys.tolist(), places, offsets(tokens)[:-1][key] + index[places])
 
 
 def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:

@@ -1,17 +1,20 @@
 """Assignment of completions to data-parallel ranks and micro-batches.
 
 The lengths of completions differ by an order of magnitude, and an update is as slow as its slowest rank. `schedule`
-distributes the completions so that every rank and every micro-batch has about the same amount of work. It is a pure
-function of the lengths: each rank computes the whole schedule and takes its own row. The schedule changes the duration
-of an update, never its result: see `megatron_grpo.algorithm.weighting`.
+distributes the completions so that every rank and every micro-batch has about the same amount of work, and
+`hybrid_schedule` also chooses how many context-parallel ranks share a micro-batch. Both are pure functions of the
+lengths: each rank computes the whole schedule and takes its own row. The schedule changes the duration of an update,
+never its result: see `megatron_grpo.algorithm.weighting`.
 """
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.errors import GrpoError
 
 Schedule = list[list[list[int]]]  # [rank][micro-batch] -> completion indices
@@ -71,8 +74,8 @@ def schedule(
       up to a multiple of `microbatch_multiple`, if n is large enough. If n is a multiple of dp_size
       microbatch_multiple, a schedule always exists.
     * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
-      such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches of the
-      smallest M that could do, or leaves one empty, single completions are distributed instead.
+      such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches that
+      single completions take, or leaves one empty, single completions are distributed instead.
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
       the mean, maxima exceed the optimal ones by no more than these differences.
 
@@ -98,14 +101,69 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        groups = None if together is None else np.unique(together, return_inverse=True)[1].tolist()
-        packs = _budget_packs(sizes.tolist(), work, dp_size, max_tokens, microbatch_multiple, groups)
+        found = _budget_packs({1: sizes.tolist()}, work, dp_size, max_tokens, microbatch_multiple, _numbered(together))
+        packs = [pack for _, pack in found]
     elif micro_batch_size is not None:
         packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
     else:
         raise ValueError("schedule needs micro_batch_size or max_tokens")
     ranks = _round_robin([sum(work[i] for i in pack) for pack in packs], dp_size)
     return [[sorted(packs[pack]) for pack in rank] for rank in ranks]
+
+
+def hybrid_schedule(
+    lengths: npt.ArrayLike,
+    dp_size: int,
+    cp_size: int,
+    max_tokens: int,
+    microbatch_multiple: int = 1,
+    attention_coefficient: float = 0.0,
+    together: npt.ArrayLike | None = None,
+) -> tuple[list[int], Schedule]:
+    """Divide n completions over data- and context-parallel ranks, and choose the degree of each micro-batch.
+
+    In a micro-batch of degree c, a power of two, c neighbouring context-parallel ranks hold a pack together, each of
+    them 1 / c of its tokens. The cp_size ranks of a group thus compute cp_size / c packs at the same time. Micro-batch
+    i has the same degree on all ranks, and no pack is empty. The work of a rank is that of its packs, divided by their
+    degrees. Micro-batches are in descending order of degree, then of work.
+
+    A completion needs the smallest degree c for which its padded length is at most c max_tokens. Of every degree above
+    1 there are as many micro-batches as the completions that need it fill with one in each pack (two of them share no
+    pack of this degree, because each is longer than half of it). There are as many of degree 1 as make the greedy
+    packing of `schedule` succeed; it may put a completion into a pack of a larger degree than it needs. If there are
+    too few completions for one in each pack, the smallest degree is 2 instead, then 4, up to cp_size.
+
+    With lengths of at most max_tokens the result is that of `schedule` for dp_size cp_size ranks, if n is large enough.
+
+    Args:
+        lengths: [n], tokens of each sequence, prompt included, at least 1, not padded.
+        dp_size, cp_size: data-parallel ranks, and context-parallel ranks of each, a power of two.
+        max_tokens: maximum number of tokens of a rank in a micro-batch: a pack of degree c has up to c max_tokens, with
+            the padding of its sequences.
+        microbatch_multiple, attention_coefficient, together: as in `schedule`.
+
+    Returns:
+        ([micro-batch] -> degree, [data-parallel rank x cp_size + context-parallel rank][micro-batch] -> completions).
+        The c ranks that share a pack have equal lists.
+
+    Raises:
+        GrpoError: a completion is longer than cp_size max_tokens, or n is too small for, or not divisible by, dp_size
+            and microbatch_multiple.
+    """
+    length = np.asarray(lengths, dtype=np.int64)
+    work = (length + attention_coefficient * length**2).tolist()
+    degrees = [2**power for power in range(cp_size.bit_length())]
+    sizes = {degree: padded_lengths(length, degree).tolist() for degree in degrees}
+    ranks = dp_size * cp_size
+    packs = _budget_packs(sizes, work, ranks, max_tokens, microbatch_multiple, _numbered(together))
+    of_packs = [degree for degree, _ in packs]
+    dealt = _round_robin([sum(work[i] for i in pack) / degree for degree, pack in packs], ranks, of_packs)
+    schedule_ = [[sorted(packs[number][1]) for number in rank] for rank in dealt]
+    return [of_packs[number] for number in dealt[0]], schedule_
+
+
+def _numbered(together: npt.ArrayLike | None) -> list[int] | None:
+    return None if together is None else np.unique(together, return_inverse=True)[1].tolist()
 
 
 def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multiple: int) -> list[list[int]]:
@@ -120,68 +178,114 @@ def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multipl
     return _round_robin(work, n // micro_batch_size)
 
 
+Packs = list[tuple[int, list[int]]]  # (degree, completions)
+
+
 def _budget_packs(
-    sizes: list[int], work: list[float], dp_size: int, max_tokens: int, multiple: int, groups: list[int] | None
-) -> list[list[int]]:
-    n, total, longest = len(sizes), sum(sizes), max(sizes, default=0)
+    sizes: Mapping[int, list[int]],
+    work: list[float],
+    ranks: int,
+    max_tokens: int,
+    multiple: int,
+    groups: list[int] | None,
+) -> Packs:
+    """Return the packs of all ranks; ``sizes`` are the padded lengths [n] by degree, for ascending degrees."""
+    n, widest = len(work), max(sizes)
+    dp_size, limit = ranks // widest, widest * max_tokens
     most = n // dp_size // multiple * multiple
     if most == 0:
         raise GrpoError(
             f"{n} completions are too few for {dp_size} data-parallel ranks with at least {multiple} micro-batches "
             f"each, none of them empty: raise --global-batch-size to at least {dp_size * multiple}"
         )
-    if longest > max_tokens:
+    budget = f"--max-tokens-per-microbatch {max_tokens}" + f" x --context-parallel-size {widest}" * (widest > 1)
+    if (longest := max(sizes[widest])) > limit:
         raise GrpoError(
-            f"completion {sizes.index(longest)} has {longest} tokens with its prompt, more than "
-            f"--max-tokens-per-microbatch {max_tokens}: raise it to at least "
-            f"--max-prompt-length + --max-completion-length"
+            f"completion {sizes[widest].index(longest)} has {longest} tokens with its prompt, more than {budget}: "
+            "raise it to at least --max-prompt-length + --max-completion-length"
         )
-    at_least = max(
-        -(-total // max_tokens), sum(2 * size > max_tokens for size in sizes)
-    )  # two completions above max_tokens / 2 never share a pack
-    fewest = -(-at_least // (dp_size * multiple)) * multiple
-    if groups is not None:
-        pieces = _first_fit(sizes, groups, max_tokens)
-        piece_sizes = [sum(sizes[i] for i in piece) for piece in pieces]
-        piece_work = [sum(work[i] for i in piece) for piece in pieces]
-        for num_microbatches in range(fewest, min(fewest * 5 // 4, len(pieces) // dp_size) + 1, multiple):
-            packs = _longest_first(piece_sizes, piece_work, dp_size * num_microbatches, max_tokens)
-            if packs is not None and all(packs):
-                return [[i for piece in pack for i in pieces[piece]] for pack in packs]
-    for num_microbatches in range(fewest, most + 1, multiple):
-        packs = _longest_first(sizes, work, dp_size * num_microbatches, max_tokens)
-        if packs is not None:
-            return packs
-    raise GrpoError(
-        f"{n} completions do not fit into {dp_size} x {most} micro-batches of {max_tokens} tokens, the largest number "
-        f"of micro-batches without an empty one on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
-        f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
-    )
+    found = _fewest(sizes, work, ranks, max_tokens, multiple)
+    if found is None:
+        raise GrpoError(
+            f"{n} completions do not fit into {dp_size} x {most} micro-batches of {limit} tokens, the largest number "
+            f"of micro-batches without an empty one on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
+            f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
+        )
+    if groups is None:
+        return found
+    pieces = _first_fit(sizes[1], groups, max_tokens)
+    of_pieces = {c: [sum(own[i] for i in piece) for piece in pieces] for c, own in sizes.items()}
+    work_of_pieces = [sum(work[i] for i in piece) for piece in pieces]
+    few = sum(degree for degree, _ in found) // ranks * 5 // 4
+    of_packs = _fewest(of_pieces, work_of_pieces, ranks, max_tokens, multiple, few)
+    if of_packs is None:
+        return found
+    return [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in of_packs]
 
 
-def _round_robin(costs: Sequence[float], bins: int) -> list[list[int]]:
+def _fewest(
+    sizes: Mapping[int, list[int]],
+    work: list[float],
+    ranks: int,
+    max_tokens: int,
+    multiple: int,
+    most: int | None = None,
+) -> Packs | None:
+    """Return packs for the smallest number of micro-batches that the greedy packing finds; None if there is none.
+
+    ``most`` is the largest number to try; without it, the largest without an empty pack.
+    """
+    needed = [next(c for c in sizes if sizes[c][i] <= c * max_tokens) for i in range(len(work))]
+    for smallest in sizes:
+        degrees = [c for c in sizes if c >= smallest]
+        least = [max(c, smallest) for c in needed]
+        numbers = {c: -(-least.count(c) * c // ranks) for c in degrees[1:]}  # of micro-batches
+        wide = sum(numbers.values())
+        tokens = -(-sum(sizes[smallest]) // max_tokens)
+        if not wide:  # two items above half of a pack never share one
+            tokens = max(tokens, smallest * sum(2 * size > smallest * max_tokens for size in sizes[smallest]))
+        fewest = -(-max(-(-tokens // ranks), wide) // multiple) * multiple
+        for number in itertools.count(fewest, multiple):
+            numbers[smallest] = number - wide
+            packs = [c for c in degrees for _ in range(numbers[c] * ranks // c)]
+            if len(packs) > len(work) or (most is not None and number > most):
+                break
+            filled = _longest_first(sizes, work, least, packs, max_tokens)
+            if filled is not None and all(filled):
+                return list(zip(packs, filled, strict=True))
+    return None
+
+
+def _round_robin(costs: Sequence[float], bins: int, degrees: Sequence[int] | None = None) -> list[list[int]]:
     """Deal items to bins, the same number to each, in rounds of the next `bins` largest items.
 
     In a round the largest item goes to the least loaded bin, the second largest to the second least loaded, and so on.
     The loads differ by at most the largest difference within one round, so by no more than max(costs) - min(costs).
     Proof: let the loads of two bins differ by D. The lighter bin gets the larger of two items that differ by s, at most
     the difference within the round. Afterwards the loads differ by |D - s| <= max(D, s).
+
+    With ``degrees`` an item of degree c goes to c neighbouring bins, and costs each of them as much. A round has items
+    of one degree, the largest degree first: neighbours have shared all items before, so their loads are equal.
     """
-    order = _descending(costs)
+    degrees = degrees or [1] * len(costs)
+    order = sorted(range(len(costs)), key=lambda i: (-degrees[i], -costs[i], i))
     dealt: list[list[int]] = [[] for _ in range(bins)]
     loads = [0.0] * bins
-    for first in range(0, len(order), bins):
-        lightest_first = sorted(range(bins), key=lambda b: (loads[b], b))
-        for b, item in zip(lightest_first, order[first : first + bins], strict=True):
-            dealt[b].append(item)
-            loads[b] += costs[item]
+    while order:
+        degree = degrees[order[0]]
+        now, order = order[: bins // degree], order[bins // degree :]
+        lightest_first = sorted(range(0, bins, degree), key=lambda b: (loads[b], b))
+        for b, item in zip(lightest_first, now, strict=True):
+            for neighbour in range(b, b + degree):
+                dealt[neighbour].append(item)
+                loads[neighbour] += costs[item]
     return dealt
 
 
 def _first_fit(sizes: list[int], groups: list[int], room: int) -> list[list[int]]:
     """Divide the items of each group into pieces of at most `room`: longest first, each into the first with room.
 
-    At most one piece of a group is filled by half or less.
+    At most one piece of a group is filled by half or less. A longer item is a piece of its own.
     """
     pieces: dict[int, list[list[int]]] = {}
     left: dict[int, list[int]] = {}
@@ -197,11 +301,16 @@ def _first_fit(sizes: list[int], groups: list[int], room: int) -> list[list[int]
     return [piece for own in pieces.values() for piece in own]
 
 
-def _longest_first(sizes: list[int], work: list[float], bins: int, room: int) -> list[list[int]] | None:
-    """Put each item, longest first, into the bin with the least work that has room for the item's tokens.
+def _longest_first(
+    sizes: Mapping[int, list[int]], work: list[float], least: list[int], degrees: list[int], max_tokens: int
+) -> list[list[int]] | None:
+    """Put each item, longest first, into the bin with the least work per rank that has room for the item's tokens.
 
-    This is the LPT rule of Graham (SIAM J. Appl. Math. 17, 1969) under a capacity. Returns None if an item fits into no
-    bin.
+    ``degrees`` are those of the bins, ascending; an item goes into bins of at least the degree ``least`` [n], those
+    with the largest first. This is the LPT rule of Graham (SIAM J. Appl. Math. 17, 1969) under a capacity. Returns None
+    if an item fits into no bin.
+
+    With one degree:
 
     *Every item finds room* if none exceeds `room` = B and bins >= 2 sum(sizes) / B: fewer than `bins` items are above
     B / 2. They come first, so each of them finds an empty bin. A smaller item would fail only if every bin held more
@@ -213,22 +322,41 @@ def _longest_first(sizes: list[int], work: list[float], bins: int, room: int) ->
     than s, and the other bins are no lighter than this bin, which is heavier than a full bin. So X < mean. From then
     on this bin, which holds an item no shorter than s, gets at most B - s tokens in items no longer than s: at most X.
     """
-    packed: list[list[int]] = [[] for _ in range(bins)]
-    roomy = [(0.0, b, room) for b in range(bins)]  # heap of (work, bin, room)
-    full: list[tuple[int, float, int]] = []  # heap of (-room, work, bin): bins without room for an earlier, longer item
-    for item in _descending(sizes):
-        while full and -full[0][0] >= sizes[item]:
-            minus_room, load, b = heapq.heappop(full)
-            heapq.heappush(roomy, (load, b, -minus_room))
-        while roomy and roomy[0][2] < sizes[item]:
-            load, b, left = heapq.heappop(roomy)
-            heapq.heappush(full, (-left, load, b))
-        if not roomy:
+    packed: list[list[int]] = [[] for _ in degrees]
+    kinds = {c: _Bins((b for b, own in enumerate(degrees) if own == c), c * max_tokens) for c in dict.fromkeys(degrees)}
+    for item in sorted(range(len(work)), key=lambda i: (-least[i], -sizes[least[i]][i], i)):
+        loads = {c: bins.least_load(sizes[c][item]) for c, bins in kinds.items() if c >= least[item]}
+        loads = {c: load for c, load in loads.items() if load is not None}
+        if not loads:
             return None
-        load, b, left = roomy[0]
-        heapq.heapreplace(roomy, (load + work[item], b, left - sizes[item]))
-        packed[b].append(item)
+        degree = min(loads, key=lambda c: (loads[c], c))
+        packed[kinds[degree].put(sizes[degree][item], work[item] / degree)].append(item)
     return packed
+
+
+class _Bins:
+    """Bins of one degree, with their loads and the room that they have left."""
+
+    def __init__(self, numbers: Iterable[int], room: int):
+        self._roomy = [(0.0, b, room) for b in numbers]  # heap of (work, bin, room)
+        # Heap of (-room, work, bin): bins without room for an earlier, longer item.
+        self._full: list[tuple[int, float, int]] = []
+
+    def least_load(self, size: int) -> float | None:
+        """Return the load of the lightest bin with room for ``size`` tokens, which `put` then takes; None: no room."""
+        while self._full and -self._full[0][0] >= size:
+            minus_room, load, b = heapq.heappop(self._full)
+            heapq.heappush(self._roomy, (load, b, -minus_room))
+        while self._roomy and self._roomy[0][2] < size:
+            load, b, left = heapq.heappop(self._roomy)
+            heapq.heappush(self._full, (-left, load, b))
+        return self._roomy[0][0] if self._roomy else None
+
+    def put(self, size: int, work: float) -> int:
+        """Put an item of ``size`` tokens into the lightest bin with room; return the number of the bin."""
+        load, b, left = self._roomy[0]
+        heapq.heapreplace(self._roomy, (load + work, b, left - size))
+        return b
 
 
 def _descending(costs: Sequence[float]) -> list[int]:

@@ -77,6 +77,11 @@ def with_tokens_of(batch: RolloutBatch, wants: Bool, group: dist.ProcessGroup | 
     arrays = [getattr(batch, name) for name in names]
     arrays, held = exchange_tokens(arrays, batch.cu_seqlens[:-1], batch.lengths, batch.held, wants, group)
     tokens = dict(zip(names, arrays, strict=True))
+    if batch.image_bytes is not None:
+        starts = offsets(batch.held_image_sizes)[:-1]
+        (tokens["image_bytes"],), _ = exchange_tokens(
+            [batch.image_bytes], starts, batch.image_sizes, batch.held, wants, group
+        )
     sizes = {"all_lengths": batch.lengths, "all_response_lengths": batch.response_lengths}
     if of_every_rank(held, group).all():
         sizes = dict.fromkeys(sizes)

@@ -43,7 +43,9 @@ from typing import Any, ClassVar
 from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.utils.errors import GrpoError
 
-Message = dict[str, Any]  # {"role": "user", "content": "..."}, as chat templates expect them
+# {"role": "user", "content": "..."}, as chat templates expect them; a vision-language model's content can be parts:
+# [{"type": "image", "image": a PIL image, path, bytes or data URI}, {"type": "text", "text": "..."}].
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

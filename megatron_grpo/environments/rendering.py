@@ -81,7 +81,7 @@ class TurnRenderer:
         if first == second:
             raise GrpoError("the chat template does not show the assistant's turns, so no turn can follow another")
         for number, message in enumerate(new):
-            other = [*new[:number], {**message, "content": f"{message['content']}?"}, *new[number + 1 :]]
+            other = [*new[:number], {**message, "content": _changed(message["content"])}, *new[number + 1 :]]
             if rendered("A", other) == first:
                 raise GrpoError(
                     f"the chat template does not show a message of the role {message['role']}: "
@@ -120,6 +120,10 @@ class TurnRenderer:
         rest = self._tokenizer.decode(ids[1:], skip_special_tokens=False).lstrip()
         begins_next = any(rest.startswith(name) for name in self._tokenizer.special_tokens)
         return ids[1:] if ids[0] in self._special and begins_next else ids
+
+
+def _changed(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return f"{content}?" if isinstance(content, str) else [*content, {"type": "text", "text": "?"}]
 
 
 def _with_json_arguments(message: Message) -> Message:

@@ -28,6 +28,7 @@ from megatron_grpo.environments.registry import Environment, Reply, ToolCall, Tu
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, begin
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import as_data_uri, source_of_part
 
 _THREADS = 256  # calls at the same time that are no coroutines
 _MAX_LINE = 2**28  # bytes of a command
@@ -163,9 +164,25 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f'returned the message {message!r:.80}, not {{"role": .., "content": ..}}')
-        if not isinstance(message.get("content"), str):
-            raise TypeError(f"returned a message of the role {message['role']} without a text as content")
-    return [{**message, "content": _printable(message["content"])} for message in messages]
+        if not isinstance(message.get("content"), str | list):
+            raise TypeError(f"returned a message of the role {message['role']} without a text or parts as content")
+    return [{**message, "content": _content(message["content"])} for message in messages]
+
+
+def _content(content: str | list[Any]) -> str | list[dict[str, str]]:
+    """Return a message's content in JSON's types: a text, or its parts with encoded images."""
+    if isinstance(content, str):
+        return _printable(content)
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": _printable(part["text"])})
+        elif kind in ("image", "image_url") and source_of_part(part) is not None:
+            parts.append({"type": "image", "image": as_data_uri(source_of_part(part))})
+        else:
+            raise TypeError(f'returned the part {part!r:.80}, not {{"type": "text", "text": ..}} or an image')
+    return parts
 
 
 def _printable(text: str) -> str:

@@ -215,8 +215,10 @@ class Plan:
 
     def tokens(self) -> int:
         """Return the tokens of the longest micro-batch, summed over context-parallel ranks."""
-        longest = longest_sequence(self.args)
-        return self.args.max_tokens_per_microbatch or self.args.micro_batch_size * longest
+        args = self.args
+        if args.max_tokens_per_microbatch:
+            return args.max_tokens_per_microbatch * (args.context_parallel_size if args.hybrid_context_parallel else 1)
+        return args.micro_batch_size * longest_sequence(args)
 
     def _weight_keys(self, chunk: Chunk) -> Iterator[int | str]:
         """Yield the keys in ``weights`` of a chunk's parameters."""

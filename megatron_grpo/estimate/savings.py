@@ -2,8 +2,8 @@
 
 from argparse import Namespace
 
+from megatron_grpo.data.arguments import smallest_budget
 from megatron_grpo.estimate.memory import GIB, Plan
-from megatron_grpo.utils.batch_sizes import longest_sequence
 
 SMALL = 2**28  # bytes; smaller differences are not worth a flag
 
@@ -22,8 +22,7 @@ def savings(args: Namespace, stage: int) -> list[tuple[str, float]]:
 def _changes(args: Namespace):
     """Yield (flags, changed arguments) that lead to the same result as the present ones."""
     if args.max_tokens_per_microbatch:
-        longest = longest_sequence(args)
-        half = max(args.max_tokens_per_microbatch // 2, longest)
+        half = max(args.max_tokens_per_microbatch // 2, smallest_budget(args))
         if half < args.max_tokens_per_microbatch:
             yield f"--max-tokens-per-microbatch {half}", {"max_tokens_per_microbatch": half}
     elif args.micro_batch_size > 1:

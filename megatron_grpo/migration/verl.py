@@ -366,12 +366,7 @@ PARALLEL = (
     Row(f"{TRANSFORMER}moe_z_loss_coeff", "--moe-z-loss-coeff"),
     Row(f"{TRANSFORMER}moe_shared_expert_overlap", "--moe-shared-expert-overlap", SWITCH),
     Row(f"{TRANSFORMER}apply_rope_fusion", "--apply-rope-fusion", SWITCH, "needs Transformer Engine"),
-    Row(
-        f"{TRANSFORMER}gradient_accumulation_fusion",
-        "--gradient-accumulation-fusion",
-        SWITCH,
-        "needs apex or Transformer Engine",
-    ),
+    Row(f"{TRANSFORMER}gradient_accumulation_fusion", "--gradient-accumulation-fusion", SWITCH),
     Row(f"{TRANSFORMER}bias_activation_fusion", "--bias-activation-fusion", SWITCH),
     Row(f"{TRANSFORMER}bias_dropout_fusion", "--bias-dropout-fusion", SWITCH),
     Row(f"{TRANSFORMER}masked_softmax_fusion", None, None, "the attention kernels compute the softmax themselves"),

@@ -46,8 +46,8 @@ Only = tuple[str, tuple[Any, ...], str]
 # Attributes with a restricted set of values: (attributes, values, reason and cure).
 ONLY: tuple[Only, ...] = (
     (
-        "hybrid_context_parallel hierarchical_context_parallel_sizes",
-        (None, False),
+        "hierarchical_context_parallel_sizes",
+        (None,),
         "Transformer Engine refuses packed batches with it: leave it out, and give --cp-comm-type p2p or a2a",
     ),
     (

@@ -24,6 +24,7 @@ from megatron.core.utils import divide
 
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
+from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.errors import GrpoError
 
@@ -35,7 +36,7 @@ class PackedAttention(MegatronModule):
     heads of another size than key heads (MLA). Soft-capped scores are supported without sinks only.
 
     ``forward`` takes q ``[t / cp, heads, d]``, k ``[t / cp, groups, d]`` and v ``[t / cp, groups, d_v]``, tokens in the
-    order of `zigzag`, and returns ``[t / cp, heads * d_v]``.
+    order of `zigzag`, and returns ``[t / cp, heads * d_v]``. cp ranks hold the pack (`place_in_pack`).
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None, "every batch is packed"
-        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        cp_size, cp_rank = place_in_pack(len(query), packed_seq_params.cu_seqlens_q_padded, self.cp_group)
         if cp_size > 1:
             both = tensor_parallel.gather_from_sequence_parallel_region(
-                torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=self.cp_group
+                torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=sharing_ranks(cp_size)
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale

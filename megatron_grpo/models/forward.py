@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack, pack_completions
-from megatron_grpo.data.schedule import attention_coefficient, schedule
+from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import router_replay
 from megatron_grpo.parallel.arguments import query_groups
@@ -63,32 +63,52 @@ def for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
 
 def assignment(
     args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None
-) -> list[list[np.ndarray]]:
-    """Return the completions of every micro-batch of every data-parallel rank: [rank][micro-batch]; equal on all ranks.
+) -> tuple[list[int], list[list[np.ndarray]]]:
+    """Return (degree of each micro-batch, completions of each micro-batch of every rank: [rank][micro-batch]).
 
-    ``completions`` are the numbers of those to divide. ``max_tokens`` is a token budget that overrides the flags.
+    Equal on all ranks. Rank is data-parallel rank x CP + context-parallel rank; as many neighbours as the degree share
+    a pack. ``completions`` are the numbers of those to divide. ``max_tokens`` is a token budget that overrides the
+    flags.
     """
-    lengths = batch.lengths
+    lengths = batch.lengths[completions]
     max_tokens = max_tokens or args.max_tokens_per_microbatch
-    # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal in
-    # every parallel configuration.
-    padded = padded_lengths(lengths[completions], parallel_state.get_context_parallel_world_size())
-    ranks = schedule(
-        padded if max_tokens else lengths[completions],
-        parallel_state.get_data_parallel_world_size(),
-        micro_batch_size=None if max_tokens else args.micro_batch_size,
-        max_tokens=max_tokens,
-        microbatch_multiple=args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
-        attention_coefficient=_attention_coefficient(args),
-        together=batch.row_ids[completions] if args.vision_config else None,
-    )
-    return [[completions[pack] for pack in rank] for rank in ranks]
+    dp_size = parallel_state.get_data_parallel_world_size()
+    cp_size = parallel_state.get_context_parallel_world_size()
+    how = {
+        "max_tokens": max_tokens,
+        "microbatch_multiple": args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
+        "attention_coefficient": _attention_coefficient(args),
+        "together": batch.image_keys[completions] if args.vision_config else None,
+    }
+    ranks: Schedule
+    if args.hybrid_context_parallel and max_tokens:
+        degrees, ranks = hybrid_schedule(lengths, dp_size, cp_size, **how)
+    else:
+        # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
+        # in every parallel configuration.
+        padded = padded_lengths(lengths, cp_size) if max_tokens else lengths
+        groups = schedule(padded, dp_size, None if max_tokens else args.micro_batch_size, **how)
+        degrees, ranks = [cp_size] * len(groups[0]), [group for group in groups for _ in range(cp_size)]
+    return degrees, [[completions[pack] for pack in rank] for rank in ranks]
 
 
 def own_completions(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> np.ndarray:
-    """Return the completions in this rank's micro-batches; the arguments are those of `assignment`."""
-    packs = assignment(args, batch, completions, max_tokens)[parallel_state.get_data_parallel_rank()]
-    return np.concatenate(packs)
+    """Return the completions in this rank's micro-batches; the arguments are those of `assignment`.
+
+    With --router-replay-mode R2 they are those of all context-parallel ranks, which exchange their experts.
+    """
+    _, ranks = assignment(args, batch, completions, max_tokens)
+    if args.router_replay_mode == "R2":
+        cp_size = parallel_state.get_context_parallel_world_size()
+        first = parallel_state.get_data_parallel_rank() * cp_size
+        return np.unique(np.concatenate([pack for rank in ranks[first : first + cp_size] for pack in rank]))
+    return np.concatenate(ranks[_own_place()])
+
+
+def _own_place() -> int:
+    """Return this rank's index in `assignment`."""
+    cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return parallel_state.get_data_parallel_rank() * cp_size + cp_rank
 
 
 def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
@@ -97,18 +117,20 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
     tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
-    ranks = assignment(args, batch, completions, max_tokens)
-    cp_size = parallel_state.get_context_parallel_world_size()
+    degrees, ranks = assignment(args, batch, completions, max_tokens)
     pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    total_length = None
+    of_rank = None  # tokens of a rank
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
-        multiple = pad_multiple * sequence_multiple(cp_size)
-        lengths = padded_lengths(batch.lengths, cp_size)
-        total_length = -(-max(int(lengths[pack].sum()) for rank in ranks for pack in rank) // multiple) * multiple
+        unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
+        of_rank = unit * max(
+            -(-int(padded_lengths(batch.lengths[pack], degree).sum()) // (degree * unit))
+            for rank in ranks
+            for degree, pack in zip(degrees, rank, strict=True)
+        )
     cp_rank = parallel_state.get_context_parallel_rank()
     return [
-        pack_completions(batch, pack, pad_multiple, total_length, cp_size, cp_rank)
-        for pack in ranks[parallel_state.get_data_parallel_rank()]
+        pack_completions(batch, pack, pad_multiple, of_rank and of_rank * degree, degree, cp_rank % degree)
+        for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
     ]
 
 
@@ -145,11 +167,11 @@ def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, 
     results = run_schedule(forward_step, packs, model, forward_only=True)
     flat = np.full((2, len(batch.tokens)), np.nan, np.float32)
     computed = np.zeros(batch.num_completions, bool)
-    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-    if parallel_state.is_pipeline_last_stage() and ranks == (0, 0):
+    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
         for pack, scores in zip(packs, results, strict=True):
-            flat[:, pack.token_index] = scores.float().cpu().numpy()
-            computed[pack.indices] = True
+            if pack.cp_rank == 0:
+                flat[:, pack.token_index] = scores.float().cpu().numpy()
+                computed[pack.indices] = True
     return np.stack(spread(batch, list(flat), computed))
 
 
@@ -174,7 +196,7 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
         model=for_each(model),
         num_microbatches=len(packs),
         # Used only if all packs are padded to one length; otherwise stages communicate the shapes.
-        seq_length=int(packs[0].cu_seqlens[-1]),
+        seq_length=len(packs[0].tokens) * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

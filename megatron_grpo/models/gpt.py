@@ -13,6 +13,7 @@ from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
+from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.vision.tower import MRope, PackImages, VisionTower
@@ -136,6 +137,10 @@ class PolicyModel(GPTModel):
         so that they do not change the policy's gradient.
         """
         packed = inputs["packed_seq_params"]
+        degree, _ = place_in_pack(labels.shape[1], packed.cu_seqlens_q_padded, self.cp_group)
+        cp_group = sharing_ranks(degree)
+        for layer in self.mtp.layers:  # the first token of a rank's neighbour is the next one of its last token
+            layer.cp_group = cp_group
         outputs = self.mtp(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -149,8 +154,8 @@ class PolicyModel(GPTModel):
         ).chunk(1 + self.config.mtp_num_layers)
         rows = []
         for output in outputs[1:]:
-            valid, _ = roll_tensor((labels != IGNORED_LABEL).long(), cp_group=self.cp_group, packed_seq_params=packed)
-            labels, _ = roll_tensor(labels, cp_group=self.cp_group, packed_seq_params=packed)
+            valid, _ = roll_tensor((labels != IGNORED_LABEL).long(), cp_group=cp_group, packed_seq_params=packed)
+            labels, _ = roll_tensor(labels, cp_group=cp_group, packed_seq_params=packed)
             labels = labels.where(valid.bool(), IGNORED_LABEL)
             further = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
             log_probs, _ = self._head(output, weight, labels, further)

@@ -22,6 +22,8 @@ If a token was sampled from a truncated distribution, the sums over v are over i
 kept tokens are gathered from those of the vocabulary, and all other arithmetic is on ``[tokens, k]``.
 """
 
+from functools import wraps
+
 import torch
 import torch.distributed as dist
 
@@ -115,8 +117,7 @@ class _LogProbs(torch.autograd.Function):
             chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
             if part.start < early:
-                ones, zeros = torch.ones_like(mass), torch.zeros_like(mass)
-                grad = at.gradient(log_z[part], entropy[part], ones, zeros, temperature, cap)
+                grad = at.gradient(log_z[part], None, torch.ones_like(mass), None, temperature, cap)
                 gradient[part] = grad @ weight[:rows]
                 of_logits += [grad] * ctx.trained
                 del grad
@@ -202,8 +203,23 @@ def _column(kept, labels, mine):
 
 
 def _fused(function):
-    """Compile elementwise work over logits into one kernel on a GPU; vocabularies of CPU runs are small."""
-    return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+    """Compile elementwise work over logits into one kernel on a GPU; vocabularies of CPU runs are small.
+
+    The number of tokens differs from call to call. The vocabulary is a constant of the kernel, which divides by it for
+    every logit.
+    """
+    if not torch.cuda.is_available():
+        return function
+    compiled = torch.compile(function)
+
+    @wraps(function)
+    def call(*arguments):
+        for argument in arguments:
+            if torch.is_tensor(argument):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments)
+
+    return call
 
 
 @_fused
@@ -223,12 +239,13 @@ def _sums(logits, peak, column, temperature: float, cap: float | None):
 def _gradient(
     logits, log_z, entropy, column, grad_chosen, grad_entropy, temperature: float, cap: float | None, dtype: torch.dtype
 ):
-    """Return the gradient of this rank's logits, in ``dtype``."""
+    """Return the gradient of this rank's logits, in ``dtype``; ``grad_entropy`` None: the entropy has none."""
     capped = soft_cap(logits, cap)
     log_p = capped / temperature - log_z[:, None]
     p = log_p.exp()
     grad = torch.where(_is_label(column, p), 1.0 - p, -p) * grad_chosen[:, None]
-    grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
+    if grad_entropy is not None:
+        grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
     if cap is not None:
         grad = grad * (1 - (capped / cap) ** 2)  # derivative of cap * tanh(x / cap)
     return (grad / temperature).to(dtype)

@@ -22,7 +22,8 @@ from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
-from megatron_grpo.models.two_ropes import TwoRopesAttention
+from megatron_grpo.models.self_attention import PackedSelfAttention
+from megatron_grpo.models.two_ropes import with_two_ropes
 
 # Names in a layer of the local spec -> Transformer Engine's names. Transformer Engine fuses a norm into the next linear
 # layer. Checkpoints always have Transformer Engine's names, so that either implementation can load them.
@@ -138,7 +139,7 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
         attention.submodules.linear_proj = with_post_layernorm(attention.submodules.linear_proj, norm)
         mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
     if args.rotary_base_local:
-        attention.module = TwoRopesAttention
+        attention.module = with_two_ropes(attention.module)
     if args.attn_logit_softcapping:
         attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
@@ -159,6 +160,7 @@ def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
     else:
         names |= _FUSED_INPUT_NORM
+        parts.self_attention.module = PackedSelfAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = _submodules(parts.mlp)

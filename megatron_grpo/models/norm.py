@@ -23,9 +23,14 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.zero_centered:
-            return super().forward(x)
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) times ``weight`` ``[h]``, or 1 + ``weight`` if ``zero_centered``: `RMSNorm`."""
+    if not zero_centered:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).type_as(x)
 
 
 def with_post_layernorm(linear: type, norm: Any) -> type:

@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_grpo.parallel.context_parallel import place_in_pack
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.errors import GrpoError
 
@@ -136,8 +137,7 @@ def rotate_pack(
     megatron-core's function, which this one replaces: that cuts and joins the angles sequence by sequence in every
     layer, and launches a dozen kernels. On a GPU this is one kernel.
     """
-    offsets = tuple(cu_seqlens.tolist())
-    rows = _rows(offsets, len(freqs) == offsets[-1], cp_group.size(), cp_group.rank(), t.device)
+    rows = rows_of_pack(t, cu_seqlens, freqs, cp_group)
     if not t.is_cuda:
         return _rotate(t, freqs, rows, kind)
     # Packs differ in their tokens, queries and keys in their heads.
@@ -147,6 +147,41 @@ def rotate_pack(
 
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+def rows_of_pack(
+    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_group: ProcessGroup
+) -> torch.Tensor:
+    """Return the row of ``freqs`` for each of the tokens ``t`` ``[t, ...]``, int64 ``[t]``; see `rotate_pack`."""
+    offsets = tuple(cu_seqlens.tolist())
+    return _rows(offsets, len(freqs) == offsets[-1], *place_in_pack(len(t), offsets, cp_group), t.device)
+
+
+@lru_cache(maxsize=2)  # the layers of a micro-batch share the result; a kernel would compute it again for each head
+def cosines_and_sines(
+    freqs: torch.Tensor, rows: torch.Tensor, factor: float, interleaved: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of the tokens' angles, times the attention factor, ``[t, 1, 1, channels]`` each.
+
+    Sines of the first channels of the pairs are negative, as `rotate` needs them.
+    """
+    angles = freqs.index_select(0, rows)
+    sines = angles.sin() * factor
+    first = sines.unflatten(-1, (-1, 2) if interleaved else (2, -1)).select(-1 if interleaved else -2, 0)
+    first.neg_()
+    return (angles.cos() * factor).to(dtype), sines.to(dtype)
+
+
+def rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate the first channels of ``[t, a, b, d]`` by angles with these `cosines_and_sines`; the others stay.
+
+    A rotated pair is (x cos - y sin, y cos + x sin). Its channels are neighbours if ``interleaved``, otherwise half of
+    the rotated channels lie between them. Exchanging them is an index, which a compiler fuses; a cat is a copy.
+    """
+    turned, rest = t[..., : cos.shape[-1]], t[..., cos.shape[-1] :]
+    pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    turned = turned * cos + turned.unflatten(-1, pairs).flip(axis).flatten(-2) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
 @lru_cache(maxsize=8)  # the layers of a micro-batch share the result

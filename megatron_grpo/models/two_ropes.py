@@ -4,7 +4,6 @@ from argparse import Namespace
 
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
 
@@ -26,10 +25,13 @@ class TwoRopes(torch.nn.Module):
         return torch.stack([self.whole(*args, **kwargs), self.local(*args, **kwargs)])
 
 
-class TwoRopesAttention(SelfAttention):
-    """Self-attention that selects the rotary embedding of its layer from `TwoRopes`."""
+def with_two_ropes(attention: type) -> type:
+    """Return a subclass of a self-attention that selects the rotary embedding of its layer from `TwoRopes`."""
 
-    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, **more):
-        config = self.config
-        local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
-        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[int(local)], **more)
+    class TwoRopesAttention(attention):
+        def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, **more):
+            config = self.config
+            local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[int(local)], **more)
+
+    return TwoRopesAttention

@@ -1,8 +1,8 @@
-"""``--gradient-accumulation-fusion``: a matrix product adds the gradient of a weight to megatron-core's gradient buffer.
+"""``--gradient-accumulation-fusion``: matrix products that add a weight's gradient to megatron-core's gradient buffer.
 
-Without it a product makes the gradient in the weight's dtype, and DDP's hook adds this tensor to the buffer: two passes
-over memory more for each weight and micro-batch, and in 16 bits a rounding of each micro-batch's gradient. megatron-core
-calls a CUDA extension of apex for this; here torch's product takes its place.
+Without it a product makes the gradient in the weight's dtype, and DDP's hook adds this tensor to the buffer. That is
+one more kernel for each weight and micro-batch, and in 16 bits the gradient of each micro-batch is rounded.
+megatron-core calls a CUDA extension of apex for this; here torch's product takes its place.
 """
 
 from types import SimpleNamespace

@@ -24,6 +24,13 @@ PARALLELISM: tuple[FlagRow, ...] = (
         "layers of each virtual pipeline stage; alternative to --num-virtual-stages-per-pipeline-rank",
     ),
     ("--use-tp-pp-dp-mapping", bool, False, "rank order TP-CP-EP-PP-DP instead of TP-CP-EP-DP-PP"),
+    (
+        "--hybrid-context-parallel",
+        bool,
+        False,
+        "split a micro-batch over as many of the context-parallel ranks as its longest sequence needs; "
+        "--max-tokens-per-microbatch is then the token budget of one rank",
+    ),
 )
 
 TIMEOUT: FlagRow = (
@@ -39,7 +46,7 @@ _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")  #
 NEED_TRANSFORMER_ENGINE = (
     "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
     "fine_grained_activation_offloading fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type "
-    "use_precision_aware_optimizer use_te_activation_func"
+    "use_te_activation_func"
 ).split()
 
 
@@ -121,6 +128,12 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
+        if args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
+            raise GrpoError(
+                "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
+                "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
+                "leaves these layers out, with --recompute-num-layers"
+            )
     check_core_flags(args)
 
 
@@ -332,6 +345,8 @@ def _set_virtual_stages(args: Namespace) -> None:
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
+    if args.hybrid_context_parallel:
+        _check_hybrid_context_parallelism(args)
     if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
         raise GrpoError(
             f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has "
@@ -358,6 +373,25 @@ def _check_context_parallelism(args: Namespace) -> None:
         raise GrpoError(
             f"--cp-comm-type a2a splits the heads: --num-attention-heads ({args.num_attention_heads}) and "
             f"--num-query-groups ({query_groups(args)}) must be divisible by TP x CP ({heads}); or give p2p"
+        )
+
+
+def _check_hybrid_context_parallelism(args: Namespace) -> None:
+    cp, name = args.context_parallel_size, "--hybrid-context-parallel"
+    if cp < 2 or cp & (cp - 1):
+        raise GrpoError(
+            f"{name} halves the context-parallel group, down to single ranks: --context-parallel-size ({cp}) must be "
+            "2, 4, 8 or another power of two"
+        )
+    if args.transformer_impl != "local":
+        raise GrpoError(
+            f"{name} needs --transformer-impl local: only its attention takes another group of ranks in each "
+            "micro-batch"
+        )
+    if not args.max_tokens_per_microbatch:
+        raise GrpoError(
+            f"{name} needs --max-tokens-per-microbatch, the token budget of a rank: it determines how many ranks a "
+            "sequence needs"
         )
 
 

@@ -121,6 +121,7 @@ def initialize_model_parallel(args) -> None:
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        hybrid_context_parallel=args.hybrid_context_parallel,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )

@@ -18,6 +18,7 @@ from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.vision.encoded import divided, joined
 from megatron_grpo.vision.images import RowImages
 
 Needs = Callable[[RolloutBatch], Bool]
@@ -179,22 +180,31 @@ def to_batch(
         response_masks=[completion.response_mask for completion in completions],
         turns=[completion.turns for completion in completions],
         sample_starts=_sample_starts(completions),
+        images=[joined(c.shown_images) for c in completions if c.shown_images is not None] or None,
     )
     rewards = [c.turn_rewards for c in completions if c.turn_rewards is not None]
     states = [c.turn_states for c in completions if c.turn_states is not None]
     return replace(batch, turn_rewards=np.stack(rewards), turn_states=np.stack(states)) if rewards else batch
 
 
-def with_images(batch: RolloutBatch, images_of: Callable[[int], RowImages], mrope: bool) -> RolloutBatch:
-    """Return the batch with the arrays of a vision-language model; ``images_of`` returns the images of a row.
+def shown_images(batch: RolloutBatch) -> dict[int, tuple[int, list[bytes]]]:
+    """Return {key: (row, encoded images)} of the held episodes whose environment has shown images."""
+    assert batch.image_bytes is not None
+    return {
+        int(batch.image_keys[i]): (int(batch.row_ids[i]), divided(batch.image_bytes[batch.image_slice(i)]))
+        for i in np.flatnonzero(batch.held_image_sizes)
+    }
 
-    ``mrope``: the model has M-RoPE.
+
+def with_images(batch: RolloutBatch, images_of: Callable[[int], RowImages], mrope: bool) -> RolloutBatch:
+    """Return the batch with the arrays of a vision-language model.
+
+    ``images_of`` returns the images with a key of `RolloutBatch.image_keys`. ``mrope``: the model has M-RoPE.
     """
     positions, index = [np.zeros((0, 3), np.int64)], [np.zeros(0, np.int64)]
     for number in np.flatnonzero(batch.held):
         start, end = batch.cu_seqlens[number : number + 2]
-        prompt = batch.tokens[start : start + batch.prompt_lengths[number]]
-        found, visual = images_of(int(batch.row_ids[number])).layout(prompt, int(end - start))
+        found, visual = images_of(int(batch.image_keys[number])).layout(batch.tokens[start:end])
         index.append(visual)
         if found is not None:
             positions.append(found)

@@ -52,7 +52,7 @@ class Request:
     seed: int | None = None
     row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
     sampled_before: int = 0  # tokens of the draw in earlier samples (`Completion.sample_starts`): another seed
-    images: RowImages | None = None  # of the prompt
+    images: RowImages | None = None  # of the prompt, and of the environment's messages in ``begun``
 
     @property
     def begun_ids(self) -> Sequence[int]:
@@ -117,6 +117,7 @@ class Completion:
     environment_reward: float | None = None
     turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns] of RolloutBatch, which has them of all
     turn_states: npt.NDArray[np.int64] | None = None
+    shown_images: list[bytes] | None = None  # by the environment, encoded; None without a vision-language model
     messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
     # JSON, on the lead rank: what a resumed run needs to go on with an interrupted episode.
     episode_state: dict[str, Any] | None = None

@@ -6,7 +6,9 @@ engine continues from there. Meanwhile the other episodes generate. What comes o
 the prompt, with a response mask of 0 on those that the policy did not sample.
 
 A finished turn ends its episode when the environment says so, at --max-turns, and at the limits of sampled tokens
-(--max-completion-length) and of the environment's tokens (--max-environment-tokens). An environment that fails
+(--max-completion-length) and of the environment's tokens (--max-environment-tokens), in which images have all their
+tokens. A turn of a vision-language model in which it has sampled an image token ends an episode like a limit if the
+answer has images: the engine would put the image in place of that token. An environment that fails
 (environments/pool.py) ends it with the finish reason "failed": no reward function scores it, and its tokens are not in
 the loss.
 
@@ -17,6 +19,7 @@ what its completion so far holds (`Completion.episode_state`), with the environm
 earlier turns. If these get other answers than before, the episode starts again from its row.
 """
 
+import base64
 import hashlib
 import itertools
 import math
@@ -35,16 +38,31 @@ from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import as_source
+from megatron_grpo.vision.images import ImageReader
 
-_CONTINUES, _ENDS, _FAILS, _SPLITS, _RESUMES, _RESTARTS = range(6)
+_CONTINUES, _ENDS, _FAILS, _SPLITS, _STOPS, _RESUMES, _RESTARTS = range(7)
 _WAIT = 0.2  # s between looks at the environments while nothing generates
 
 
-def _number_of(tokens: Sequence[int]) -> int:
-    """Return a number for the tokens of an environment's answer, by their hash."""
-    return int(
-        np.frombuffer(hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=8).digest(), np.int64)[0]
-    )
+def _number_of(tokens: Sequence[int], images: Sequence[bytes]) -> int:
+    """Return a number for an environment's answer, by the hash of its tokens and images."""
+    hashed = hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=8)
+    for image in images:
+        hashed.update(image)
+    return int(np.frombuffer(hashed.digest(), np.int64)[0])
+
+
+def _without_images(messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
+    """Return the messages of an environment without their images, and these, encoded."""
+    without, images = [], []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            images += [as_source(part["image"], "an image") for part in content if part["type"] == "image"]
+            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+        without.append({**message, "content": content})
+    return without, [image for image in images if isinstance(image, bytes)]
 
 
 class FailureCounts:
@@ -67,6 +85,10 @@ class FailureCounts:
         ]
 
 
+# Episode, what follows, reward, tokens, and encoded images in base64: JSON's types.
+_Said = tuple[int, int, float | None, list[int], list[str]]
+
+
 class HistoryRewritten(GrpoError):
     """The chat template renders what was sampled otherwise (--on-rewritten-history refuse)."""
 
@@ -82,6 +104,7 @@ class _Episode:
     samples: list[Completion] = field(default_factory=list)  # the earlier ones
     turns: int = 0
     environment_tokens: int = 0
+    shown_images: list[bytes] = field(default_factory=list)  # by the environment
     messages: list[Message] = field(default_factory=list)  # before the policy's next turn
     turn: Message = field(default_factory=dict)  # the policy's newest turn
     text: str = ""  # of that turn, with its tool calls
@@ -100,7 +123,7 @@ class Conversing:
     """An engine around ``engine``, in which programs answer the policy's turns.
 
     ``pool``, ``renderer`` and ``parser`` are those of the lead rank, None on the others. ``group`` is the gloo process
-    group of the replica's ranks, None for a single rank.
+    group of the replica's ranks, None for a single rank. ``images`` reads the images of a vision-language model.
     """
 
     program: str  # the noun of the messages
@@ -114,9 +137,11 @@ class Conversing:
         tokenizer: Any,
         args: Any,
         group: dist.ProcessGroup | None = None,
+        images: ImageReader | None = None,
     ):
         self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
         self._tokenizer, self._args, self._group = tokenizer, args, group
+        self._images = images  # reader of a vision-language model
         self._failures = FailureCounts()
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +216,10 @@ class Episodes(Conversing):
         if self._pool is None:
             return
         row, episode.key = request.row, next(self._keys)
-        prompt = parse_prompt(dict(row), self._args.prompt_key, self._args.system_prompt)
+        if request.images is not None:
+            prompt = request.images.prompt
+        else:
+            prompt = parse_prompt(dict(row), self._args.prompt_key, self._args.system_prompt)
         episode.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self._pool.begin(episode.key, environment_of(row, self._args.environment).name, row)
 
@@ -214,6 +242,7 @@ class Episodes(Conversing):
             again=replace(request, begun=None),
             **{name: state[name] for name in names},
         )
+        self._show(episode, so_far.shown_images or [])
         if state["generates"]:
             episode.interrupted = newest
             begin = max((i + 1 for i, sampled in enumerate(newest.mask) if not sampled), default=0)
@@ -273,7 +302,7 @@ class Episodes(Conversing):
         """Apply the answers that have come; all ranks of the replica apply the same ones."""
         said = self._answers() if self._pool is not None else []
         ended, continued = [], []
-        for number, what, reward, tokens in of_lead(said, self._group):
+        for number, what, reward, tokens, images in of_lead(said, self._group):
             self._waiting.remove(number)
             self._immediate.discard(number)
             episode = self._episodes[number]
@@ -288,16 +317,18 @@ class Episodes(Conversing):
                 continued.append(self._next_turn(episode, begun))
                 continue
             episode.rewards.append(reward)
-            episode.states.append(_number_of(tokens) if episode.turns else 0)
+            shown = [base64.b64decode(image) for image in images]
+            episode.states.append(_number_of(tokens, shown) if episode.turns else 0)
             if what == _FAILS:
                 ended.append(self._end(number, "failed"))
             elif episode.turns == 0:  # the messages of the environment's reset are part of the prompt
                 if tokens:
+                    self._show(episode, shown)
                     episode.request = replace(episode.request, prompt_ids=tokens)
                 continued.append(self._next_turn(episode, None))
             elif what == _ENDS:
                 ended.append(self._end(number, episode.trajectory.finish_reason))
-            elif self._at_a_limit(episode, len(tokens)):
+            elif what == _STOPS or self._at_a_limit(episode, len(tokens)):
                 ended.append(self._end(number, "length"))
             elif what == _SPLITS:
                 episode.environment_tokens += len(tokens)
@@ -305,11 +336,20 @@ class Episodes(Conversing):
                 continued.append(self._next_turn(episode, None))
             else:
                 assert episode.trajectory is not None
+                self._show(episode, shown)
                 episode.environment_tokens += len(tokens)
                 episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
                 continued.append(self._next_turn(episode, episode.trajectory))
         self._generate(continued)
         return ended
+
+    def _show(self, episode: _Episode, images: list[bytes]) -> None:
+        """Add images to those of an episode."""
+        if images:
+            assert self._images is not None and episode.request.images is not None
+            more = episode.request.images.followed_by(self._images.of(images))
+            episode.request = replace(episode.request, images=more)
+            episode.shown_images += images
 
     @staticmethod
     def _begin_sample(episode: _Episode, prompt_ids: list[int]) -> None:
@@ -325,8 +365,8 @@ class Episodes(Conversing):
             sampled_before=request.sampled_before + sampled,
         )
 
-    def _answers(self) -> list[tuple[int, int, float | None, list[int]]]:
-        """Return (episode, what follows, reward, tokens) of each answer, on the lead rank."""
+    def _answers(self) -> list[_Said]:
+        """Return what each answer says, on the lead rank."""
         waiting = {self._episodes[number].key: number for number in self._waiting}
         self._read_answers(0.0)
         if not (self._generating or waiting.keys() & self._arrived.keys()):
@@ -340,32 +380,62 @@ class Episodes(Conversing):
         assert self._pool is not None
         self._arrived.update((answer.key, answer) for answer in self._pool.poll(wait))
 
-    def _said(self, number: int, answer: Answer) -> tuple[int, int, float | None, list[int]]:
+    def _said(self, number: int, answer: Answer) -> _Said:
         episode = self._episodes[number]
         if answer.differs:
             self._restarts += 1
-            return number, _RESTARTS, None, []
+            return number, _RESTARTS, None, [], []
         if answer.error is None and episode.interrupted is not None:
-            return number, _RESUMES, None, []
+            return number, _RESUMES, None, [], []
         error = answer.error
         if error is None and not answer.done and not episode.all_sampled and answer.messages:
+            messages, images = _without_images(answer.messages)
             try:
-                what, tokens = self._render(episode, answer.messages)
+                what, tokens = self._render(episode, messages, images)
+                limit = self._args.max_prompt_length
+                if not episode.turns and limit is not None and len(tokens) > limit:
+                    raise GrpoError(
+                        f"the prompt with the messages of reset has {len(tokens)} tokens, more than "
+                        f"--max-prompt-length {limit}: raise it, or let reset say less"
+                    )
             except HistoryRewritten:
                 raise
             except GrpoError as refused:
                 error = str(refused)
             else:
                 episode.messages += [episode.turn] if episode.turns else []
-                episode.messages += answer.messages
-                return number, what, answer.reward, tokens
+                episode.messages += messages
+                return number, what, answer.reward, tokens, [base64.b64encode(image).decode() for image in images]
         if error is not None:
             self._failures.add(error)
-            return number, _FAILS, None, []
-        return number, _ENDS if answer.done else _CONTINUES, answer.reward, []
+            return number, _FAILS, None, [], []
+        return number, _ENDS if answer.done else _CONTINUES, answer.reward, [], []
 
-    def _render(self, episode: _Episode, messages: Sequence[Message]) -> tuple[int, list[int]]:
-        """Return (_CONTINUES, the tokens between the policy's newest turn and its next one), or (_SPLITS, a prompt)."""
+    def _render(self, episode: _Episode, messages: Sequence[Message], images: list[bytes]) -> tuple[int, list[int]]:
+        """Return (_CONTINUES, the tokens between the policy's newest turn and its next one), or (_SPLITS, a prompt).
+
+        ``images`` are those of the messages. (_STOPS, []) if they cannot follow what the policy has sampled.
+        """
+        assert self._renderer is not None
+        seen = episode.request.images
+        if self._images is None or seen is None:
+            if any(not isinstance(message["content"], str) for message in messages):
+                raise GrpoError(
+                    f"a message of the environment has parts, and model family {self._args.model_family} takes texts "
+                    "only: return texts, or train a vision-language model"
+                )
+            return self._render_text(episode, messages)
+        new = self._images.of(images)
+        if episode.trajectory is None:
+            what, ids = self._render_text(episode, messages)
+            return what, seen.followed_by(new).expand(ids)
+        if images and not seen.fits([*episode.request.prompt_ids, *episode.trajectory.token_ids]):
+            return _STOPS, []
+        what, ids = self._render_text(episode, messages)
+        return what, new.expand(ids)
+
+    def _render_text(self, episode: _Episode, messages: Sequence[Message]) -> tuple[int, list[int]]:
+        """Return what `_render` does, with one token for each image."""
         assert self._renderer is not None
         row = episode.request.row
         variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row, episode.messages)
@@ -378,7 +448,8 @@ class Episodes(Conversing):
         if self._args.on_rewritten_history != "keep":
             spoken = turn if role == "tool" else turn | {"content": episode.text}
             whole = self._renderer.whole([*episode.messages, spoken, *messages], tools, variables)
-            if not self._renderer.keeps([*episode.request.prompt_ids, *episode.trajectory.token_ids], whole):
+            so_far, images = [*episode.request.prompt_ids, *episode.trajectory.token_ids], episode.request.images
+            if not self._renderer.keeps(so_far if images is None else images.collapse(so_far), whole):
                 return self._rewritten(episode, whole)
         last = episode.trajectory.token_ids[-1]
         return _CONTINUES, self._renderer.after_turn(episode.messages, turn, messages, last, tools, variables)
@@ -424,7 +495,12 @@ class Episodes(Conversing):
     def _so_far(self, episode: _Episode, newest: Completion | None) -> Completion:
         """Return the completion of an episode whose newest sample is ``newest``."""
         trajectory = newest or Completion(episode.request.id, [], None, "abort", [])
-        trajectory = replace(trajectory, prompt_ids=episode.request.prompt_ids, finish_reason="abort")
+        trajectory = replace(
+            trajectory,
+            prompt_ids=episode.request.prompt_ids,
+            finish_reason="abort",
+            shown_images=None if self._images is None else list(episode.shown_images),
+        )
         if self._args.on_rewritten_history == "split":
             return Completion.joined([*episode.samples, trajectory])
         return trajectory

@@ -20,6 +20,7 @@ from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
 from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import divided, joined
 
 DIRECTORY = "unfinished"  # subfolder of a checkpoint
 PromptOf = Callable[[int, list[int]], Prompt]  # of a row and the token ids that a file has
@@ -204,6 +205,10 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
     for name, of_all in texts.items():
         arrays[f"{name}_lengths"] = np.array([len(text) for text in of_all], np.int64)
         arrays[f"{name}s"] = np.frombuffer(b"".join(of_all), np.uint8)
+    if any(c.shown_images is not None for c in found):
+        shown = [joined(c.shown_images or ()) for c in found]
+        arrays["shown_sizes"] = np.array([len(data) for data in shown], np.int64)
+        arrays["shown_images"] = np.concatenate(shown)
     of_turns = [(c.turn_rewards, c.turn_states) for c in found]
     most = next((len(own) for own, _ in of_turns if own is not None), None)
     if most is not None:  # unfinished episodes have none
@@ -221,6 +226,8 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         begin = int(np.maximum(sizes[:i], 0).sum())
         return None if sizes[i] < 0 else arrays[values][begin : begin + sizes[i]]
 
+    shown = part("shown_sizes", "shown_images") if "shown_sizes" in arrays else None
+
     def from_json(name: str) -> Any:
         text = part(f"{name}_lengths", f"{name}s") if f"{name}s" in arrays else None
         return None if text is None else json.loads(text.tobytes())
@@ -236,6 +243,7 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         environment_reward=None if math.isnan(reward) else reward,
         turn_rewards=arrays["turn_rewards"][i] if has_turns else None,
         turn_states=arrays["turn_states"][i] if has_turns else None,
+        shown_images=None if shown is None else divided(shown),
         messages=from_json("message"),
         episode_state=from_json("episode_state"),  # none in checkpoints of earlier versions
         prompt_ids=None if prompt is None else prompt.tolist(),

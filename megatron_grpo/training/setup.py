@@ -168,8 +168,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     with memory.phase("the construction of model and optimizer"):
         model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
-        if images is not None:
-            attach_images(model, images, dataset.images_of)
+        image_store = attach_images(model, images, dataset.images_of) if images is not None else None
         teacher = None
         if teach_args is not None:
             load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
@@ -213,7 +212,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         ):
             engine = memory.engine = build_engine(args, model, tokenizer)
             if args.environment and not recorded_in(args):
-                engine = memory.engine = build_episodes(args, engine, tokenizer)
+                engine = memory.engine = build_episodes(args, engine, tokenizer, images)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, dataset, position)
     if recorded_in(args):
@@ -244,6 +243,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         tokenizer=tokenizer,
         dataset=dataset,
         sampler=sampler,
+        images=image_store,
         partial=partial_rollouts,
         ledger=ledger,
         replay=replay,
@@ -275,7 +275,7 @@ def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptD
     """Run an engine replica on this rank until the trainer ends it."""
     engine = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], tokenizer)
     if args.environment:
-        engine = build_episodes(args, engine, tokenizer)
+        engine = build_episodes(args, engine, tokenizer, train.images)
     scorer = build_scorer(args, models) if engine.is_lead else None
     wait_for_trainers(roles.store)
     ledger = ledger_of_replica(args, roles.role.replica, engine.is_lead)
@@ -540,13 +540,13 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     )
 
 
-def build_episodes(args, engine: Engine, tokenizer) -> Conversing:
+def build_episodes(args, engine: Engine, tokenizer, images: ImageReader | None) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
     kind = Agents if args.agent else Episodes
     # One rank sends the requests of a replica of servers; the others have none.
     group = None if has_servers(args) else replica_group(engine.replica, engine.num_replicas, backend="gloo")
     if not engine.is_lead:
-        return kind(engine, None, None, None, tokenizer, args, group)
+        return kind(engine, None, None, None, tokenizer, args, group, images)
     pool = EnvironmentPool(
         [args.environment],
         args.external_plugins or [],
@@ -557,7 +557,7 @@ def build_episodes(args, engine: Engine, tokenizer) -> Conversing:
     before_exit(pool.close)
     parser = ToolCallParser(args.tool_call_parser, tokenizer.backend) if args.tool_call_parser else None
     renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
-    return kind(engine, pool, renderer, parser, tokenizer, args, group)
+    return kind(engine, pool, renderer, parser, tokenizer, args, group, images)
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:

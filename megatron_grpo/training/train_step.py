@@ -117,7 +117,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(forward_step, packs, model, forward_only=False)
-    metrics = update_metrics(_combine_reports(reports))
+    metrics = update_metrics(_combine_reports(packs, reports))
     progress.step("optimizer")
     updated, grad_norm = bad_updates.step(optimizer, metrics["loss"])
     progress.step("metrics")
@@ -146,14 +146,14 @@ def _balance_loss(config, num_microbatches: int) -> float | None:
     return total.item() / dp / sum(moe_layers(config)) / num_microbatches
 
 
-def _combine_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+def _combine_reports(packs: Sequence[Pack], reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
     """Return the totals of all micro-batches and data-parallel ranks, by name (`loss_metrics`), equal on every rank.
 
     Only the last pipeline stage computes the loss; it sends names and totals to the other stages.
     """
     totals: list = [None]
     if parallel_state.is_pipeline_last_stage():
-        totals = [_data_parallel_totals(reports)]
+        totals = [_data_parallel_totals(packs, reports)]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast_object_list(
             totals,
@@ -169,9 +169,11 @@ def _combine_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str,
     return totals[0]
 
 
-def _data_parallel_totals(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float] | None:
+def _data_parallel_totals(
+    packs: Sequence[Pack], reports: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, float] | None:
     """Return the totals by name; None if the names differ between micro-batches or data-parallel ranks."""
-    group = parallel_state.get_data_parallel_group()  # context-parallel ranks all report the whole pack
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     names = list(reports[0])
     agreed = all(list(report) == names for report in reports)
     checksum = zlib.crc32("\n".join(names).encode()) if agreed else -1
@@ -181,7 +183,9 @@ def _data_parallel_totals(reports: Sequence[Mapping[str, torch.Tensor]]) -> dict
     if largest != -smallest or largest < 0:
         return None
     table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
-    values = torch.stack([table.sum(0), table.amax(0), -table.amin(0)])
+    # The context-parallel ranks that share a pack all report the whole of it: the first of them counts.
+    counted = torch.tensor([pack.cp_rank == 0 for pack in packs], device=table.device)
+    values = torch.stack([table[counted].sum(0), table.amax(0), -table.amin(0)])
     dist.all_reduce(values[0], dist.ReduceOp.SUM, group=group)
     dist.all_reduce(values[1:], dist.ReduceOp.MAX, group=group)
     rows = zip(names, *values.tolist(), strict=True)

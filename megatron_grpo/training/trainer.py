@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,7 @@ from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import Bool, FinishReason, Int64, RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
-from megatron_grpo.data.share import mean_in_loss, with_tokens_of
+from megatron_grpo.data.share import mean_in_loss, of_completions, with_tokens_of
 from megatron_grpo.estimate.throughput import ModelFlops, TowerFlops
 from megatron_grpo.lora.files import save_adapter
 from megatron_grpo.lora.stream import merged_shards, stream_merged
@@ -40,7 +41,7 @@ from megatron_grpo.reference.reference_model import BaseReference, ReferenceMode
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import has_servers
-from megatron_grpo.rollout.collect import Needs, collect_rollout, everything, with_images
+from megatron_grpo.rollout.collect import Needs, collect_rollout, everything, shown_images, with_images
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.episodes import Conversing
@@ -60,6 +61,7 @@ from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
+from megatron_grpo.vision.images import ImageStore
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
@@ -95,6 +97,7 @@ class Trainer:
     save_lock: RunLock | None = None  # of rank 0, with --save
     background_saves: BackgroundSaves | None = None  # with --async-save
     teacher: ReferenceModel | TeacherServer | None = None
+    images: ImageStore | None = None  # of a vision-language model
     partial: PartialRollouts | None = None  # with --partial-rollouts
     ledger: Ledger | None = None  # with --ledger
     replay: Replay | None = None  # batches that are recorded
@@ -107,6 +110,7 @@ class Trainer:
     memory: dict[str, float] = field(default_factory=dict)  # of the stages of the newest rollout
     sampling_metrics: dict[str, float] = field(default_factory=dict)  # of the newest rollout
     sync_metrics: dict[str, float] = field(default_factory=dict)  # of the newest sync of an adapter
+    episode_flops: npt.NDArray[np.float64] | None = None  # [n] TFLOP in the tower, where environments show images
     adapter_probed: bool = False
     failed_rewards: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
@@ -175,9 +179,15 @@ class Trainer:
         return self._with_images(batch) if divide is not None else batch
 
     def _with_images(self, batch: RolloutBatch) -> RolloutBatch:
-        if not self.args.vision_config:
+        if self.images is None:
             return batch
-        return with_images(batch, self.dataset.images_of, bool(self.args.mrope_section))
+        if batch.image_bytes is not None:
+            self.images.take_episodes(shown_images(batch))
+            own, flops = np.zeros(batch.num_completions), TowerFlops(self.args)
+            for i in np.flatnonzero(batch.held & (batch.image_keys < 0)):
+                own[i] = flops.update(self.images.of(int(batch.image_keys[i])).grids)
+            self.episode_flops = of_completions(batch, own)
+        return with_images(batch, self.images.of, bool(self.args.mrope_section))
 
     def _collect(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         if plan.recorded is not None:
@@ -470,10 +480,12 @@ class Trainer:
         """Return the TFLOP of an update with these completions; images that several share are encoded once."""
         found = self.flops.update(batch.lengths[completions], batch.response_lengths[completions])
         if batch.visual_index is not None:
-            rows = np.unique(batch.row_ids[completions]).tolist()
-            found += TowerFlops(self.args).update(
-                chain.from_iterable(self.dataset.images_of(row).grids for row in rows)
-            )
+            keys = np.unique(batch.image_keys[completions])
+            of_rows = [self.dataset.images_of(row).grids for row in keys[keys >= 0].tolist()]
+            found += TowerFlops(self.args).update(chain.from_iterable(of_rows))
+            if batch.image_sizes is not None:
+                assert self.episode_flops is not None
+                found += self.episode_flops[completions].sum()
         return found
 
     def rollout_metrics(self, batch: RolloutBatch, rewards: np.ndarray) -> dict[str, float]:

@@ -79,6 +79,11 @@ def _check_libraries(args: Namespace) -> None:
             "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of them is absent: "
             "install it (requirements-gpu.txt), or give --transformer-impl local"
         )
+    if args.use_precision_aware_optimizer and not have_te and not args.dry_run:
+        raise GrpoError(
+            "--use-precision-aware-optimizer needs a GPU and Transformer Engine's Adam (with --transformer-impl local, "
+            "too): install it (requirements-gpu.txt), or leave the flag out"
+        )
     if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():

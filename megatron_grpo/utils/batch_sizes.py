@@ -37,6 +37,7 @@ class BatchArithmetic:
     generation_batch_size: int
     num_generations: int
     num_iterations: int
+    budget_of_rank: bool  # the budget is of one context-parallel rank, not of a whole micro-batch
 
     @property
     def num_rollout_prompts(self) -> int:
@@ -67,7 +68,8 @@ class BatchArithmetic:
         micro_batches = f"{self.micro_batch_size} x {self.dp_size} x {self.gradient_accumulation_steps}"
         formulas = dict(FORMULAS)
         if self.max_tokens_per_microbatch:
-            micro_batches = f"in micro-batches of up to {self.max_tokens_per_microbatch} tokens, as many as needed"
+            share = " a rank" if self.budget_of_rank else ""
+            micro_batches = f"micro-batches of up to {self.max_tokens_per_microbatch} tokens{share}, as many as needed"
             formulas["global_batch_size"] = "gradient accumulation is not fixed"
         worked = {
             "dp_size": f"{self.world_size} / ({tp} x {pp} x {cp})",
@@ -132,6 +134,7 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
         generation_batch_size=generation,
         num_generations=group,
         num_iterations=args.num_iterations,
+        budget_of_rank=args.hybrid_context_parallel,
     )
 
 

@@ -28,10 +28,9 @@ VISION: tuple[FlagRow, ...] = (
 
 # Attributes that do not work with images yet: (attribute, values that do, why).
 _REFUSED = (
-    ("rollout_engine", ("vllm",), "images are sent to a colocated vLLM only"),
-    ("vllm_mode", ("colocate",), "images are sent to a colocated vLLM only"),
+    ("rollout_engine", ("vllm",), "images are sent to vLLM only"),
     ("vllm_speculative_config", (None,), "drafts in a sequence with images are not tested"),
-    ("environment", (None,), "turns have no images"),
+    ("on_rewritten_history", ("keep", "refuse"), "the images of a split episode's samples are not sent twice"),
     ("agent", (None,), "an agent's calls have no images"),
     ("teacher_load_hf", (None,), "a teacher model gets no images"),
     ("teacher_server", (None,), "a teacher server gets no images"),
@@ -48,6 +47,11 @@ def check_vision(args: Namespace) -> None:
             dest = name[2:].replace("-", "_")
             needs(args, dest, "vision_config", f"model family {args.model_family} has no vision tower")
         return
+    if args.vllm_mode == "server" and args.lora_weight_sync == "adapter":
+        raise GrpoError(
+            f"--lora-weight-sync adapter with --vllm-mode server does not work with model family {args.model_family} "
+            "yet: adapters beside images have not been tested on servers; give --lora-weight-sync merged"
+        )
     for rate, frozen in ("vision_tower_lr", "freeze_vision_tower"), ("projector_lr", "freeze_projector"):
         if getattr(args, rate) is not None and getattr(args, frozen):
             raise GrpoError(f"{flag(rate)} cannot be used with {flag(frozen)}: what is frozen has no rate")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import copy
 import functools
@@ -12,13 +10,14 @@ import io
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import as_source, source_of_part
 from megatron_grpo.vision.kinds import Grid, Int64, image_token_id, kind_of, merge_size, mrope_positions
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The images of a prompt: encoded bytes or files, patches and tokens of each; none for a prompt of text.
+    """The images of a sequence: encoded bytes or files, patches and tokens of each; none for one of text.
 
     ``token``: the id that stands for a part of an image. ``merge``: patches along each side of its square. ``mrope``:
     the model has M-RoPE. ``around``: the ids before and behind the parts of an image that the processor adds, if any.
@@ -47,6 +46,7 @@ class RowImages:
     mrope: bool = True
     around: tuple[int, ...] = ()
     where: str = ""  # the row: file and line
+    prompt: str | Messages = ""  # of the row, with a place for each of its images
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -54,17 +54,26 @@ class RowImages:
         sources = [source if isinstance(source, bytes) else str(source).encode() for source in self.sources]
         return [hashlib.blake2b(source, digest_size=16).hexdigest() for source in sources]
 
+    def followed_by(self, more: RowImages) -> RowImages:
+        """Return these images and those that an environment showed after them."""
+        return replace(
+            self,
+            sources=(*self.sources, *more.sources),
+            grids=(*self.grids, *more.grids),
+            tokens=(*self.tokens, *more.tokens),
+        )
+
     def open(self) -> list[Image]:
         """Return the decoded images; GrpoError for a damaged one."""
         return list(_opened_of(self))
 
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokenizer's ids of the prompt with each image token replaced by all tokens of its image."""
+        """Return the tokenizer's ids with each image token replaced by all tokens of its image."""
         places = [place for place, token in enumerate(ids) if token == self.token]
         if len(places) != len(self.sources):
             raise GrpoError(
-                f"the prompt has {len(self.sources)} images, but its text has {len(places)} of the model's image "
-                "tokens: the chat template drops images, or a text contains the token"
+                f"the prompt or message has {len(self.sources)} images, but its text has {len(places)} of the model's "
+                "image tokens: the chat template drops images, or a text contains the token"
             )
         expanded, begin = [], 0
         for place, count in zip(places, self.tokens, strict=True):
@@ -73,10 +82,10 @@ class RowImages:
         return [*expanded, *ids[begin:]]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
-        """Return a sequence that begins with the prompt with one token for each image: the inverse of `expand`."""
+        """Return a sequence with one token for each image: the inverse of `expand`."""
         array = np.asarray(ids, np.int64)
         keep = np.ones(len(array), bool)
-        visual = np.flatnonzero(array == self.token)[: sum(self.tokens)]
+        visual = self._places(ids)
         counts = np.array(self.tokens, np.int64)
         first, last = visual[np.cumsum(counts) - counts], visual[np.cumsum(counts) - 1]
         keep[visual], keep[first] = False, True
@@ -84,12 +93,17 @@ class RowImages:
             keep[first - 1] = keep[last + 1] = False
         return array[keep].tolist()
 
-    def layout(self, prompt: Sequence[int], length: int) -> tuple[Int64 | None, Int64]:
-        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of the prompt in
-        ``length`` tokens.
-        """
-        index = np.full(length, -1)
-        places = np.flatnonzero(np.asarray(prompt) == self.token)
+    def _places(self, ids: Sequence[int]) -> Int64:
+        """Return where the tokens of the images are; image tokens behind the last image are sampled ones."""
+        return np.flatnonzero(np.asarray(ids) == self.token)[: sum(self.tokens)]
+
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Return whether all image tokens of a sequence are of its images, so that a further image can follow."""
+        return np.count_nonzero(np.asarray(ids) == self.token) == sum(self.tokens)
+
+    def layout(self, ids: Sequence[int]) -> tuple[Int64 | None, Int64]:
+        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a sequence."""
+        index, places = np.full(len(ids), -1), self._places(ids)
         index[places] = np.arange(len(places))
         return mrope_positions(index, self.grids, self.merge) if self.mrope else None, index
 
@@ -121,11 +135,15 @@ class ImageReader:
         """
         prompt, sources = placed(prompt, column(row), self._text)
         opened = [source if isinstance(source, bytes) else directory / source for source in sources]
-        grids = [self._grid(source, number) for number, source in enumerate(opened, 1)]
+        return prompt, replace(self.of(opened), prompt=prompt)
+
+    def of(self, sources: Sequence[bytes | Path]) -> RowImages:
+        """Return images from encoded bytes or files; GrpoError for one that cannot be read."""
+        grids = tuple(self._grid(source, number) for number, source in enumerate(sources, 1))
         tokens = tuple(self._kind.tokens(self._args, self.processor, grid) for grid in grids)
         kind, merge = self._kind, merge_size(self._args)
         around = kind.around(self.processor)
-        return prompt, RowImages(tuple(opened), tuple(grids), tokens, self._token, merge, kind.mrope, around)
+        return RowImages(tuple(sources), grids, tokens, self._token, merge, kind.mrope, around)
 
     def _grid(self, source: bytes | Path, number: int) -> Grid:
         with _named(number, source), _opened(source) as image:
@@ -176,7 +194,8 @@ def placed(prompt: str | Messages, values: Sequence[Any], text: str) -> tuple[st
         content, parts = message["content"], []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             if part["type"] != "text":
-                own.append(_own_source(part))
+                source = source_of_part(part)
+                own.append(None if source is None else as_source(source, "an image of a message"))
                 parts.append({"type": "image"})
                 continue
             before, *others = part["text"].split(PLACE)
@@ -205,36 +224,6 @@ def _check_count(places: int, given: Sequence[Any], where: str) -> None:
             f'the row has {len(given)} images in its column "images", and its prompt ({where}) has {places} places for '
             f"them: write {PLACE} where each belongs"
         )
-
-
-def _own_source(part: Mapping[str, Any]) -> bytes | str | None:
-    """Return the image that a message's part holds, None if it is in the column."""
-    for key in ("image", "url", "path", "image_url"):
-        if part.get(key) is not None:
-            value = part[key]
-            return as_source(
-                value["url"] if key == "image_url" and isinstance(value, dict) else value, "an image of a message"
-            )
-    return None
-
-
-def as_source(value: Any, name: str) -> bytes | str:
-    """Return the encoded image or the path of its file; GrpoError for what is neither."""
-    if isinstance(value, Mapping):
-        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, bytes | bytearray):
-        return bytes(value)
-    if not isinstance(value, str) or not value:
-        raise GrpoError(f"{name} is {str(value)[:60]!r}: expected a path, bytes, or an object with one of them")
-    if value.startswith("data:"):
-        try:
-            return base64.b64decode(value.partition("base64,")[2], validate=True)
-        except binascii.Error as error:
-            raise GrpoError(f"{name} is a data URI that is not valid base64: {error}") from error
-    scheme, found, _ = value.partition("://")
-    if found and scheme != "file":
-        raise GrpoError(f"{name} is at {value[:80]}: images are read from local files only; download it first")
-    return value.removeprefix("file://")
 
 
 def decoded(source: bytes | Path, number: int) -> Image:
@@ -290,27 +279,52 @@ def load_processor(args: Namespace) -> Any:
     return processor
 
 
-def attach(model: Sequence[torch.nn.Module], reader: ImageReader, images_of: Callable[[int], RowImages]) -> None:
-    """Give the vision tower, if this rank has one, the pixels of rows by number; the newest are kept in memory."""
-    import torch
+class ImageStore:
+    """The images of the completions that a rank computes, by `RolloutBatch.image_keys`: of rows, and of episodes.
 
-    kept: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+    The newest pixels are kept in memory.
+    """
 
-    def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if row not in kept:
-            kept[row] = reader.pixels(images_of(row))
-        kept.move_to_end(row)
-        while len(kept) > 1 and sum(pixels.nbytes for pixels, _ in kept.values()) > CACHED_BYTES:
-            kept.popitem(last=False)
-        return kept[row]
+    def __init__(self, reader: ImageReader, of_row: Callable[[int], RowImages]):
+        self.reader, self._of_row = reader, of_row
+        self._episodes: dict[int, RowImages] = {}
+        self._kept: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
-    def read(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        found = [of_row(row) for row in rows]
+    def of(self, key: int) -> RowImages:
+        """Return the images with this key."""
+        return self._of_row(key) if key >= 0 else self._episodes[key]
+
+    def take_episodes(self, shown: Mapping[int, tuple[int, Sequence[bytes]]]) -> None:
+        """Take, by key, the row and the encoded images of each episode of a new rollout, in place of the last one's."""
+        self._episodes = {
+            key: self._of_row(row).followed_by(self.reader.of(images)) for key, (row, images) in shown.items()
+        }
+        for key in [key for key in self._kept if key < 0]:
+            del self._kept[key]
+
+    def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tower's input for the images with these keys: `ImageReader.pixels`, one after the other."""
+        import torch
+
+        found = [self._pixels(key) for key in keys]
         return torch.cat([pixels for pixels, _ in found]), torch.cat([grids for _, grids in found])
 
+    def _pixels(self, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if key not in self._kept:
+            self._kept[key] = self.reader.pixels(self.of(key))
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and sum(pixels.nbytes for pixels, _ in self._kept.values()) > CACHED_BYTES:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+
+def attach(model: Sequence[torch.nn.Module], reader: ImageReader, images_of: Callable[[int], RowImages]) -> ImageStore:
+    """Give the vision tower, if this rank has one, the pixels of images; ``images_of`` returns those of a row."""
+    store = ImageStore(reader, images_of)
     for wrapped in model:
         chunk: Any = wrapped
         while hasattr(chunk, "module"):
             chunk = chunk.module
         if chunk.vision is not None:
-            chunk.vision.read = read
+            chunk.vision.read = store.read
+    return store

@@ -7,12 +7,13 @@ from megatron_grpo.vision.kinds import Int64
 
 @dataclass(frozen=True, eq=False)
 class PackImages:
-    """The images of a pack, on a context-parallel rank: whose rows' they are, and where their tokens stand.
+    """The images of a pack, on a context-parallel rank: which ones they are, and where their tokens stand.
 
-    Completions of one row share its images: ``rows`` are different. ``places`` [v]: position among the rank's tokens;
-    ``sources`` [v]: position among the tokens of the images of all ``rows``, one after the other.
+    Completions with the same images have the same key (`RolloutBatch.image_keys`): ``keys`` are different. ``places``
+    [v]: position among the rank's tokens; ``sources`` [v]: position among the tokens of the images of all ``keys``, one
+    after the other.
     """
 
-    rows: list[int]
+    keys: list[int]
     places: Int64
     sources: Int64

@@ -16,7 +16,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import Int64, is_trained, kind_of
 from megatron_grpo.vision.pack_images import PackImages
 
-# Pixels [patches, channels of a patch] and grids [images, 3] of the images of these rows, in their order.
+# Pixels [patches, channels of a patch] and grids [images, 3] of the images with these keys, in their order.
 Read = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -132,10 +132,10 @@ class VisionTower(torch.nn.Module):
         weights = [parameter for parameter in self.tower.parameters() if parameter.requires_grad]
         inner: Sequence[torch.Tensor] = ()
         places = sources = torch.empty(0, dtype=torch.long, device=device)
-        if images is not None and images.rows:
+        if images is not None and images.keys:
             if self.read is None:
                 raise GrpoError("the pack has images, but this model was not given the images of the data")
-            pixels, grids = self.read(images.rows)
+            pixels, grids = self.read(images.keys)
             dtype = next(self.tower.parameters()).dtype
             with torch.set_grad_enabled(training and bool(weights)):
                 seen = self._see(self.tower, pixels.to(device, dtype), grids.to(device))

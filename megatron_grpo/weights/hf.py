@@ -58,7 +58,11 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def open_weights(hf_dir: str | Path) -> Safetensors:
     """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes."""
-    source = quantized.reader(hf_dir, read_config(hf_dir))
+    config = read_config(hf_dir)
+    source = quantized.reader(hf_dir, config)
+    family = families.FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.published is not None:
+        source.rename(family.published)
     if source.quantization:
         print_rank_0(
             f"{hf_dir}: weights in {source.quantization} are dequantized when they are read; config.json is written "

@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ class Safetensors:
     def __init__(self, hf_dir: str | Path):
         self.dir = Path(hf_dir)
         self._files: dict[Path, Any] = {}
+        self._stored: dict[str, str] = {}  # names in the files, where `rename` has given others
         index = self.dir / self.index
         if index.exists():
             try:
@@ -58,6 +59,11 @@ class Safetensors:
             )
         else:
             raise GrpoError(f"{self.dir} holds neither {self.single} nor {self.index}")
+
+    def rename(self, published: Callable[[str], str]) -> None:
+        """Give the tensors other names; ``published`` returns that of a name in the files."""
+        self._stored = {published(name): name for name in self._where}
+        self._where = {published(name): path for name, path in self._where.items()}
 
     def names(self) -> Iterable[str]:
         return self._where.keys()
@@ -85,7 +91,7 @@ class Safetensors:
     def _slice(self, name: str) -> Any:
         path = self._where[name]
         try:
-            return self._open(path, name).get_slice(name)
+            return self._open(path, name).get_slice(self._stored.get(name, name))
         except SafetensorError:
             raise GrpoError(f"{path} does not hold the tensor {name}, which {self.index} places there") from None
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
 import pretrain_grpo
-from megatron_grpo.models import router_replay
+from megatron_grpo.models import forward, router_replay
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
 from megatron_grpo.training.entry_point import run
 
@@ -65,6 +65,12 @@ def prepare(args, trainer):
         batch.routed_experts = made_up_experts(len(batch.tokens))
     with router_replay.recording(args, trainer.model, batch):
         prepared = made_up.off_policy(args, trainer, batch)
+    if args.router_replay_mode == "R2":  # as in a run, where a rank holds the tokens that it computes
+        share = replace(made_up.share(args, batch, halves(batch)), routed_experts=None)
+        with router_replay.recording(args, trainer.model, share):
+            forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, share)
+        tokens = batch.token_positions(np.flatnonzero(share.held))
+        np.testing.assert_array_equal(share.routed_experts, batch.routed_experts[tokens])
     move_routers(trainer)
     return replace(prepared, routed_experts=batch.routed_experts)
 
@@ -77,7 +83,8 @@ def main() -> None:
     out, world_size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     for case in sys.argv[2:]:
         name, _, flags = case.partition(":")
-        args = made_up.parse([*MODEL, "--micro-batch-size", "2", *flags.split()], world_size)
+        packing = [] if "--max-tokens-per-microbatch" in flags else ["--micro-batch-size", "2"]
+        args = made_up.parse([*MODEL, *packing, *flags.split()], world_size)
         initialize_distributed(args)
         trainer = made_up.trainer(args)
         batch = prepare(args, trainer)

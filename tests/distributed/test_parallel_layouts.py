@@ -24,6 +24,8 @@ import check_parallel
 import made_up
 
 BUDGET = "--max-tokens-per-microbatch 70"
+# The longest of the made-up sequences has 32 tokens: degrees 1 and 2 at CP2, and 1, 2 and 4 at CP4.
+HYBRID = {cp: f"--hybrid-context-parallel --max-tokens-per-microbatch {32 // cp + 1}" for cp in (2, 4)}
 # A factor of each token that depends on all tokens of its completion.
 CORRECTED = "--rollout-importance-sampling-mode sequence_mask --rollout-importance-sampling-threshold 0.35"
 ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --normalization RMSNorm
@@ -80,6 +82,13 @@ LAYOUTS = {
         f"PP4: {BUDGET}",
         f"CP4: {BUDGET}",
         "TP2 DP2: --micro-batch-size 1",
+        f"CP2: {HYBRID[2]} {OVERLAP}",
+        f"CP4: {HYBRID[4]}",
+        f"CP4 LOSSES: {HYBRID[4]}",
+        f"TP2 SP CP2: {HYBRID[2]}",
+        f"CP2 DP2: {HYBRID[2]} --use-distributed-optimizer",
+        f"PP2 CP2: {HYBRID[2]}",
+        f"PP2 VPP2 CP2: {HYBRID[2]} --recompute-granularity full",
     ],
     "moe": [
         "TP1: --micro-batch-size 1",
@@ -98,6 +107,9 @@ LAYOUTS = {
         f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
         f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
         f"PP2 EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"CP2 EP2: {HYBRID[2]}",
+        f"PP2 CP2 EP2: {HYBRID[2]} --moe-token-dispatcher-type allgather",
+        f"CP4 EP2: {HYBRID[4]} --moe-grouped-gemm",
     ],
     "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
     "latent": [
@@ -106,6 +118,7 @@ LAYOUTS = {
         f"CP2 EP2: {BUDGET}",
         f"PP2 VPP2: {BUDGET}",
         f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
+        f"CP4 EP2: {HYBRID[4]}",
     ],
     "adapters": [
         f"TP1: {BUDGET}",
@@ -117,6 +130,7 @@ LAYOUTS = {
         f"TP2 SP EP2 ETP2: {BUDGET} --use-distributed-optimizer",
         f"TP2 SP PP2 EP2 ETP1: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
         f"PP2 CP2 EP2: {BUDGET} --moe-layer-recompute",
+        f"PP2 CP2 EP2: {HYBRID[2]} --moe-grouped-gemm",
     ],
     "dora": [
         f"TP1: {BUDGET} --moe-grouped-gemm",
@@ -136,6 +150,7 @@ LAYOUTS = {
         f"TP2 SP: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
         f"CP2 EP2: {BUDGET} --moe-grouped-gemm --moe-layer-recompute",
         f"PP2 VPP2: {BUDGET}",
+        f"CP4 EP2: {HYBRID[4]}",
     ],
 }
 # Every pair of dimensions in one of the models, packs and micro-batches of a fixed size.
@@ -150,6 +165,7 @@ PAIRWISE = {
         f"TP2 SP PP2 VPP2: {BUDGET}",
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
         "TP2 DP2: --micro-batch-size 1",
+        f"CP4: {HYBRID[4]}",
     ],
     "moe": [
         LAYOUTS["moe"][0],
@@ -157,6 +173,7 @@ PAIRWISE = {
         f"TP2 SP EP2 ETP1: {BUDGET}",
         f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
         f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
+        f"CP2 EP2: {HYBRID[2]}",
     ],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
     "latent": [LAYOUTS["latent"][0], LAYOUTS["latent"][2], LAYOUTS["latent"][4]],

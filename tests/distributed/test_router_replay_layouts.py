@@ -19,12 +19,13 @@ LAYOUTS = {
         "CP2": f"--context-parallel-size 2 {FULL}",
         "EP2": f"--expert-model-parallel-size 2 {MOE}",
         "CP2 EP2": f"--context-parallel-size 2 --expert-model-parallel-size 2 {MOE}",
+        "CP2, hybrid": f"--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 17 {MOE}",
     },
 }
 
 
 CASES = [(name, mode) for flags in LAYOUTS.values() for name in flags if name != "TP1" for mode in ("R2", "R3")]
-FEW = [("TP2 SP", "R2"), ("PP2 VPP2", "R2"), ("CP2 EP2", "R3")]
+FEW = [("TP2 SP", "R2"), ("PP2 VPP2", "R2"), ("CP2 EP2", "R3"), ("CP2, hybrid", "R2")]
 
 
 @pytest.fixture(scope="module")

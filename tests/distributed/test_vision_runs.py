@@ -30,6 +30,7 @@ LAYOUTS = {
     "CP2, a token budget, recomputed": (
         "--context-parallel-size 2 --max-tokens-per-microbatch 240 --recompute-granularity full"
     ),
+    "CP2, hybrid": "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 120",
     "offloaded": "--offload-model --offload-optimizer --micro-batch-size 2",
 }
 

@@ -15,7 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_grpo.models.attention import visible_keys
 from megatron_grpo.models.head import vocab_parallel_log_probs
-from megatron_grpo.models.rope import rotate_pack
+from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
+from megatron_grpo.models.self_attention import Norm, queries_keys_values
 from megatron_grpo.models.softcap import soft_capped_attention
 from megatron_grpo.rollout.weight_sync.nccl import send_packed
 from megatron_grpo.vision.attention import attend
@@ -89,6 +90,32 @@ def test_rotation(latent):
         gradients = [torch.autograd.grad((y.double() * weights).sum(), x)[0] for y in (out, want)]
         assert relative(out, want) < 1e-2 and relative(*gradients) < 1e-2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled + 1
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_keys_values(normed):
+    """The compiled kernels in bf16 against the same function in float64, which the unit tests compare with others."""
+    torch._dynamo.reset()
+    compiled = torch.compile(queries_keys_values)
+    for tokens in (1000, 257):
+        heads = torch.randn(tokens, 4, 6, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weights = [torch.randn(128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2 * normed)]
+        freqs = torch.randn(tokens, 1, 1, 64, device="cuda").repeat(1, 1, 1, 2)
+        rows = torch.arange(tokens, device="cuda")
+        results = []
+        for function, dtype in ((compiled, torch.bfloat16), (queries_keys_values, torch.float64)):
+            norms = [Norm(weight.to(dtype), 1e-6, False) for weight in weights] or [None, None]
+            angles = cosines_and_sines(freqs.double() if dtype == torch.float64 else freqs, rows, 1.0, False, dtype)
+            results.append(function(heads.to(dtype), *norms, *angles, False))
+        factors = [torch.randn_like(part) for part in results[1]]
+        gradients = [
+            torch.autograd.grad(
+                sum((p.double() * f).sum() for p, f in zip(parts, factors, strict=True)), [heads, *weights]
+            )
+            for parts in results
+        ]
+        for got, want in (*zip(*results, strict=True), *zip(*gradients, strict=True)):
+            assert relative(got, want) < 1e-2
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])

@@ -9,6 +9,7 @@
 #           30b_a3b: five updates of 128 completions; with --lora-rank on one GPU, with as many as it needs otherwise
 #           8b: three updates of 1,024 tokens a completion, TP 2, with the flags of examples/grpo/qwen3_8b.sh; 107 GiB of disk for
 #           its checkpoint and 150 GiB of host memory
+#           a folder with a published config.json: two updates of 128 completions of 512 tokens
 #   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing. SCRIPT replaces pretrain_grpo.py.
 #
 # Afterwards: python tools/benchmark/step_table.py RUN_DIR
@@ -66,7 +67,14 @@ case ${SHAPE:-0.6b} in
         --vllm-tensor-parallel-size 2 --vllm-gpu-memory-utilization 0.6 --sleep-level 2
         --offload-model --offload-gradients --offload-optimizer --bias-activation-fusion --bias-dropout-fusion
     ) ;;
-    *) echo "step.sh: SHAPE is 0.6b, 4b, 8b or 30b_a3b, not $SHAPE" >&2; exit 1 ;;
+    *)  [[ -f $SHAPE/config.json ]] || { echo "step.sh: SHAPE is 0.6b, 4b, 8b, 30b_a3b or a folder with config.json, not $SHAPE" >&2; exit 1; }
+        MODEL_ARGS=()
+        mapfile -t SHAPE_ARGS < <(python3 tools/benchmark/published_shape.py "$SHAPE")
+        SHAPE_ARGS+=(
+            --generation-batch-size 128 --max-completion-length 512 --max-tokens-per-microbatch 4096 --train-iters 2
+            --vllm-gpu-memory-utilization 0.6 --sleep-level 2
+            --offload-model --offload-gradients --offload-optimizer
+        ) ;;
 esac
 ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$run/data/train.jsonl" --tokenizer-model "$run/tokenizer"
     --save "$run" --no-save-hf "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${SHAPE_ARGS[@]}")

@@ -1,15 +1,21 @@
 """Measure updates of made-up completions, without engine and data: seconds, tokens/s, peak memory, and kernels.
 
     torchrun --nproc-per-node N tools/benchmark/update.py --completions 256 --tokens 512 MODEL_AND_LAYOUT_FLAGS
+    torchrun --nproc-per-node 2 tools/benchmark/update.py --median 700 --mean 1400 --tokens 32768 MODEL_FLAGS \\
+        --layouts "CP2: --max-tokens-per-microbatch 32768" \\
+        "CP2: --max-tokens-per-microbatch 16384 --hybrid-context-parallel"
 
-Flags are those of pretrain_grpo.py; the weights are random, and every completion has the same length. The first update
-of --updates is left out of the median. With --kernels N one more update is profiled: the N kinds of kernels with the
-largest time are listed. Prints a Markdown table of rank 0.
+Flags are those of pretrain_grpo.py; the weights are random. Every completion has --tokens tokens, or with --median and
+--mean a length of a lognormal distribution of which --tokens is the longest. --layouts (as in tools/check_parallel.py)
+are measured one after the other in the same launch. The first update of --updates is left out of the median. With
+--kernels N one more update is profiled: the N kinds of kernels with the largest time are listed. Prints a Markdown
+table of rank 0; TFLOP/s are those of the model's matrix products on each rank (`ModelFlops`), without padding.
 """
 
 import argparse
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import median
 
@@ -17,13 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_up
 import torch
 import torch.distributed as dist
+from check_parallel import flags_of
 from torch.profiler import ProfilerActivity, profile
 
 import pretrain_grpo
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.updates import divide_rollout
+from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.cpu_backend import device
 
 
 def kernels(call, count: int) -> None:
@@ -43,27 +53,13 @@ def kernels(call, count: int) -> None:
         print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` |")
 
 
-def main() -> None:
-    """Parse the command line, measure, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--completions", type=int, default=64, metavar="N", help="completions of an update [64]")
-    parser.add_argument(
-        "--tokens", type=int, default=512, metavar="N", help="tokens of a completion and its prompt [512]"
-    )
-    parser.add_argument("--updates", type=int, default=4, metavar="N", help="updates, at least two [4]")
-    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="kinds of kernels to list [0: none]")
-    options, flags = parser.parse_known_args()
-    if options.kernels and not torch.cuda.is_available():
-        parser.error("--kernels needs a GPU")
-    size = ["--max-prompt-length", "1", "--max-completion-length", str(options.tokens - 1), "--beta", "0"]
-    size += ["--global-batch-size", str(options.completions), "--num-generations", "2", "--steps-per-generation", "1"]
-    args = made_up.parse([*size, *flags], int(os.environ.get("WORLD_SIZE", "1")))
+def measured(flags: list[str], lengths: int | list[int], options: argparse.Namespace) -> str:
+    """Run the updates of one layout; return its row of the table."""
+    args = made_up.parse(flags, int(os.environ.get("WORLD_SIZE", "1")))
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     rows, seconds = [], []
-    batch = made_up.rollout(args, options.tokens)
+    batch = made_up.rollout(args, lengths)
     chosen = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[0]
     batch = made_up.share(args, batch, [chosen])
 
@@ -77,11 +73,50 @@ def main() -> None:
             made_up.peak_memory(reset=True)
             seconds.append(made_up.seconds(update))
             print_rank_0(f"update {number + 1}: {seconds[-1]:.3f} s")
-    peak, middle = made_up.peak_memory() / 1024, median(seconds[1:])
-    tokens = rows[1]["tokens/update"]
-    print_rank_0("\n| update s | first | tokens/s | peak GiB | loss | gradient norm |\n|--:|--:|--:|--:|--:|--:|")
-    cells = f"{tokens / middle:,.0f} | {peak:.1f} | {rows[1]['loss']:.5f} | {rows[1]['grad_norm']:.4f}"
-    print_rank_0(f"| {middle:.3f} | {seconds[0]:.2f} | {cells} |")
+    peak, middle = torch.tensor(made_up.peak_memory() / 1024, device=device()), median(seconds[1:])
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    flops = ModelFlops(args).update(batch.lengths[chosen], batch.response_lengths[chosen])
+    degrees = Counter(forward.assignment(args, batch, chosen)[0])
+    packs = ", ".join(f"{number} of CP{degree}" for degree, number in sorted(degrees.items()))
+    made_up.release(trainer)
+    cells = f"{middle:.3f} | {seconds[0]:.2f} | {rows[1]['tokens/update'] / middle:,.0f} | "
+    cells += f"{flops / middle / dist.get_world_size():.0f} | {peak.item():.1f} | {packs} | "
+    return cells + f"{rows[1]['loss']:.5f} | {rows[1]['grad_norm']:.4f}"
+
+
+def main() -> None:
+    """Parse the command line, measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--completions", type=int, default=64, metavar="N", help="completions of an update [64]")
+    parser.add_argument(
+        "--tokens", type=int, default=512, metavar="N", help="tokens of a completion and its prompt [512]"
+    )
+    parser.add_argument("--median", type=float, metavar="TOKENS", help="median of lognormal lengths")
+    parser.add_argument("--mean", type=float, metavar="TOKENS", help="their mean before the cut at --tokens")
+    parser.add_argument("--layouts", nargs="+", default=["as given"], metavar="LAYOUT", help='such as "CP2: FLAGS"')
+    parser.add_argument("--updates", type=int, default=4, metavar="N", help="updates, at least two [4]")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="kinds of kernels to list [0: none]")
+    options, flags = parser.parse_known_args()
+    if options.kernels and not torch.cuda.is_available():
+        parser.error("--kernels needs a GPU")
+    if (options.median is None) != (options.mean is None) or (options.median and options.mean <= options.median):
+        parser.error("--median and --mean go together, and the mean is the larger one")
+    size = ["--max-prompt-length", "1", "--max-completion-length", str(options.tokens - 1), "--beta", "0"]
+    size += ["--global-batch-size", str(options.completions), "--num-generations", "2", "--steps-per-generation", "1"]
+    lengths = options.tokens
+    if options.median:
+        lengths = made_up.lognormal_lengths(options.completions, options.median, options.mean, options.tokens)
+        print_rank_0(
+            f"lengths: median {median(lengths):.0f}, mean {sum(lengths) / len(lengths):.0f}, {max(lengths)} at most"
+        )
+    lines = ["| layout | update s | first | tokens/s | TFLOP/s | peak GiB | micro-batches | loss | gradient norm |"]
+    lines.append("|---|--:|--:|--:|--:|--:|---|--:|--:|")
+    for layout in options.layouts:
+        own = [] if layout == "as given" else flags_of(layout)
+        lines.append(f"| {layout} | {measured([*size, *flags, *own], lengths, options)} |")
+    print_rank_0("\n" + "\n".join(lines))
     dist.barrier()
 
 

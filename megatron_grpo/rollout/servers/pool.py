@@ -388,4 +388,5 @@ def _same_job(first: Request, second: Request) -> bool:
     if first.begun_ids or second.begun_ids or first.sampled_before != second.sampled_before:  # further turns
         return False
     same_prompt = second.prompt_ids is first.prompt_ids or list(second.prompt_ids) == list(first.prompt_ids)
-    return same_prompt and second.sampling == first.sampling
+    # Images of one size have the same tokens.
+    return same_prompt and second.images is first.images and second.sampling == first.sampling

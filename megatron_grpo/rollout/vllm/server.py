@@ -3,6 +3,9 @@
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --logprobs-mode processed_logprobs
 
 The development mode enables the requests that a trainer needs (loading weights, reading the server's configuration).
+
+Images (0.32, --enable-scale-out): /v1/completions takes token ids without images, and /v1/chat/completions takes images
+without token ids. /inference/v1/generate takes both: the prompt with one token for each image, and the images.
 """
 
 import json
@@ -35,6 +38,9 @@ from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
+from megatron_grpo.vision.encoded import as_data_uri
+
+_GENERATE = "/inference/v1/generate"
 
 
 def build_vllm_servers(args) -> ServerEngine:
@@ -84,6 +90,10 @@ class VllmServer(Server):
             raise Fault(f"{fault}: start it with VLLM_SERVER_DEV_MODE=1, which enables loading weights") from fault
         self._check_config(info["vllm_config"], info.get("vllm_env", {}))
         await self._check_model()
+        if args.vision_config:
+            paths = (await self.call("GET", "/openapi.json", timeout=PROBE_TIMEOUT))["paths"]
+            if _GENERATE not in paths:
+                raise Fault("it takes no images beside token ids: start it (vLLM 0.32) with --enable-scale-out")
         if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(
                 "/metrics lacks the start time (process_start_time_seconds) and there is no /weight_info, so that "
@@ -191,7 +201,11 @@ class VllmServer(Server):
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         prompt, version = list(requests[0].prompt_ids), self.version
         assert version is not None
-        choices = (await self.call("POST", "/v1/completions", self._body(requests, seed)))["choices"]
+        if _has_images(requests[0]):
+            answer = await self.call("POST", _GENERATE, self._body_with_images(requests, seed))
+            choices = [_as_of_completions(choice, answer) for choice in answer["choices"]]
+        else:
+            choices = (await self.call("POST", "/v1/completions", self._body(requests, seed)))["choices"]
         if sorted(choice["index"] for choice in choices) != list(range(len(requests))):
             raise Fault(f"it returned the completions {[c['index'] for c in choices]} for {len(requests)} requests")
         return [self._completion(requests[choice["index"]], choice, prompt, version) for choice in choices]
@@ -200,13 +214,17 @@ class VllmServer(Server):
         assert self.version is not None
         streamed.version, request = self.version, streamed.request.with_begun_in_prompt()
         # Keys and values of older weights are never reused: the prefix cache is keyed by the version.
-        body = self._body([request], seed) | {"stream": True, "cache_salt": weight_tag(self.version)}
-        async for event in self.events("/v1/completions", body):
+        with_images = _has_images(request)
+        path = _GENERATE if with_images else "/v1/completions"
+        body = self._body_with_images([request], seed) if with_images else self._body([request], seed)
+        async for event in self.events(path, body | {"stream": True, "cache_salt": weight_tag(self.version)}):
             if "choices" not in event:
-                raise Fault(f"/v1/completions: {str(event)[:300]}", retryable=True)
+                raise Fault(f"{path}: {str(event)[:300]}", retryable=True)
             for choice in event["choices"]:
+                if with_images:
+                    choice = _as_of_completions(choice, event)
                 if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
-                    raise Fault("it changed the token ids of a prompt")
+                    raise _changed_prompt(request)
                 ids = choice["token_ids"] or []
                 if request.sampling.log_probs and ids:
                     if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:
@@ -216,7 +234,7 @@ class VllmServer(Server):
                 if reason := choice.get("finish_reason"):
                     self.check_end(request, streamed.ids, reason, self._args.vocab_size)
                     return streamed.completion(reason)
-        raise Fault("/v1/completions: the stream has ended before the completion", retryable=True)
+        raise Fault(f"{path}: the stream has ended before the completion", retryable=True)
 
     def _body(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
         """Return the body of a request for completions of one prompt."""
@@ -235,10 +253,33 @@ class VllmServer(Server):
             "return_tokens_as_token_ids": True,
         }
 
+    def _body_with_images(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
+        """Return the body of a request for completions of one prompt with images, which the server expands."""
+        sampling, images = requests[0].sampling, requests[0].images
+        assert images is not None and self.version is not None
+        given = {"n": len(requests), "seed": seed, "max_tokens": sampling.max_tokens, "ignore_eos": True}
+        given |= {"logprobs": sampling.num_kept} if sampling.log_probs else {}
+        if sampling.structured_outputs:
+            given["structured_outputs"] = json.loads(sampling.structured_outputs)
+        # The server keeps embeddings of images by these names: those of an earlier tower have others.
+        names = [f"{name} {weight_tag(self.version)}" for name in images.names]
+        # Decoded images: the server puts transparent parts on white, the trainer drops the transparency.
+        parts = [
+            {"type": "image_url", "url": as_data_uri(image), "uuid": name}
+            for image, name in zip(images.open(), names, strict=True)
+        ]
+        return {
+            "model": self.adapter or self.model,
+            "token_ids": images.collapse(requests[0].prompt_ids),
+            "content_parts": parts,
+            "sampling_params": sampling_parameters(sampling) | given,
+            "return_token_ids": True,
+        }
+
     def _completion(self, request: Request, choice: dict[str, Any], prompt: list[int], version: int) -> Completion:
         sampling, ids, reason = request.sampling, choice["token_ids"], choice["finish_reason"]
         if choice["prompt_token_ids"] != prompt:
-            raise Fault("it changed the token ids of a prompt")
+            raise _changed_prompt(request)
         self.check_end(request, ids, reason, self._args.vocab_size)
         log_probs = kept = None
         if sampling.log_probs:
@@ -275,6 +316,28 @@ class VllmServer(Server):
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
 
 
+def _has_images(request: Request) -> bool:
+    return request.images is not None and bool(request.images.sources)
+
+
+def _changed_prompt(request: Request) -> Fault:
+    cure = ": give it the processor's files of --tokenizer-model, with its sizes of images" * _has_images(request)
+    return Fault(f"it changed the token ids of a prompt{cure}")
+
+
+def _as_of_completions(choice: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice of an answer of /inference/v1/generate as /v1/completions writes it."""
+    logged = (choice["logprobs"] or {}).get("content") or []
+    logprobs = {
+        "tokens": [f"token_id:{one['token_id']}" for one in logged],
+        "token_logprobs": [one["logprob"] for one in logged],
+        "top_logprobs": [
+            {f"token_id:{other['token_id']}": other["logprob"] for other in one["top_logprobs"]} for one in logged
+        ],
+    }
+    return {**choice, "logprobs": logprobs, "prompt_token_ids": answer.get("prompt_token_ids")}
+
+
 def _kept(
     ids: list[int], log_probs: list[float], likeliest: list[dict[str, float]], top_k: int
 ) -> npt.NDArray[np.int32]:
@@ -293,6 +356,7 @@ def _kept(
 def model_sizes(text: str) -> dict[str, int]:
     """Return the numbers of layers, tokens and channels in vLLM's printed model; unreadable ones are left out."""
     sizes = {}
+    text = text[max(0, text.find("(language_model)")) :]  # a vision tower has layers of its own
     layers = re.search(r"^( *)\(layers\): ModuleList\(.*\n((?:\1 +.*\n)*)", text, re.M)
     if layers:
         ranges = re.findall(rf"^{layers[1]}  \((?:\d+-)?(\d+)\): ", layers[2], re.M)

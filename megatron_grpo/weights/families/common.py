@@ -198,6 +198,7 @@ class Family:
     `read_rope`, `write_rope`: the same for the rotary embedding.
     `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
     `activation`: config.json key of the MLP's activation function, and its value.
+    `published(name)`: the published name of a tensor, where some writers of files have others.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
     """
 
@@ -211,6 +212,7 @@ class Family:
     write_rope: Callable[[Namespace], Config] = write_rope
     mtp_mappings: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
+    published: Callable[[str], str] | None = None
     text_config: Callable[[Config], Config] = dict
     hf_config: Callable[[Config], Config] = dict
 

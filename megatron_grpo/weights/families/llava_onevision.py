@@ -1,5 +1,6 @@
 """LLaVA-OneVision (llava-hf/llava-onevision-qwen2-0.5b-ov-hf): Qwen2's decoder and SigLIP on tiles of images."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,4 +47,6 @@ FAMILY = replace(
         partial(nested, text_type="qwen2"),
     ),
     text_config=_text_config,
+    # transformers 5 leaves vision_model out.
+    published=lambda name: re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name),
 )

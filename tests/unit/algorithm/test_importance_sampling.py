@@ -91,9 +91,9 @@ def test_the_loss_weighs_the_policy_term_alone(monkeypatch):
     batch = {"weights": weights, "advantages": advantages, "ref_log_probs": log_probs.detach() - x}
     batch |= {"rollout_log_probs": torch.full((3,), NAN), "completion": torch.tensor([0, 0, 1]), "own_labels": None}
     with pytest.raises(KeyError):  # never without them by mistake
-        pretrain_grpo.loss_func(args, batch, 1, torch.stack([log_probs, torch.zeros(3)]))
+        pretrain_grpo.loss_func(args, batch, 1, 1, torch.stack([log_probs, torch.zeros(3)]))
     output = torch.stack([log_probs, torch.zeros(3)])
-    loss, report = pretrain_grpo.loss_func(args, batch | {"rollout_importance_weights": corrections}, 1, output)
+    loss, report = pretrain_grpo.loss_func(args, batch | {"rollout_importance_weights": corrections}, 1, 1, output)
     loss.backward()
     k3 = torch.exp(-x) - 1 + x
     torch.testing.assert_close(loss.detach(), (weights * (-corrections * advantages + 0.1 * k3)).sum())

@@ -1,6 +1,7 @@
 """What the loss reports of micro-batches adds up to the metrics of an update, also what a plug-in's loss returns."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,10 +109,12 @@ def test_names_must_agree(monkeypatch):
     def alone(tensor, op, group):
         seen.append(tensor.clone())
 
-    monkeypatch.setattr(train_step.parallel_state, "get_data_parallel_group", lambda: None)
+    monkeypatch.setattr(train_step.parallel_state, "get_data_parallel_group", lambda **_: None)
     monkeypatch.setattr(train_step.dist, "all_reduce", alone)
-    assert train_step._data_parallel_totals([a, b]) is None
-    assert train_step._data_parallel_totals([b, b]) == {"loss": 4, "foo/strength": 6}
+    first, second = SimpleNamespace(cp_rank=0), SimpleNamespace(cp_rank=1)  # of the ranks that share a pack
+    assert train_step._data_parallel_totals([first, first], [a, b]) is None
+    assert train_step._data_parallel_totals([first, first], [b, b]) == {"loss": 4, "foo/strength": 6}
+    assert train_step._data_parallel_totals([first, second], [b, b]) == {"loss": 2, "foo/strength": 3}
     others = seen[1]
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda t, op, group: t.copy_(torch.maximum(t, others)))
-    assert train_step._data_parallel_totals([a]) is None
+    assert train_step._data_parallel_totals([first], [a]) is None

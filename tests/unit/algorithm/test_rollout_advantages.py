@@ -258,7 +258,7 @@ def loss_and_gradient(flags: str, monkeypatch):
     batch = {"weights": torch.ones(3), "advantages": torch.zeros(3), "completion": torch.tensor([0, 0, 1])}
     batch |= {"ref_log_probs": log_probs.detach() - X, "old_log_probs": log_probs.detach() - D, "own_labels": None}
     batch["rollout_log_probs"] = torch.full((3,), NAN)
-    loss, report = pretrain_grpo.loss_func(args, batch, 1, torch.stack([log_probs, torch.zeros(3)]))
+    loss, report = pretrain_grpo.loss_func(args, batch, 1, 1, torch.stack([log_probs, torch.zeros(3)]))
     loss.backward()
     return loss.detach(), log_probs.grad, report
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_grpo.data.schedule import attention_coefficient, schedule
+from megatron_grpo.data.schedule import attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.utils.errors import GrpoError
 
 sizes = st.integers(1, 1000)
@@ -308,6 +308,112 @@ def test_images_are_encoded_less_often():
 def test_whole_groups_of_micro_batches():
     assert [len(rank) for rank in schedule([1] * 8, 2, max_tokens=100, microbatch_multiple=4)] == [4, 4]
     assert [len(rank) for rank in schedule([60] * 20, 2, max_tokens=120, microbatch_multiple=4)] == [8, 8]  # 5 would do
+
+
+# ---- with a context-parallel degree for each micro-batch
+
+
+def test_hybrid_by_hand():
+    # Two context ranks of 10 tokens: 17 is padded to 20 and needs both. 44 tokens take three micro-batches; the other
+    # completions go to four packs of one rank, {9} {8} {5} {4,1}. In the last round the lighter rank has the 8.
+    degrees, ranks = hybrid_schedule([17, 9, 8, 5, 4, 1], 1, 2, max_tokens=10)
+    assert degrees == [2, 1, 1]
+    assert ranks == [[[0], [1], [4, 5]], [[0], [2], [3]]]
+
+
+def test_hybrid_fills_packs_of_a_larger_degree_by_hand():
+    # Of two data-parallel ranks only one has a sequence of degree 2: the other shares 6 and 2 (padded to 8 and 4).
+    assert hybrid_schedule([18, 6, 2], 2, 2, max_tokens=10) == ([2], [[[0]], [[0]], [[1, 2]], [[1, 2]]])
+
+
+def test_too_few_completions_for_packs_of_one_rank_by_hand():
+    # Four ranks and two completions: packs of two ranks.
+    assert hybrid_schedule([5, 5], 1, 4, max_tokens=10) == ([2], [[[0]], [[0]], [[1]], [[1]]])
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    dp_size=st.integers(1, 3),
+    cp_size=st.sampled_from([1, 2, 4, 8]),
+    per_rank=st.integers(1, 24),
+    max_tokens=st.integers(150, 1200),
+    multiple=st.integers(1, 3),
+    coefficient=coefficients,
+    rows=st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_hybrid(data, dp_size, cp_size, per_rank, max_tokens, multiple, coefficient, rows):
+    n = dp_size * math.ceil(per_rank / multiple) * multiple
+    longest = min(1000, max_tokens * cp_size // (2 * cp_size) * 2 * cp_size)
+    lengths = [min(length, longest) for length in data.draw(st.lists(two_kinds, min_size=n, max_size=n))]
+    together = None if rows is None else [i % rows for i in range(n)]
+    options = {"microbatch_multiple": multiple, "attention_coefficient": coefficient, "together": together}
+    degrees, ranks = hybrid_schedule(lengths, dp_size, cp_size, max_tokens, **options)  # never refused, as above
+    assert len(ranks) == dp_size * cp_size
+    assert {len(rank) for rank in ranks} == {len(degrees)} and len(degrees) % multiple == 0
+    assert all(pack for rank in ranks for pack in rank)
+    assert hybrid_schedule(np.array(lengths), dp_size, cp_size, max_tokens, **options) == (degrees, ranks)
+
+    seen, work = [], [0.0] * len(ranks)
+    of_lengths = work_of(lengths, coefficient)
+    spreads, now = [], []
+    for number, degree in enumerate(degrees):
+        assert cp_size % degree == 0
+        now = []
+        for first in range(0, len(ranks), degree):
+            shared = ranks[first][number]
+            assert all(rank[number] == shared for rank in ranks[first : first + degree])
+            multiple_of = 2 * degree if degree > 1 else 1
+            assert sum(math.ceil(lengths[i] / multiple_of) * multiple_of for i in shared) <= degree * max_tokens
+            seen += shared
+            now.append(sum(of_lengths[i] for i in shared) / degree)
+            for rank in range(first, first + degree):
+                work[rank] += now[-1]
+        spreads.append(spread(now))
+    assert sorted(seen) == list(range(n))
+    assert degrees == sorted(degrees, reverse=True)
+    assert spread(work) <= max(spreads) + ROUNDING * sum(of_lengths)
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    dp_size=st.integers(1, 3),
+    cp_size=st.sampled_from([1, 2, 4]),
+    per_rank=st.integers(1, 12),
+    coefficient=coefficients,
+)
+def test_hybrid_of_short_sequences_is_data_parallelism(data, dp_size, cp_size, per_rank, coefficient):
+    ranks = dp_size * cp_size
+    lengths = data.draw(st.lists(two_kinds, min_size=ranks * per_rank, max_size=ranks * per_rank))
+    result = schedule(lengths, ranks, max_tokens=1000, attention_coefficient=coefficient)
+    degrees = [1] * len(result[0])
+    assert hybrid_schedule(lengths, dp_size, cp_size, 1000, attention_coefficient=coefficient) == (degrees, result)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_hybrid_refuses_what_context_parallelism_refuses(dp_size):
+    with pytest.raises(GrpoError, match=r"completion 1 has 24 tokens.*microbatch 10 x --context-parallel-size 2"):
+        hybrid_schedule([5, 21, 5], dp_size, 2, max_tokens=10)
+    with pytest.raises(GrpoError, match="0 completions are too few"):
+        hybrid_schedule([], dp_size, 2, max_tokens=10)
+
+
+@pytest.mark.parametrize("cp_size", [4, 8])
+def test_hybrid_keeps_ranks_in_step_on_a_long_tail(cp_size):
+    """512 completions, log-normal lengths (median 700, at most 32,768), the shape of Qwen3-4B; the longest fits."""
+    normal = NormalDist(math.log(700), 1.2)
+    lengths = [min(int(math.exp(normal.inv_cdf((i + 0.5) / 512))), 32768) for i in range(512)]
+    coefficient = attention_coefficient(2560, 4096, 1024, 9728)
+    work = work_of(lengths, coefficient)
+    degrees, ranks = hybrid_schedule(lengths, 1, cp_size, 32768 // cp_size, attention_coefficient=coefficient)
+    in_step = sum(
+        max(sum(work[i] for i in rank[number]) for rank in ranks) / degree for number, degree in enumerate(degrees)
+    )
+    assert in_step < 1.15 * sum(work) / cp_size
+    alone = sum(length for length in lengths if length <= 32768 // cp_size)
+    unsplit = {i for number, degree in enumerate(degrees) if degree == 1 for rank in ranks for i in rank[number]}
+    assert sum(lengths[i] for i in unsplit) > 0.6 * alone
 
 
 # ---- a rollout of realistic size

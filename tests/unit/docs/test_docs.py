@@ -49,7 +49,7 @@ OTHERS += (
 OTHERS += (
     "--hf-to-hf --merge-lora --adapter --hf --data".split()
 )  # of tools/checkpoint/convert.py and tools/check_export.py
-OTHERS += "--completions --tokens --kernels".split()  # of tools/benchmark/update.py
+OTHERS += "--completions --tokens --kernels --median --mean".split()  # of tools/benchmark/update.py
 OTHERS += ["--merge-only", "--repeat"]  # of tools/benchmark/lora_sync.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += ["--extra-index-url"]  # of pip
@@ -76,6 +76,7 @@ OTHERS += (
     "--model --dtype --max-model-len --max-logprobs --logprobs-mode --weight-transfer-config --hf-overrides".split()
 )
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
+OTHERS += "--enable-scale-out --skip-mm-profiling --mm-processor-kwargs".split()
 REMOVED = {"CHANGELOG.md": ["--shuffle-completions"]}  # flags of earlier versions
 
 

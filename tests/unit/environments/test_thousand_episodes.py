@@ -75,7 +75,8 @@ def test_none_is_lost_and_none_is_scored_by_mistake(tmp_path):
     pool = EnvironmentPool(["wild"], [tmp_path / "wild.py"], workers=4, timeout=10.0, retries=1)
     args = SimpleNamespace(
         environment="wild", prompt_key="prompt", system_prompt=None, end_token_ids=(9,), max_turns=5,
-        max_environment_tokens=100, on_rewritten_history="keep", chat_template_kwargs=None, tool_role="tool",
+        max_prompt_length=None, max_environment_tokens=100, on_rewritten_history="keep",
+        chat_template_kwargs=None, tool_role="tool",
     )  # fmt: skip
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=True: " ".join(map(str, ids)))
     said = lambda before, turn, new, *_: list(new[0]["content"][:200].encode())  # noqa: E731

@@ -140,3 +140,14 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
         check_teacher_tokenizer(args, tokenizer)
     args.teacher_load_hf = str(tmp_path / "none")  # no tokenizer to compare with: the size has to do
     check_teacher_tokenizer(args, tokenizer)
+
+
+def test_the_reference_has_hybrid_context_parallelism_where_it_has_context_parallelism():
+    """A budget of 512 is enough for the policy's half of 1,024 tokens, and not for a reference without CP."""
+    policy = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch"
+    with_cp = f"{policy} 512 --ref-tensor-model-parallel-size 2"
+    assert reference_args(validated(with_cp)).hybrid_context_parallel
+    alone = "--ref-context-parallel-size 1"
+    assert not reference_args(validated(f"{policy} 1024 {alone}")).hybrid_context_parallel
+    with pytest.raises(GrpoError, match=r"reference model .*: .* 1024 tokens, padded .*\(512\) must be at least 1024"):
+        reference_args(validated(f"{policy} 512 {alone}"))

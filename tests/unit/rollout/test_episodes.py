@@ -69,6 +69,7 @@ def run(turns, answers, max_tokens=20, **given):
     flags = {"environment": "calculator", "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
     flags |= {
         "max_turns": 5,
+        "max_prompt_length": 2,
         "max_environment_tokens": 50,
         "on_rewritten_history": "keep",
         "chat_template_kwargs": None,

@@ -123,7 +123,13 @@ def through_arrays(completions):
 
 def episodes_of(pool, environment, engine=None):
     flags = {"environment": environment, "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
-    flags |= {"max_turns": TURNS, "max_environment_tokens": 50, "on_rewritten_history": "keep", "tool_role": "tool"}
+    flags |= {
+        "max_turns": TURNS,
+        "max_environment_tokens": 50,
+        "max_prompt_length": 50,
+        "on_rewritten_history": "keep",
+        "tool_role": "tool",
+    }
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=True: " ".join(map(str, ids)))
     renderer = SimpleNamespace(
         after_turn=lambda before, turn, new, last, tools, variables: [int(t) for t in new[0]["content"].split()]

@@ -77,6 +77,7 @@ def test_what_is_missing_is_named(dest):
 
 
 PP2 = "--pipeline-model-parallel-size 2"
+HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 4096"
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
@@ -110,7 +111,7 @@ REFUSED = {
     "--apply-rope-fusion": "--apply-rope-fusion needs --transformer-impl transformer_engine",
     "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local supports only auto, local",
     "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
-    "--gradient-accumulation-fusion": "--gradient-accumulation-fusion needs apex",
+    "--use-precision-aware-optimizer --bf16 --use-distributed-optimizer": "needs a GPU and Transformer Engine's Adam",
     "--num-layers 0": "--num-layers (0) must be greater than 0",
     "--max-prompt-length 1500 --max-completion-length 600": (
         "--max-prompt-length (1500) + --max-completion-length (600) = 2100 must be at most --max-position-embeddings "
@@ -263,6 +264,15 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
     "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--hybrid-context-parallel --max-tokens-per-microbatch 4096": "--context-parallel-size (1) must be 2, 4, 8",
+    "--hybrid-context-parallel --context-parallel-size 2": "needs --max-tokens-per-microbatch, the token budget of a",
+    f"{HYBRID} --transformer-impl transformer_engine --dry-run": "--hybrid-context-parallel needs --transformer-impl",
+    HYBRID.replace("4096", "300"): (
+        "are 512 tokens, padded for --context-parallel-size 2 and divided by it: --max-tokens-per-microbatch (300) must"
+    ),
+    "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 --recompute-granularity full": (
+        "for packs without their gradients: give --recompute-method block"
+    ),
     "--num-virtual-stages-per-pipeline-rank 2": "needs --pipeline-model-parallel-size 2 or more",
     "--decoder-first-pipeline-num-layers 1": "needs --pipeline-model-parallel-size 2 or more",
     f"{PP2} --num-virtual-stages-per-pipeline-rank 4": "divisible by pipeline parallel size x virtual stages (8)",
@@ -336,6 +346,10 @@ def test_refusals_name_the_flag_and_the_numbers(flags):
     with pytest.raises(GrpoError) as error:
         validated(flags)
     assert REFUSED[flags] in str(error.value)
+
+
+def test_the_budget_of_a_rank_takes_its_share_of_the_longest_sequence():
+    assert validated(HYBRID.replace("4096", "512")).hybrid_context_parallel  # 512 + 512 tokens over two ranks
 
 
 def test_query_groups_and_group_query_attention_go_together():

@@ -15,6 +15,7 @@ def arguments(**given) -> Namespace:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "context_parallel_size": 1,
+        "hybrid_context_parallel": False,
         "micro_batch_size": 1,
         "max_tokens_per_microbatch": None,
         "global_batch_size": None,

@@ -215,7 +215,7 @@ def test_expanding_and_positions(parts, rest):
     prompt = images.expand(ids)
     sampled = [*prompt, 6, 8]  # a sampled image token is text
     assert images.collapse(sampled) == [*ids, 6, 8]
-    positions, index = images.layout(prompt, len(sampled))
+    positions, index = images.layout(sampled)
     assert positions.tolist() == [list(triple) for triple in expected]
     assert (index >= 0).sum() == sum(counts) and np.array_equal(index[index >= 0], np.arange(sum(counts)))
     assert np.array_equal(mrope_positions(index, grids, 2), positions)

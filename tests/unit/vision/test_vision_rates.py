@@ -50,3 +50,18 @@ def test_a_frozen_part_has_no_rate(world, tmp_path, rate, frozen):
     args = toy_args(tmp_path, padded_vocab_size=264, **{rate: 1e-5, frozen: True})
     with pytest.raises(GrpoError, match="what is frozen has no rate"):
         check_vision(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"on_rewritten_history": "split"}, "--on-rewritten-history split does not work with model family qwen2_5_vl"),
+        ({"vllm_mode": "server", "lora_weight_sync": "adapter"}, "give --lora-weight-sync merged"),
+        ({"rollout_engine": "sglang"}, "images are sent to vLLM only"),
+        ({"agent": "a.py:run"}, "an agent's calls have no images"),
+    ],
+)
+def test_refused_with_images(world, tmp_path, flags, message):
+    make(tmp_path)
+    with pytest.raises(GrpoError, match=message):
+        check_vision(toy_args(tmp_path, padded_vocab_size=264, **flags))

@@ -1,0 +1,92 @@
+"""Encoded images that environments show: read in the environment's process, sent as bytes, stored in ledgers.
+
+This module imports no torch: processes of environments start fast.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_grpo.utils.errors import GrpoError
+
+UInt8 = npt.NDArray[np.uint8]
+_SIZE = np.dtype("<i8")
+
+
+def as_source(value: Any, name: str) -> bytes | str:
+    """Return the encoded image or the path of its file; GrpoError for what is neither."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if not isinstance(value, str) or not value:
+        raise GrpoError(f"{name} is {str(value)[:60]!r}: expected a path, bytes, or an object with one of them")
+    if value.startswith("data:"):
+        try:
+            return base64.b64decode(value.partition("base64,")[2], validate=True)
+        except binascii.Error as error:
+            raise GrpoError(f"{name} is a data URI that is not valid base64: {error}") from error
+    scheme, found, _ = value.partition("://")
+    if found and scheme != "file":
+        raise GrpoError(f"{name} is at {value[:80]}: images are read from local files only; download it first")
+    return value.removeprefix("file://")
+
+
+def source_of_part(part: Mapping[str, Any]) -> Any:
+    """Return what a message's image part holds as its image; None if it holds none."""
+    for key in ("image", "url", "path", "image_url"):
+        if part.get(key) is not None:
+            value = part[key]
+            return value["url"] if key == "image_url" and isinstance(value, Mapping) else value
+    return None
+
+
+def as_data_uri(value: Any) -> str:
+    """Return an image as a data URI: a PIL image as PNG, else the bytes of the file; GrpoError if it is none.
+
+    ``value`` may also be a path, bytes, a data URI or an object with bytes or path. The image is decoded once, so that
+    a damaged one is found here.
+    """
+    import PIL.Image
+
+    name = "an image of the environment"
+    if isinstance(value, PIL.Image.Image):
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        data = file.getvalue()
+    else:
+        source = as_source(value, name)
+        try:
+            data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        except OSError as error:
+            raise GrpoError(f"{name} ({source}) cannot be read: {error.strerror}") from error
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as image:
+            image.load()
+            kind = PIL.Image.MIME.get(image.format or "", "image")
+    except Exception as error:  # PIL's readers raise errors of many types for damaged images
+        raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def joined(images: Sequence[bytes]) -> UInt8:
+    """Return encoded images as one flat array: the size of each, 8 bytes, and its bytes."""
+    parts = [part for image in images for part in (np.array(len(image), _SIZE).tobytes(), image)]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def divided(data: UInt8) -> list[bytes]:
+    """Undo `joined`."""
+    images, begin = [], 0
+    while begin < len(data):
+        size = int(data[begin : begin + _SIZE.itemsize].view(_SIZE)[0])
+        begin += _SIZE.itemsize
+        images.append(data[begin : begin + size].tobytes())
+        begin += size
+    return images

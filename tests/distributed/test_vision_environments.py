@@ -1,0 +1,117 @@
+"""Runs in which an environment shows screenshots: layouts, partial rollouts, ledgers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_torchrun
+from slow import slow_except
+from vision_models import make, picture
+
+pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
+
+PLUGIN = Path(__file__).resolve().parents[1] / "data/screen_environment.py"
+FLAGS = """--transformer-impl local --vllm-max-num-seqs 16 --num-generations 4 --global-batch-size 16 --lr 1e-3
+    --max-prompt-length 200 --max-completion-length 24 --max-environment-tokens 280 --max-turns 4 --environment screen
+    --reward-funcs environment --train-iters 2 --no-shuffle --beta 0.02"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows with an image and with none."""
+    directory, rows = tmp_path_factory.mktemp("screens"), []
+    (directory / "own.png").write_bytes(picture(60, 80, 1))
+    for seed in range(12):
+        images = {"images": ["own.png"]} if seed % 2 else {}
+        rows.append({"messages": [{"role": "user", "content": f"game {seed}"}], "seed": seed, **images})
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def run(data, ranks, save, *flags, shape="qwen2_5_vl") -> list[dict]:
+    if not (data / shape).exists():
+        make(data / shape, shape=shape)
+    # Every tenth byte ends a turn, so that random weights have several.
+    ends = ["--stop-token-ids", *range(10, 250, 10)]
+    words = f"--load-hf {data}/{shape} --train-data-path {data}/train.jsonl --external-plugins {PLUGIN} {FLAGS}"
+    run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *ends, "--save", save, *flags,
+                 env={"SCREEN_CALLS": str(save) + ".calls"})  # fmt: skip
+    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "shape", slow_except(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
+)
+def test_a_run_and_its_replay(data, tmp_path, shape):
+    """The ledger holds the screenshots: a replay calls no environment and has the same numbers, bit for bit."""
+    flags = ["--micro-batch-size", "4", "--no-save-hf"]
+    rows = run(data, 1, tmp_path / "run", *flags, "--ledger", tmp_path / "run" / "ledger", shape=shape)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    assert all(row["environment/turns"] > 1.5 and row["environment/failed"] == 0 for row in rows)
+    assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in rows)
+    if shape != "qwen2_5_vl":
+        return
+    calls = (tmp_path / "run.calls").read_text()
+    assert calls.count("3\n") > 4  # third turns
+    again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape)
+    assert not (tmp_path / "again.calls").exists()
+    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
+
+
+LAYOUTS = {
+    "TP2 SP, engine TP2": "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2",
+    "DP2": "--micro-batch-size 2",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 600",
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(data):
+    return run(data, 1, data / "one", "--micro-batch-size", "4", "--no-save-hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(data, one_rank, tmp_path, layout):
+    rows = run(data, 2, tmp_path / "run", *LAYOUTS[layout].split(), "--no-save-hf")
+    for row, expected in zip(rows, one_rank, strict=True):
+        assert row["mismatch/mean_abs"] < 1e-5
+        for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss", "flops/update"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+
+
+@pytest.mark.slow
+def test_rollouts_and_updates_apart(data, tmp_path):
+    """--train-only has the screenshots of --rollout-only, and calls no environment."""
+    flags = ["--micro-batch-size", "4", "--no-save-hf"]
+    run(data, 1, tmp_path / "made", *flags, "--rollout-only")
+    calls = (tmp_path / "made.calls").read_text()
+    rows = run(data, 1, tmp_path / "learnt", *flags, "--train-only", tmp_path / "made")
+    assert calls.count("2\n") > 4 and not (tmp_path / "learnt.calls").exists()
+    assert rows[0]["mismatch/mean_abs"] < 1e-5 and all(row["grad_norm"] > 0 for row in rows)
+
+
+STREAM = """--lr 1e-12 --train-iters 4 --global-batch-size 8 --micro-batch-size 4 --no-save-hf --max-staleness 2
+    --rollout-importance-sampling-mode token_truncate"""
+
+
+@pytest.mark.slow
+def test_partial_rollouts_and_their_replay(data, tmp_path):
+    """Interrupted episodes go on after their screenshots, with the same log-probabilities (the weights hardly move)."""
+    flags = [*STREAM.split(), "--partial-rollouts", "--vllm-max-num-seqs", "16"]
+    rows = run(data, 1, tmp_path / "run", *flags)
+    assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)
+    assert any(row["staleness/interrupted"] > 0 for row in rows)
+    again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run")
+    for row, expected in zip(again, rows, strict=True):
+        for name in ("reward/mean", "grad_norm", "loss", "mismatch/mean_abs"):
+            assert row[name] == expected[name], name
+
+
+@pytest.mark.slow
+def test_engines_on_ranks_of_their_own(data, tmp_path):
+    rows = run(data, 2, tmp_path / "run", *STREAM.split(), "--rollout-ranks", "1", shape="qwen3_vl")
+    assert len(rows) == 4 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
+    assert max(row["environment/turns"] for row in rows) > 1.5

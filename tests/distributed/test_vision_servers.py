@@ -1,0 +1,56 @@
+"""Runs of vision-language models on a stock vLLM server, which gets token ids and images."""
+
+import json
+
+import pytest
+from test_vision_environments import data, run  # noqa: F401
+from test_vision_environments import make as make_model
+from vision_models import picture
+
+from tools.cpu_server import cpu_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.slow]
+
+SERVER = "--logprobs-mode raw_logprobs --skip-mm-profiling"
+FLAGS = "--vllm-mode server --vllm-server-timeout 300 --no-save-hf --max-prompt-length 100 --max-environment-tokens 270"
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "llava_onevision"])
+def served(request, data):
+    """(model family, address of its server)."""
+    shape = request.param
+    if not (data / shape).exists():
+        make_model(data / shape, shape=shape)
+    with cpu_server(data / shape, data / f"{shape}.log", SERVER + " --enable-scale-out") as (url, _):
+        yield shape, url
+
+
+def test_episodes_with_screenshots(data, served, tmp_path):
+    """Two ranks send turns with images; the tower trains, and the server gets its weights."""
+    shape, url = served
+    flags = [*FLAGS.split(), "--vllm-server-base-url", url, "--micro-batch-size", "4"]
+    rows = run(data, 2, tmp_path / "run", *flags, shape=shape)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    assert all(row["environment/turns"] > 1.5 and row["environment/failed"] == 0 for row in rows)
+
+
+def test_images_of_rows_with_engines_of_their_own(data, served, tmp_path):
+    """Streams of tokens; two rows whose images have the same tokens."""
+    shape, url = served
+    for number in (1, 2):
+        (data / f"same{number}.png").write_bytes(picture(60, 80, number))
+    lines = [{"prompt": [{"role": "user", "content": "?"}], "images": [f"same{1 + n % 2}.png"]} for n in range(8)]
+    (data / "rows.jsonl").write_text("".join(json.dumps(line | {"seed": 0}) + "\n" for line in lines))
+    flags = [*FLAGS.split(), "--vllm-server-base-url", url, "--micro-batch-size", "4", "--rollout-ranks", "1"]
+    flags += ["--train-data-path", str(data / "rows.jsonl"), "--lr", "1e-12", "--max-staleness", "1"]
+    flags += ["--rollout-importance-sampling-mode", "token_truncate"]
+    rows = run(data, 2, tmp_path / "run", *flags, shape=shape)
+    assert len(rows) == 2 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
+
+
+def test_a_server_without_the_endpoint(data, tmp_path):
+    with (
+        cpu_server(data / "qwen2_5_vl", tmp_path / "log", SERVER) as (url, _),
+        pytest.raises(pytest.fail.Exception, match=r"start it .* with --enable-scale-out"),
+    ):
+        run(data, 1, tmp_path / "run", *FLAGS.split(), "--vllm-server-base-url", url)

@@ -1,0 +1,81 @@
+"""Faults of a run on GPUs: its launcher is killed, or a rank stops. Nothing stays behind, and the rank is named."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import REPO, engine_flags
+from test_runs import GPU, RUN, task  # noqa: F401, the fixture
+
+pytestmark = pytest.mark.alone  # it counts the memory of the GPUs
+
+
+def start(task: Path, save: Path, nproc: int, *flags: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """Start a run of many updates; return torchrun and the processes that it has after the second update."""
+    data = [
+        "--train-data-path",
+        task / "data/train.jsonl",
+        "--valid-data-path",
+        task / "data/test.jsonl",
+        "--external-plugins",
+        REPO / "tools/benchmark/even_tokens.py",
+    ]
+    words = [*RUN, *GPU, *engine_flags(64), *data, "--load-hf", task / "qwen3", "--save", save, *flags]
+    words = list(map(str, words))
+    for name in ("--train-iters", "--exit-interval", "--eval-interval"):
+        words[words.index(name) + 1] = "100000"
+    paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        + [str(REPO / "pretrain_grpo.py"), *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seen = ""
+    while "iteration 2/" not in seen:
+        line = torchrun.stdout.readline()
+        assert line, seen[-8000:]
+        seen += line
+    return torchrun, psutil.Process(torchrun.pid).children(recursive=True)
+
+
+def memory() -> list[int]:
+    """MiB in use on each GPU, by all programs."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+
+
+def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):
+    before = memory()
+    torchrun, processes = start(task, tmp_path / "run", 1)
+    assert max(now - was for now, was in zip(memory(), before, strict=True)) > 1000
+    torchrun.kill()
+    killed = time.monotonic()
+    _, left = psutil.wait_procs(processes, timeout=60)
+    assert not left
+    print(f"all {len(processes)} processes ended after {time.monotonic() - killed:.2f} s")
+    assert max(now - was for now, was in zip(memory(), before, strict=True)) < 100
+
+
+@pytest.mark.gpus(2)
+def test_a_stopped_rank_is_named_while_the_other_waits_in_nccl(task, tmp_path):
+    torchrun, processes = start(task, tmp_path / "run", 2, "--watchdog-timeout", "20", "--save-interval", "2")
+    rank = next(p for p in processes if p.environ().get("RANK") == "1" and p.ppid() == torchrun.pid)
+    rank.send_signal(signal.SIGSTOP)
+    output = torchrun.communicate(timeout=240)[0]
+    assert torchrun.returncode
+    assert re.search(r"the run hangs: rank 1 \(host \S+, process \d+: T \(stopped\)\) has been in '", output), output
+    (directory,) = (tmp_path / "run").glob("hang-*")
+    assert {file.name for file in directory.iterdir()} == {"rank0.txt", "rank1.txt"}
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) >= 2

@@ -1,0 +1,230 @@
+"""Images that environments show: their forms, their places among the tokens (against transformers), limits, records."""
+
+import base64
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_episodes import Said, Script
+from toy_checkpoints import toy_args
+from vision_models import make, picture
+
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.worker import _messages
+from megatron_grpo.rollout.collect import shown_images
+from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.servers.pool import _same_job
+from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import as_data_uri, divided, joined
+from megatron_grpo.vision.images import ImageReader
+
+SCREENS = [picture(56, 84, 5), picture(112, 60, 6)]
+
+
+def says(*images: bytes, text: str = "and?") -> list[dict]:
+    """An environment's message, as it leaves its process."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return _messages([{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
+
+
+class Speaker(Script):
+    """An engine whose turns all end by themselves."""
+
+    def poll(self):
+        return [replace(completion, finish_reason="stop") for completion in super().poll()]
+
+
+class World:
+    """A model's tokenizer and reader of images, and episodes over scripted turns and answers."""
+
+    def __init__(self, directory, shape):
+        make(directory, shape=shape)
+        args = toy_args(directory, tokenizer_model=str(directory), padded_vocab_size=264)
+        self.family = args.model_family
+        self.tokenizer = HuggingFaceTokenizer(str(directory))
+        self.reader = ImageReader(args, self.tokenizer.special_tokens)
+        (self.end,) = self.tokenizer.encode("<|im_end|>")
+
+    def run(self, turns, answers, images=(), sees=True, reset=(), **given):
+        """Return the completion of one episode whose row has ``images``; ``reset``: its first messages."""
+        flags = {"environment": "calculator", "prompt_key": None, "system_prompt": None, "end_token_ids": (self.end,)}
+        flags |= {
+            "max_turns": 5,
+            "max_environment_tokens": 500,
+            "max_prompt_length": 300,
+            "on_rewritten_history": "keep",
+            "tool_role": "tool",
+        }
+        flags |= {"chat_template_kwargs": None, "model_family": self.family}
+        row = {"messages": [{"role": "user", "content": "play"}], "images": list(images), "number": 0}
+        prompt, found = self.reader.read(row, row["messages"], None)
+        ids = found.expand(self.tokenizer.apply_chat_template(prompt))
+        renderer = TurnRenderer(self.tokenizer, [self.end])
+        spoken = [[*self.tokenizer.encode(turn), self.end] if isinstance(turn, str) else turn for turn in turns]
+        engine, pool = Speaker({0: spoken}), Said({0: [{"messages": reset}, *answers]})
+        parts = engine, pool, renderer, None, self.tokenizer, SimpleNamespace(**flags | given)
+        episodes = Episodes(*parts, images=self.reader if sees else None)
+        request = Request(0, ids, Sampling(400), row=row, images=found if sees else None)
+        (completion,) = generate(episodes, [request])
+        self.failures = episodes.failures()
+        return completion
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "internvl", "llava_onevision"])
+def world(request, tmp_path_factory):
+    return World(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_the_tokens_are_transformers(world):
+    """Prompt, turns and screenshots are the tokens of transformers' processor for the whole conversation."""
+    own = picture(84, 56, 1)
+    answers = [{"messages": says(SCREENS[0])}, {"messages": says(*SCREENS, text="both")}, {"done": True}]
+    done = world.run(["go", "left", "stop"], answers, images=[own])
+    image, text = {"type": "image"}, lambda words: {"type": "text", "text": words}
+    conversation = [
+        {"role": "user", "content": [image, text("play")]},
+        {"role": "assistant", "content": [text("go")]},
+        {"role": "user", "content": [image, text("and?")]},
+        {"role": "assistant", "content": [text("left")]},
+        {"role": "user", "content": [image, image, text("both")]},
+    ]
+    processor, shown = world.reader.processor, [own, SCREENS[0], *SCREENS]
+    rendered = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    pictures = [Image.open(io.BytesIO(data)) for data in shown]
+    expected = [*processor(text=rendered, images=pictures)["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
+    assert [*done.prompt_ids, *done.token_ids] == expected
+    assert done.finish_reason == "stop" and done.shown_images == [SCREENS[0], *SCREENS]
+    sampled = [token for token, mask in zip(done.token_ids, done.response_mask, strict=True) if mask]
+    assert world.tokenizer.decode(sampled) == "goleftstop"
+    # What the conversation shows to rewards and ledgers has a place for each image.
+    assert [part["type"] for part in done.messages[4]["content"]] == ["image", "image", "text"]
+
+
+def test_image_tokens_count_at_the_limit(world):
+    """The second screenshot does not fit, and is left out."""
+    answers = [{"messages": says(SCREENS[0])}, {"messages": says(SCREENS[0])}]
+    whole = world.run(["a", "b", "c"], [*answers, {"done": True}])
+    of_both = whole.response_mask.count(0)
+    done = world.run(["a", "b"], answers, max_environment_tokens=of_both - 1)
+    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 2, [SCREENS[0]])
+    assert done.response_mask.count(0) == of_both / 2
+
+
+def test_a_screenshot_cannot_follow_a_sampled_image_token(world):
+    """The engine would put the image in the place of that token: the episode ends; a text can follow."""
+    (token,) = {world.reader.of([picture(56, 56)]).token}
+    spoken = [[9, token, world.end], "b"]
+    done = world.run(spoken, [{"messages": says(SCREENS[0]), "reward": 1.0}])
+    assert (done.finish_reason, done.turns, done.shown_images, done.environment_reward) == ("length", 1, [], 1.0)
+    done = world.run(spoken, [{"messages": says(text="more")}, {"done": True}])
+    assert (done.finish_reason, done.turns) == ("stop", 2)
+
+
+def test_answers_differ_by_their_images(world):
+    """States of turns (gigpo): screenshots of one size have the same tokens."""
+    others = [picture(56, 84, 7), SCREENS[0]]
+    states = [
+        world.run(["a", "b"], [{"messages": says(image)}, {"done": True}]).turn_states[1]
+        for image in (SCREENS[0], *others)
+    ]
+    assert states[0] == states[2] != states[1]
+
+
+def test_a_reset_with_images(world):
+    """Its messages are part of the prompt, and its images of the first turn's; a prompt that is too long fails."""
+    done = world.run(["a", "b"], [{"messages": says(SCREENS[1])}, {"done": True}], reset=says(SCREENS[0]))
+    assert done.shown_images == SCREENS and done.prompt_ids[-1] != world.end
+    images = world.reader.of(SCREENS[:1])
+    assert list(done.prompt_ids).count(images.token) == images.tokens[0]
+    failed = world.run([], [], reset=says(SCREENS[0]), max_prompt_length=len(done.prompt_ids) - 1)
+    assert failed.finish_reason == "failed" and "more than --max-prompt-length" in world.failures[0]
+
+
+def test_texts_in_place_of_images(world):
+    """A text with the model's image token has no image: the episode fails, and says why."""
+    name = world.reader._text
+    done = world.run(["a"], [{"messages": says(SCREENS[0], text=f"two {name}")}])
+    assert done.finish_reason == "failed" and "a text contains the token" in world.failures[0]
+
+
+def test_servers_get_rows_with_other_images_apart(world):
+    """Two images of one size have the same tokens: their completions are not of one prompt."""
+    images = [world.reader.of([picture(56, 84, seed)]) for seed in (1, 2)]
+    ids = [5, *[images[0].token] * images[0].tokens[0]]
+    first, same, other = (Request(0, ids, Sampling(4, temperature=1.0), images=images[i]) for i in (0, 0, 1))
+    assert _same_job(first, same) and not _same_job(first, other)
+
+
+def test_a_model_without_a_vision_tower(world):
+    done = world.run(["a"], [{"messages": says(SCREENS[0])}], sees=False)
+    assert done.finish_reason == "failed" and "train a vision-language model" in world.failures[0]
+
+
+def test_groups_keep_their_images(world):
+    """In the arrays of a ledger and of a checkpoint."""
+    prompt = Prompt(0, [5, 6], {}, "row")
+    made = world.run(["a", "b"], [{"messages": says(*SCREENS)}, {"done": True}])
+    without = world.run(["a"], [{"done": True}])
+    group = Group(prompt, 0, (made, without, None))
+    (again,) = from_arrays(to_arrays({3: group}), lambda row, ids: prompt).values()
+    assert [c and c.shown_images for c in again.completions] == [SCREENS, [], None]
+
+
+def test_batches_keep_their_images():
+    """`select` and `concatenate` move the bytes with their completions."""
+    shown = [[], [b"abc", b""], [b"d" * 300]]
+    batch = RolloutBatch.from_completions(
+        [[1]] * 3, [[2]] * 3, [None] * 3, 0, [0, 1, 2], [7, 7, 8], [4, 5, 6], [FinishReason.STOP] * 3,
+        images=[joined(images) for images in shown],
+    )  # fmt: skip
+    assert batch.image_keys.tolist() == [7, -6, -7]
+    turned = RolloutBatch.concatenate([batch.select([2]), batch.select([1, 0])])
+    turned.validate()
+    assert shown_images(turned) == {-7: (8, shown[2]), -6: (7, shown[1])}
+    assert shown_images(turned.sorted_by_sample()) == {-6: (7, shown[1]), -7: (8, shown[2])}
+    assert all(divided(joined(images)) == images for images in shown)
+    assert np.array_equal(turned.sorted_by_sample().image_bytes, batch.image_bytes)
+
+
+def test_the_forms_of_an_image(tmp_path):
+    """Paths, bytes and data URIs keep their bytes; a PIL image becomes a PNG file without loss."""
+    (tmp_path / "a.png").write_bytes(SCREENS[0])
+    uri = "data:image/png;base64," + base64.b64encode(SCREENS[0]).decode()
+    for value in (str(tmp_path / "a.png"), f"file://{tmp_path}/a.png", SCREENS[0], uri, {"bytes": SCREENS[0]}):
+        assert as_data_uri(value) == uri
+    decoded = Image.open(io.BytesIO(SCREENS[0]))
+    data = base64.b64decode(as_data_uri(decoded).partition("base64,")[2])
+    assert Image.open(io.BytesIO(data)).tobytes() == decoded.tobytes()
+    for part in ({"type": "image_url", "image_url": {"url": uri}}, {"type": "image", "path": str(tmp_path / "a.png")}):
+        (message,) = _messages([{"role": "user", "content": [part]}])
+        assert message["content"] == [{"type": "image", "image": uri}]
+
+
+WRONG = {
+    "damaged": (SCREENS[0][:200], "cannot be read"),
+    "no file": ("none.png", "cannot be read: No such file"),
+    "a URL": ("https://example.org/a.png", "download it first"),
+    "no image": (7, "expected a path, bytes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_images(case):
+    value, message = WRONG[case]
+    with pytest.raises(GrpoError, match=message):
+        _messages([{"role": "user", "content": [{"type": "image", "image": value}]}])
+
+
+@pytest.mark.parametrize("content", [None, 3, [{"type": "audio", "audio": "a.wav"}], [{"type": "image"}], ["text"]])
+def test_wrong_contents(content):
+    with pytest.raises(TypeError, match="returned"):
+        _messages([{"role": "user", "content": content}])
