@@ -1,6 +1,6 @@
 """Measure the weight sync to engines on ranks of their own, with one sender and with trainers that send in turn.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tools/benchmark/senders.py --megabytes 256 --bucket-megabytes 32
+    torchrun --nproc-per-node 4 tools/benchmark/senders.py --megabytes 256 --bucket-megabytes 32
 
 The first half of the ranks are trainers: each holds a shard of every tensor, and gathers the whole one, as with tensor
 parallelism. The others are engines. Everything goes over gloo. A bucket is gathered by all trainers and then broadcast

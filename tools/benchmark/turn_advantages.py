@@ -51,12 +51,7 @@ FLAGS = f"""--transformer-impl local --environment text_game --max-turns {TURNS}
     --micro-batch-size 48 --vllm-max-num-seqs 96 --reward-funcs environment --loss-type dapo --lr 1e-3
     --lr-decay-style constant --lr-warmup-iters 5 --clip-grad 1.0 --weight-decay 0 --val-before-train --eval-interval 20
     --eval-num-generations 2 --no-save-hf --num-completions-to-log 0"""
-METHODS = {
-    "grpo": "--advantage-estimator grpo",
-    "turn_returns": "--advantage-estimator turn_returns",
-    "gigpo": "--advantage-estimator gigpo",
-    "gigpo, discount 0.95": "--advantage-estimator gigpo --turn-gamma 0.95",
-}
+METHODS = ("grpo", "turn_returns", "gigpo")
 BEGIN = {"role": "user", "content": "Play."}
 WINS = [
     *(BEGIN, {"role": "user", "content": "You see a key. Ways: north, east."}),
@@ -132,18 +127,13 @@ def table(root: Path, updates: int) -> str:
         "|---|--:|---|---|---|---|---|--:|",
     ]
     for method in METHODS:
-        found = [result(path, updates) for path in sorted(root.glob(f"{folder(method)}_seed_*"))]
+        found = [result(path, updates) for path in sorted(root.glob(f"{method}_seed_*"))]
         runs = [run for run in found if run is not None]
         if runs:
             columns = [mean_and_error([run[name] for run in runs]) for name in runs[0] if name != "seconds"]
             seconds = sum(run["seconds"] for run in runs) / len(runs)
             lines.append(f"| {method} | {len(runs)} | {' | '.join(columns)} | {seconds:.1f} |")
     return "\n".join(lines)
-
-
-def folder(method: str) -> str:
-    """Return the beginning of the folders of a method's runs."""
-    return method.replace(", ", "_").replace(" ", "_")
 
 
 def train(save: Path, flags: list[str]) -> None:
@@ -164,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of all runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="[1 2 3]")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="[all]")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME", help="[all]")
     parser.add_argument("--updates", type=int, default=40, metavar="N", help="of each run, a multiple of 40 [40]")
     parser.add_argument("--table", action="store_true", help="print the table, and run nothing")
     args = parser.parse_args(own)
@@ -172,10 +162,10 @@ def main() -> int:
     inputs = [] if args.table else make_inputs(root)
     for seed in [] if args.table else args.seeds:
         for method in args.methods:
-            save = root / f"{folder(method)}_seed_{seed}"
+            save = root / f"{method}_seed_{seed}"
             if result(save, args.updates) is not None:
                 continue
-            flags = [*inputs, *FLAGS.split(), *METHODS[method].split(), "--train-iters", str(args.updates)]
+            flags = [*inputs, *FLAGS.split(), "--advantage-estimator", method, "--train-iters", str(args.updates)]
             train(save, [*flags, "--seed", str(seed), "--save", str(save), "--load", str(save), *more])
             print(f"{save.name}: {result(save, args.updates)}", flush=True)
     print(table(root, args.updates))
