@@ -411,13 +411,14 @@ def _attention(args: Namespace) -> tuple[float, float]:
 def _core_attention(args: Namespace) -> float:
     """Return the elements per token that recomputed attention does not store.
 
-    Keys and values are stored before they are gathered over context-parallel ranks and padded to one size; values stay
-    a part of the projection, and only the values' channels of a padded output are stored. The kernels store no scores
-    in any case.
+    Keys and values are stored before they are gathered over context-parallel ranks and padded to one size; values of
+    latent attention stay a part of the projection, and only the values' channels of a padded output are stored. The
+    kernels store no scores in any case.
     """
     tp, gathered = args.tensor_model_parallel_size, _gathered_keys(args)
     if not args.multi_latent_attention:
-        copies = 2 * gathered - 1 if has_packed_attention(args) else 0
+        stored = 2 if args.transformer_impl == "local" else 1  # values are a part of Transformer Engine's projection
+        copies = 2 * gathered - stored if has_packed_attention(args) else 0
         return copies * query_groups(args) * args.kv_channels / tp
     size, heads = args.qk_head_dim + args.qk_pos_emb_head_dim, args.num_attention_heads
     return heads * ((2 * gathered - 1) * size - args.v_head_dim + size) / tp

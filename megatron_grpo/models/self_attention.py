@@ -1,7 +1,7 @@
 """Self-attention of packs for the ``local`` layer spec: few kernels between the projection and attention on a GPU."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
@@ -28,7 +28,9 @@ class PackedSelfAttention(SelfAttention):
     Without a pack, and where tensor-parallel ranks share the heads of a key, it computes what megatron-core computes.
     """
 
-    _rotation: tuple[torch.Tensor, PackedSeqParams] | None = None  # angles and pack, during `forward`
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._rotation: tuple[torch.Tensor, PackedSeqParams] | None = None  # angles and pack, during `forward`
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=None, **more):
         shared = self.config.num_query_groups < self.world_size

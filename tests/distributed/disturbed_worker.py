@@ -55,7 +55,7 @@ def main() -> None:
             elif kind in ("engine", "signal", "deaf") and next(steps) == 8:
                 (save / "disturbed").touch()
                 if kind != "engine":
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)  # to this thread: another one could run late
                 if kind != "signal":
                     time.sleep(FOREVER)
             return poll(engine)

@@ -95,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--median", type=float, metavar="TOKENS", help="median of lognormal lengths")
     parser.add_argument("--mean", type=float, metavar="TOKENS", help="their mean before the cut at --tokens")
-    parser.add_argument("--layouts", nargs="+", default=["as given"], metavar="LAYOUT", help='such as "CP2: FLAGS"')
+    parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help='such as "CP2: FLAGS" [that of the other flags]')
     parser.add_argument("--updates", type=int, default=4, metavar="N", help="updates, at least two [4]")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="kinds of kernels to list [0: none]")
     options, flags = parser.parse_known_args()
@@ -113,7 +113,7 @@ def main() -> None:
         )
     lines = ["| layout | update s | first | tokens/s | TFLOP/s | peak GiB | micro-batches | loss | gradient norm |"]
     lines.append("|---|--:|--:|--:|--:|--:|---|--:|--:|")
-    for layout in options.layouts:
+    for layout in options.layouts or ["as given"]:
         own = [] if layout == "as given" else flags_of(layout)
         lines.append(f"| {layout} | {measured([*size, *flags, *own], lengths, options)} |")
     print_rank_0("\n" + "\n".join(lines))

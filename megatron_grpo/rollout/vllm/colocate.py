@@ -371,7 +371,11 @@ class _UnderWay:
 
 def _build(args, directory: str):
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
+    # So that CUDA does not start in its own process, vLLM starts another one, which imports torch and vLLM, to ask the
+    # model's class for its abilities: on every rank, unless the home directory remembers it. Here CUDA has started.
+    registry._run_in_subprocess = lambda function: function()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}

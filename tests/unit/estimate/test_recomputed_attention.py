@@ -58,7 +58,10 @@ def saved_bytes(flags: str) -> int:
 
 @pytest.mark.parametrize(("family", "layers"), [(DENSE, 4), (LATENT, 2)])
 def test_recomputed_attention_stores_what_the_estimate_says(family, layers, process):
-    """Heads store a logarithm each (lse), which the estimate leaves out; one layer at a time is recomputed."""
+    """Heads store a logarithm each (lse), which the estimate leaves out; one layer at a time is recomputed.
+
+    Queries, keys and values of dense models enter attention as they are stored, so that nothing else is saved.
+    """
 
     def estimate(flags: str) -> float:
         lengths = f"--max-prompt-length {TOKENS // 2} --max-completion-length {TOKENS // 2}"
@@ -67,4 +70,5 @@ def test_recomputed_attention_stores_what_the_estimate_says(family, layers, proc
     measured = saved_bytes(TINY + family) - saved_bytes(f"{TINY} {family} --recompute-activations")
     estimated = (estimate("") - estimate("--recompute-activations")) * layers / (layers - 1)
     logarithms = layers * TOKENS * HEADS * 4
-    assert estimated > 0 and measured == pytest.approx(estimated + logarithms, rel=1e-3)
+    assert (estimated > 0) == (family == LATENT)
+    assert measured == pytest.approx(estimated + logarithms, rel=1e-3, abs=64)

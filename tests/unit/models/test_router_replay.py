@@ -67,7 +67,7 @@ def test_what_is_recorded_is_what_was_chosen(one_rank):
     assert list(seen) == [1, 3, 4] and batch.routed_experts.shape == (len(batch.tokens), 3, TOPK)
     packs = forward.micro_batches(args, batch, np.arange(batch.num_completions))
     for layer, maps in enumerate(seen.values()):
-        for pack, chosen in zip(packs, maps, strict=True):
+        for pack, chosen in zip(packs, maps[: len(packs)], strict=True):  # a second pass follows, of a share
             want = [row.nonzero()[:, 0].tolist() for row in chosen[torch.from_numpy(~pack.padding)]]
             got = batch.routed_experts[pack.source[~pack.padding], layer]
             assert np.sort(got, 1).tolist() == want

@@ -5,7 +5,6 @@ pretrain_grpo.py runs in this process, with an engine that gives one token a ste
 """
 
 import json
-import os
 import re
 import signal
 
@@ -53,7 +52,7 @@ class Slow(StubEngine):
         if self.rollouts == self.stop_in:
             type(self).stop_in = None
             if self.happens == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # to this thread: another one could run late
             else:
                 raise self.happens
         done = []

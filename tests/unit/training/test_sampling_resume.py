@@ -5,7 +5,6 @@ pretrain_grpo.py runs in this process, with an engine whose completions depend o
 """
 
 import json
-import os
 import signal
 
 import bad_input_runs
@@ -33,7 +32,7 @@ class SeededEngine(StubEngine):
     def rollout(self, seed):
         type(self).rollouts += 1
         if self.rollouts == self.sigterm_in:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # to this thread: another one could run late
         if self.rollouts == self.lost_in:
             raise EngineLost("all servers are gone")
         self.rng, self.running = np.random.default_rng(seed), {}
