@@ -41,7 +41,7 @@ def start(task: Path, save: Path, nproc: int, *flags: str) -> tuple[subprocess.P
         text=True,
     )
     seen = ""
-    while "iteration 2/" not in seen:
+    while not re.search("iteration +2/", seen):
         line = torchrun.stdout.readline()
         assert line, seen[-8000:]
         seen += line
