@@ -82,11 +82,28 @@ def data(tmp_path_factory):
         rows.append({"prompt": [{"role": "user", "content": text}], "images": [f"{image}.png" for image in images]})
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "plugin.py").write_text(PLUGIN)
+    (directory / "videos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_videos(directory)))
     return directory
 
 
-def run(data, ranks, save, *flags, model="model") -> list[dict]:
-    words = f"--load-hf {data}/{model} --train-data-path {data}/train.jsonl --external-plugins {data}/plugin.py"
+def rows_with_videos(directory) -> list[dict]:
+    """Rows with a video, a long one and an image, an image, and nothing."""
+    rows = []
+    for number in range(12):
+        frames = [f"{number}-{frame}.png" for frame in range((4, 7, 0)[number % 3])]
+        for frame, name in enumerate(frames):
+            (directory / name).write_bytes(picture(84, 56 + 28 * (number % 2), 100 * number + frame))
+        text, videos, images = [
+            ("what happens?", [frames], []),
+            ("<video>, <image>?", [{"frames": frames, "fps": 1}], ["3.png"]),
+            (["none", "what?"][number // 3 % 2], [], [[], ["4.png"]][number // 3 % 2]),
+        ][number % 3]
+        rows.append({"prompt": [{"role": "user", "content": text}], "videos": videos, "images": images})
+    return rows
+
+
+def run(data, ranks, save, *flags, model="model", rows="train") -> list[dict]:
+    words = f"--load-hf {data}/{model} --train-data-path {data}/{rows}.jsonl --external-plugins {data}/plugin.py"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *COMMON.split(), "--save", save, *flags)
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
@@ -96,12 +113,21 @@ def one_rank(data):
     return run(data, 1, data / "one", "--micro-batch-size", "4", "--no-save-hf")
 
 
-@pytest.mark.parametrize("model", ["model", pytest.param("llava_onevision", marks=pytest.mark.slow)])
-def test_engine_and_trainer_agree(data, tmp_path, model):
-    rows = run(data, 2, tmp_path / "run", *TP2_SP.split(), model=model)
-    assert len(rows) == 3 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("model", "videos"),
+        *(
+            pytest.param(*words.split(), marks=pytest.mark.slow)
+            for words in ("model train", "llava_onevision train", "qwen3_vl videos", "qwen3_vl_moe videos")
+        ),
+    ],
+)
+def test_engine_and_trainer_agree(data, tmp_path, model, rows):
+    metrics = run(data, 2, tmp_path / "run", *TP2_SP.split(), model=model, rows=rows)
+    assert len(metrics) == 3 and all(row["mismatch/mean_abs"] < 1e-5 for row in metrics)
     before, after = exported(data / model), exported(tmp_path / "run" / "hf_model")
-    tower = [name for name in before if name.startswith(("visual.", "vision_tower.", "image_newline"))]
+    tower = [name for name in before if "visual." in name or name.startswith(("vision_tower.", "image_newline"))]
     still = {name for name in tower if before[name].equal(after[name])}
     # LLaVA-OneVision's features are those before this norm.
     assert len(tower) > 30 and still == {name for name in tower if "post_layernorm" in name}
