@@ -22,6 +22,7 @@ from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
+from megatron_grpo.vision.kinds import mrope_positions
 from megatron_grpo.weights import hf
 
 SIZE = 84, 112
@@ -167,3 +168,105 @@ def test_log_probs_and_gradients_equal_transformers(made):
     assert compared.keys() <= ours.keys() and len(compared) > 30
     for name, gradient in compared.items():
         assert (ours[name].grad - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
+
+
+@pytest.fixture
+def args(world, tmp_path):
+    make(tmp_path)
+    return toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
+
+
+def test_all_ways_to_give_a_video_are_one_prompt(args, tmp_path):
+    names = ["a.png", "b.png", "c.png"]
+    for name, frame in zip(names, frames(3), strict=True):
+        (tmp_path / name).write_bytes(frame)
+    part = {"type": "text", "text": "what?"}
+    prompts = list(
+        dataset_of(
+            args,
+            tmp_path,
+            user("what?", videos=[names]),
+            user("what?", video=names),
+            user("<video>what?", videos=[{"frames": [{"path": name, "bytes": None} for name in names], "fps": 2}]),
+            user("<video>what?", video=uris(3)),
+            user([{"type": "video"}, part], videos=[names]),
+            user([{"type": "video", "video": names}, part]),
+            user([{"type": "video", "video": names, "fps": 2.0}, part]),
+            user([{"type": "video", "frames": names, "fps": 2}, part]),
+            {"prompt": [{"role": "user", "content": "what?"}], "videos": [names], "images": []},
+        )
+    )
+    assert all(prompt.ids == prompts[0].ids for prompt in prompts)
+    assert {prompt.images.steps for prompt in prompts} == {(4.0,)}  # a second, of 4 positions, for two frames
+    (shown,) = prompts[0].images.open()
+    assert shown.tolist() == [np.asarray(Image.open(tmp_path / name)).tolist() for name in names]
+    assert prompts[1].row["video"] == names and "video" not in prompts[3].row  # rewards get no encoded frames
+    (string,) = dataset_of(args, tmp_path, {"prompt": "<video> is", "videos": [names]})
+    assert string.ids.count(string.images.video_token) == prompts[0].images.tokens[0]
+    (text,) = dataset_of(args, tmp_path, user("the tag <video> of HTML"))
+    assert not text.images.sources and "<video>" in HuggingFaceTokenizer(args.tokenizer_model).decode(text.ids)
+
+
+SMALL = uri(picture(56, 56))
+BAD = {
+    "a file": (["x.mp4"], "video 1 is 'x.mp4': video files are not decoded; give the list of its frames"),
+    "one name of a file": ("x.mp4", "give the list of its frames"),
+    "bytes of a file": ([{"bytes": "AAAA"}], "give the list of its frames"),
+    "no frames": ([[]], "video 1 has no frames"),
+    "no frames in an object": ([{"frames": []}], "video 1 has no frames"),
+    "a number": ([[uris(1)[0], 3]], "frame 2 of video 1 is '3': expected a path, bytes"),
+    "null": ([[None]], "frame 1 of video 1"),
+    "a URL": ([["https://host/x.png"]], "frame 1 of video 1 is at https://host/x.png"),
+    "a missing frame": ([[*uris(1), "gone.png"]], "video 1, frame 2"),
+    "a damaged frame": ([[*uris(1), uri(frames(1)[0][:400])]], "video 1, frame 2 cannot be read"),
+    "frames of two sizes": ([[*uris(1), SMALL]], "frame 2 has 56 x 56 pixels, and frame 1 has 84 x 112"),
+    "too narrow": ([[uri(picture(1000, 4))] * 2], "video 1 has frames of 1000 x 4 pixels"),
+    "no rate": ([{"frames": uris(2), "fps": 0}], '"fps" of video 1 is 0'),
+    "a rate that is a text": ([{"frames": uris(2), "fps": "2"}], "\"fps\" of video 1 is '2'"),
+    "two videos, one place": ([uris(2)] * 2, 'the row has 2 videos in its column "videos"'),
+    "no video, one place": ([], "the row has 0 videos"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_bad_video_is_named(args, tmp_path, name):
+    videos, reason = BAD[name]
+    with pytest.raises(GrpoError) as refused:
+        dataset_of(args, tmp_path, user("good", videos=[uris(2)]), user("<video>what?", videos=videos))
+    assert "train.jsonl:2: " in str(refused.value) and reason in str(refused.value)
+
+
+def test_other_refusals(args, tmp_path):
+    row = user("what?", videos=[uris(2)])
+    with pytest.raises(GrpoError, match=r"jsonl:1: .*not sent to servers"):
+        dataset_of(args, tmp_path, row, vllm_mode="server")
+    args.vllm_mode = "colocate"
+    with pytest.raises(GrpoError, match=r"jsonl:1: .*more than --max-prompt-length 40"):
+        dataset_of(args, tmp_path, row, max_prompt_length=40)
+    with pytest.raises(GrpoError, match=r"jsonl:1: .*0 images and 0 videos|jsonl:1: .*token"):
+        dataset_of(args, tmp_path, user("<|video_pad|>"), max_prompt_length=None)
+
+
+def test_a_single_frame_is_too_short_for_qwen3_vl(world, tmp_path):
+    make(tmp_path, shape="qwen3_vl")
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
+    with pytest.raises(GrpoError, match=r"jsonl:1: video 1 has 1 frames of 84 x 112 pixels"):
+        dataset_of(args, tmp_path, user("what?", videos=[uris(1)]))
+
+
+@pytest.mark.parametrize("shape", ["internvl", "llava_onevision"])
+def test_families_without_videos_refuse_them_by_name(world, tmp_path, shape):
+    make(tmp_path, shape=shape)
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
+    with pytest.raises(GrpoError, match=f'jsonl:1: "videos" is not empty, but only text and images .* family {shape}'):
+        dataset_of(args, tmp_path, user("what?", videos=[uris(2)]))
+    with pytest.raises(GrpoError, match=r'jsonl:1: part 1 .* "text", "image" or "image_url"'):
+        dataset_of(args, tmp_path, user([{"type": "video", "video": uris(2)}]))
+
+
+def test_text_goes_on_behind_the_time_of_a_long_video():
+    """By hand, from the rule of the papers; transformers 5 would go on with 2, which a frame has."""
+    index = np.array([-1, 0, 1, 2, 3, -1, -1])
+    found = mrope_positions(index, [(4, 2, 2)], 2, [1.5])
+    times = [1, 2, 4, 5]  # 1 + 0, 1.5, 3.0 and 4.5, rounded down
+    assert found.tolist() == [[0] * 3, *([time, 1, 1] for time in times), [6] * 3, [7] * 3]
