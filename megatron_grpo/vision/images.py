@@ -30,7 +30,7 @@ from megatron_grpo.vision.kinds import (
     video_step,
     video_token_id,
 )
-from megatron_grpo.vision.videos import Video, as_video, video_column
+from megatron_grpo.vision.videos import Video, as_video, read_frames, video_column
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -172,7 +172,7 @@ def _name_of(source: Source) -> str:
         data = part if isinstance(part, bytes) else str(part).encode()
         hashed.update(f"{len(data)} ".encode() * isinstance(source, Video) + data)
     if isinstance(source, Video):
-        hashed.update(f"{source.fps}".encode())
+        hashed.update(f"{source.path} {source.fps} {source.indices}".encode())
     return hashed.hexdigest()
 
 
@@ -184,7 +184,15 @@ def _opened_of(images: RowImages) -> tuple[Image | npt.NDArray[np.uint8], ...]:
     )
 
 
-def _numbered(sources: Sequence[Source]) -> list[tuple[Source, int]]:
+def _within(directory: Path, source: bytes | str | Video, number: int) -> Source:
+    """Return an image or video with its files relative to ``directory``."""
+    if isinstance(source, Video):
+        with _named(f"video {number}", b""):
+            return source.within(directory)
+    return source if isinstance(source, bytes) else directory / source
+
+
+def _numbered(sources: Sequence[Any]) -> list[tuple[Any, int]]:
     """Return images and videos with their numbers among those of their kind."""
     counts = {True: 0, False: 0}
     found = []
@@ -236,14 +244,7 @@ class ImageReader:
                 "the row has videos, which are not sent to servers yet (--vllm-mode server): vLLM's endpoint for token "
                 "ids would sample its own frames; leave the row out, or give --vllm-mode colocate"
             )
-        opened = [
-            source
-            if isinstance(source, bytes)
-            else source.within(directory)
-            if isinstance(source, Video)
-            else directory / source
-            for source in sources
-        ]
+        opened = [_within(directory, source, number) for source, number in _numbered(sources)]
         return prompt, replace(self.of(opened), prompt=prompt)
 
     def of(self, sources: Sequence[Source]) -> RowImages:
@@ -256,7 +257,9 @@ class ImageReader:
         expansions = tuple(map(self._expansion, sources, grids))
         processor = self.processor.video_processor if kind.video is not None else None
         steps = tuple(
-            video_step(self._args, processor, source.fps) if isinstance(source, Video) and not kind.timestamps else 1.0
+            video_step(self._args, processor, source.sampled_fps)
+            if isinstance(source, Video) and not kind.timestamps
+            else 1.0
             for source in sources
         )
         return RowImages(
@@ -297,6 +300,10 @@ class ImageReader:
 
     def _video_grid(self, video: Video, number: int) -> Grid:
         assert self._kind.video is not None
+        if video.path is not None:
+            with _named(f"video {number}", b""):
+                height, width = read_frames(video, 1).shape[1:3]
+                return self._kind.video(self.processor.video_processor, len(video.indices), height, width)
         sizes = []
         for i, frame in enumerate(video.frames, 1):
             with _named(f"video {number}, frame {i}", frame):
@@ -404,10 +411,10 @@ _MEDIA = {place: medium for medium, place in _PLACES.items()}
 def _held(part: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the medium of a message's part, and the image or video that it holds; None if it holds none."""
     if part["type"] == "video":
-        frames = part.get("frames") if part.get("video") is None else part["video"]
-        if isinstance(frames, list) and part.get("fps") is not None:
-            frames = {"frames": frames, "fps": part["fps"]}
-        return "video", None if frames is None else as_video(frames, "a video of a message")
+        value = next((part[key] for key in ("video", "frames", "path", "url") if part.get(key) is not None), None)
+        if part.get("fps") is not None and not isinstance(value, Mapping):
+            value = {"frames" if isinstance(value, list) else "path": value, "fps": part["fps"]}
+        return "video", None if value is None else as_video(value, "a video of a message")
     source = source_of_part(part)
     return "image", None if source is None else as_source(source, "an image of a message")
 
@@ -440,6 +447,9 @@ def _decoded(source: bytes | Path, name: str) -> Image:
 
 
 def _frames_of(video: Video, number: int) -> npt.NDArray[np.uint8]:
+    if video.path is not None:
+        with _named(f"video {number}", b""):
+            return read_frames(video)
     frames = [_decoded(frame, f"video {number}, frame {i}") for i, frame in enumerate(video.frames, 1)]
     return np.stack([np.asarray(frame) for frame in frames])
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from ranks import run_torchrun
 from safetensors.torch import load_file
@@ -87,14 +88,19 @@ def data(tmp_path_factory):
 
 
 def rows_with_videos(directory) -> list[dict]:
-    """Rows with a video, a long one and an image, an image, and nothing."""
-    rows = []
+    """Rows with a video, a file of one, a long one and an image, an image, and nothing."""
+    import cv2  # vLLM needs it
+
+    writer, rows = cv2.VideoWriter(str(directory / "a.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 7.0, (84, 56)), []
+    for number in range(20):
+        writer.write(cv2.imdecode(np.frombuffer(picture(84, 56, number), np.uint8), cv2.IMREAD_COLOR))
+    writer.release()
     for number in range(12):
         frames = [f"{number}-{frame}.png" for frame in range((4, 7, 0)[number % 3])]
         for frame, name in enumerate(frames):
             (directory / name).write_bytes(picture(84, 56 + 28 * (number % 2), 100 * number + frame))
         text, videos, images = [
-            ("what happens?", [frames], []),
+            ("what happens?", [[frames], ["a.avi"]][number // 3 % 2], []),
             ("<video>, <image>?", [{"frames": frames, "fps": 1}], ["3.png"]),
             (["none", "what?"][number // 3 % 2], [], [[], ["4.png"]][number // 3 % 2]),
         ][number % 3]

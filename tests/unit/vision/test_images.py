@@ -166,7 +166,7 @@ BAD = {
         {"prompt": [{"role": "system", "content": "see"}], "images": ["red.png"]},
         "no user message",
     ),
-    "a video file": (user("what?", videos=["x.mp4"]), "give the list of its frames"),
+    "a video file": (user("what?", videos=["x.mp4"]), "no such file"),
     "sound": (user("what?", audio=["x.wav"]), '"audio" is not empty'),
     **{f"cut after {n} bytes": (user("<image>", images=[cut(RED[:n])]), "cannot") for n in (8, 20, 40, 100, 1000)},
     **{f"damaged {n}": (user("<image>", images=[damaged(n)]), "cannot be read") for n in range(16)},

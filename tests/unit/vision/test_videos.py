@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 
 import pytest
 from toy_checkpoints import build, toy_args
@@ -12,12 +13,15 @@ from toy_checkpoints import build, toy_args
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from vision_models import make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.utils.errors import GrpoError
@@ -170,6 +174,16 @@ def test_log_probs_and_gradients_equal_transformers(made):
         assert (ours[name].grad - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
 
 
+def test_flops_are_those_that_torch_counts(made):
+    _, args, directory = made
+    data = dataset_of(args, directory, ROWS[3], max_prompt_length=None)
+    (model,), images = build(args), data[0].images
+    pixels, grids = data.images.pixels(images)
+    with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model.vision._see(model.vision.tower, pixels, grids)
+    assert TowerFlops(args).forward(images.grids) == counted.get_total_flops()
+
+
 @pytest.fixture
 def args(world, tmp_path):
     make(tmp_path)
@@ -207,11 +221,40 @@ def test_all_ways_to_give_a_video_are_one_prompt(args, tmp_path):
     assert not text.images.sources and "<video>" in HuggingFaceTokenizer(args.tokenizer_model).decode(text.ids)
 
 
+def test_frames_of_a_file(args, tmp_path, monkeypatch):
+    """Two of a second's ten frames, and their times, as from a list of these frames."""
+    cv2 = pytest.importorskip("cv2")
+    writer = cv2.VideoWriter(str(tmp_path / "a.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 10.0, SIZE)
+    for frame in frames(30):
+        writer.write(cv2.cvtColor(np.asarray(Image.open(io.BytesIO(frame))), cv2.COLOR_RGB2BGR))
+    writer.release()
+    reader, shown = cv2.VideoCapture(str(tmp_path / "a.avi")), []
+    for number in range(30):
+        shown.append(tmp_path / f"{number}.png")
+        cv2.imwrite(str(shown[-1]), reader.read()[1])
+    indices = [0, 6, 12, 17, 23, 29]  # 30 frames of 3 seconds: 6, from 0 to 29
+    listed = {"frames": [str(shown[i]) for i in indices], "fps": 2}
+    file, frames_of_it = dataset_of(args, tmp_path, user("what?", video="a.avi"), user("what?", videos=[listed]))
+    assert file.ids == frames_of_it.ids and file.images.grids == ((3, 8, 6),) == frames_of_it.images.grids
+    assert file.images.open()[0].tolist() == frames_of_it.images.open()[0].tolist()
+    assert file.images.sources[0].metadata()["frames_indices"] == indices
+    (four,) = dataset_of(args, tmp_path, user("what?", videos=[{"path": "a.avi", "fps": 0.1}]))
+    assert four.images.sources[0].indices == (0, 10, 19, 29)  # at least four
+    part = {"type": "video", "path": "a.avi", "fps": 0.1}
+    (in_part,) = dataset_of(args, tmp_path, user([part, {"type": "text", "text": "what?"}]))
+    assert in_part.ids == four.ids
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(GrpoError, match=r"jsonl:1: video 1 .*a\.avi\) is a video file, and OpenCV .* give the list"):
+        dataset_of(args, tmp_path, user("what?", video="a.avi"))
+
+
 SMALL = uri(picture(56, 56))
 BAD = {
-    "a file": (["x.mp4"], "video 1 is 'x.mp4': video files are not decoded; give the list of its frames"),
-    "one name of a file": ("x.mp4", "give the list of its frames"),
-    "bytes of a file": ([{"bytes": "AAAA"}], "give the list of its frames"),
+    "a missing file": (["x.mp4"], "there is no such file"),
+    "a file that is no video": (["config.json"], "OpenCV finds no frames; give the list of its frames"),
+    "a URL of a file": ("https://host/x.mp4", "video 1 is at https://host/x.mp4"),
+    "bytes of a file": (["data:video/mp4;base64,AAAA"], "video 1 is the bytes of a file: give its path, or the list"),
+    "an object without a video": ([{"name": "x"}], "expected a path"),
     "no frames": ([[]], "video 1 has no frames"),
     "no frames in an object": ([{"frames": []}], "video 1 has no frames"),
     "a number": ([[uris(1)[0], 3]], "frame 2 of video 1 is '3': expected a path, bytes"),
