@@ -176,7 +176,7 @@ def _name_of(source: Source) -> str:
     return hashed.hexdigest()
 
 
-@functools.lru_cache(maxsize=8)  # the requests for the completions of a prompt come one after another
+@functools.lru_cache(maxsize=2)  # the requests for the completions of a prompt come one after another
 def _opened_of(images: RowImages) -> tuple[Image | npt.NDArray[np.uint8], ...]:
     return tuple(
         _frames_of(source, number) if isinstance(source, Video) else decoded(source, number)
@@ -227,7 +227,7 @@ class ImageReader:
     @property
     def media(self) -> tuple[str, ...]:
         """What rows can have beside text."""
-        return ("image",) if self._kind.video is None else ("image", "video")
+        return ("image",) if self._video_token is None else ("image", "video")
 
     def read(self, row: Mapping[str, Any], prompt: str | Messages, directory: Path) -> tuple[str | Messages, RowImages]:
         """Return the prompt with a place for each image and video, and these; GrpoError for a row that cannot be read.
@@ -241,8 +241,7 @@ class ImageReader:
         prompt, sources = placed(prompt, given, self._texts)
         if self._args.vllm_mode == "server" and any(isinstance(source, Video) for source in sources):
             raise GrpoError(
-                "the row has videos, which are not sent to servers yet (--vllm-mode server): vLLM's endpoint for token "
-                "ids would sample its own frames; leave the row out, or give --vllm-mode colocate"
+                "the row has videos, which are not sent to servers yet: leave the row out, or give --vllm-mode colocate"
             )
         opened = [_within(directory, source, number) for source, number in _numbered(sources)]
         return prompt, replace(self.of(opened), prompt=prompt)

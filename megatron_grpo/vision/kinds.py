@@ -100,7 +100,7 @@ def image_token_id(args: Namespace) -> int:
 
 
 def video_token_id(args: Namespace) -> int | None:
-    """Return the token that stands for a part of a video; None for a family without videos."""
+    """Return the token that stands for a part of a video; None for a model without videos."""
     return args.vision_config.get("video_token_id") if kind_of(args).video is not None else None
 
 

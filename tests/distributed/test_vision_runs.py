@@ -154,6 +154,28 @@ def test_layouts(data, one_rank, tmp_path, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("model", LAYOUTS["DP2"]),
+        ("model", LAYOUTS["PP2 VPP2"]),
+        ("model", LAYOUTS["CP2, a token budget, recomputed"]),
+        ("qwen3_vl", LAYOUTS["CP2, a token budget, recomputed"]),
+        ("qwen3_vl", PP2_RECOMPUTED),
+    ],
+)
+def test_videos_in_layouts(data, tmp_path, model, layout):
+    both = [
+        run(data, ranks, tmp_path / str(ranks), *flags.split(), "--no-save-hf", model=model, rows="videos")
+        for ranks, flags in ((1, "--micro-batch-size 4"), (2, layout))
+    ]
+    for row, expected in zip(*both, strict=True):
+        assert row["mismatch/mean_abs"] < 1e-5
+        for metric in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
+            assert row[metric] == pytest.approx(expected[metric], rel=1e-5, abs=2e-6), metric
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families(data, tmp_path, name):
     """Two ranks against one: the tower's inner features reach the first layers in every layout."""
@@ -202,20 +224,23 @@ STREAM = f"""--stop-token-ids {" ".join(map(str, range(20, 51)))} --lr 1e-12 --t
     --micro-batch-size 4 --rollout-importance-sampling-mode token_truncate --max-staleness 1 --no-save-hf"""
 
 
-def streamed(data, ranks, save, *flags, model="model") -> list[dict]:
-    words = f"--load-hf {data}/{model} --train-data-path {data}/train.jsonl --external-plugins {data}/plugin.py"
+def streamed(data, ranks, save, *flags, model="model", rows="train") -> list[dict]:
+    words = f"--load-hf {data}/{model} --train-data-path {data}/{rows}.jsonl --external-plugins {data}/plugin.py"
     common = COMMON.replace("--ignore-eos", "").split()
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *common, *STREAM.split(), "--save", save, *flags)
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_partial_rollouts_and_their_replay(data, tmp_path):
+@pytest.mark.parametrize(("model", "file"), [("model", "train"), ("model", "videos"), ("qwen3_vl", "videos")])
+def test_partial_rollouts_and_their_replay(data, tmp_path, model, file):
     flags = ["--partial-rollouts", "--vllm-max-num-seqs", "20"]
-    rows = streamed(data, 1, tmp_path / "run", *flags)
+    rows = streamed(data, 1, tmp_path / "run", *flags, model=model, rows=file)
     assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert any(row["staleness/interrupted"] > 0 for row in rows)
-    again = streamed(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run" / "ledger")
+    again = streamed(
+        data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run" / "ledger", model=model, rows=file
+    )
     for row, expected in zip(again, rows, strict=True):
         for name in ("reward/mean", "grad_norm", "loss", "mismatch/mean_abs"):
             assert row[name] == expected[name], name
