@@ -45,7 +45,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
     <|video_pad|>""".split()
-# Qwen2.5-VL-Instruct's template, without its branches for videos and numbered pictures.
+# Qwen2.5-VL-Instruct's template, without its branches for numbered pictures and videos.
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -54,6 +54,7 @@ TEMPLATE = (
     "{% else %}{% for content in message['content'] %}"
     "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
     "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -132,12 +133,15 @@ def make_processor(tokenizer: PreTrainedTokenizerFast, max_tokens: int, shape: s
             chat_template=tokenizer.chat_template,
         )
     of_images, of_videos, both, side = PROCESSORS[shape.removesuffix("_moe")]
-    sizes = {"patch_size": side, "min_pixels": (2 * side) ** 2, "max_pixels": (2 * side) ** 2 * max_tokens}
+    low, high = (2 * side) ** 2, (2 * side) ** 2 * max_tokens
+    sizes = {"patch_size": side, "min_pixels": low, "max_pixels": high}
+    # Qwen3-VL's are of all frames of a video, Qwen2.5-VL's of each.
+    video_sizes = {"patch_size": side, "size": {"shortest_edge": low, "longest_edge": high}}
     more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if side == 16 else {}
     return both(
         image_processor=of_images(**sizes, **more),
         tokenizer=tokenizer,
-        video_processor=of_videos(**sizes),
+        video_processor=of_videos(**video_sizes),
         chat_template=TEMPLATE,
     )
 

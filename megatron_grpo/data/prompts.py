@@ -106,6 +106,7 @@ class PromptDataset:
         if self.streamed:
             # A row that is not read yet may set stop words or a constraint.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
+            self.has_videos = images is not None and "video" in images.media
             print_rank_0(f"{', '.join(words)}: {len(self._files):,} rows, each checked when it is read")
             self._print_first_answer()
         else:
@@ -120,6 +121,7 @@ class PromptDataset:
     def _check_all(self, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
+        self.has_videos = False
         answers = AnswerCounts()
         for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
             try:
@@ -131,6 +133,7 @@ class PromptDataset:
             answers.add(prompt.row)
             rates.append(prompt.row["pass_rate"] if self._rated else 1.0)
             # The engine needs the tokenizer for stop words and constraints.
+            self.has_videos |= prompt.images is not None and prompt.images.has_videos
             self.engine_decodes |= bool({"stop", "structured_outputs"} & prompt.sampling_fields.keys())
         if self._bad and self._args.bad_rows == "raise":
             raise self._bad_rows()
@@ -263,8 +266,9 @@ class PromptDataset:
     def _tokens(self, row: dict[str, Any], directory: Path) -> tuple[list[int], RowImages | None]:
         """Return the ids of the row's prompt, and its images, whose files are relative to ``directory``."""
         reader, images = self.images, None
-        prompt = parse_prompt(row, self._args.prompt_key, self._args.system_prompt, with_parts=reader is not None)
-        check_media(row, with_images=reader is not None)
+        media = () if reader is None else reader.media
+        prompt = parse_prompt(row, self._args.prompt_key, self._args.system_prompt, media)
+        check_media(row, media, self._args.model_family)
         if reader is not None:
             prompt, images = reader.read(row, prompt, directory)
         self._check_characters(longest_text(prompt))

@@ -1,6 +1,6 @@
 """Parsing of a data row: the prompt (text or chat messages), the tools and the pass rate."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_grpo.data.json_column import json_column
@@ -12,11 +12,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def parse_prompt(
-    row: dict[str, Any], key: str, system: str | None = None, with_parts: bool = False
+    row: dict[str, Any], key: str, system: str | None = None, media: Collection[str] = ()
 ) -> str | list[dict[str, Any]]:
     """Return the prompt of column ``key``, or of column ``messages`` if it is absent: a string or chat messages.
 
-    ``with_parts``: the content of a message can be a list of parts, text and images.
+    ``media``: "image", "video"; with any of them the content of a message can be a list of parts, text and these.
     A last assistant message of ``messages`` is the reference answer (answer_column.py) and no part of the prompt.
     With a system prompt, a string becomes the user's message after it. Raises GrpoError with the expected format.
     """
@@ -35,8 +35,7 @@ def parse_prompt(
     if not prompt:
         raise GrpoError(f'"{column}" is an empty list of messages')
     messages = [
-        _check_message(f'message {number} of "{column}"', message, with_parts)
-        for number, message in enumerate(prompt, 1)
+        _check_message(f'message {number} of "{column}"', message, media) for number, message in enumerate(prompt, 1)
     ]
     if column == "messages" and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -54,13 +53,15 @@ def parse_prompt(
     return [{"role": "system", "content": system}, *messages]
 
 
-def check_media(row: Mapping[str, Any], with_images: bool) -> None:
-    """Raise GrpoError for a row with images, video or sound that the model would not get."""
-    for column in ("video", "videos", "audio", "audios") if with_images else _MEDIA:
-        if row.get(column):
-            supported = "text and images are" if with_images else "text is"
+def check_media(row: Mapping[str, Any], media: Collection[str], family: str) -> None:
+    """Raise GrpoError for a row with images, video or sound of which the model family takes none (not in ``media``)."""
+    for column in _MEDIA:
+        if column.removesuffix("s") not in media and row.get(column):
+            names = ["text", *(f"{medium}s" for medium in media)]
+            supported = f"{', '.join(names[:-1])} and {names[-1]} are" if media else "text is"
+            of_family = f" with model family {family}" if media else ""
             raise GrpoError(
-                f'"{column}" is not empty, but only {supported} supported: leave out the column, or the row'
+                f'"{column}" is not empty, but only {supported} supported{of_family}: leave out the column, or the row'
             )
 
 
@@ -79,7 +80,7 @@ def _texts(content: str | list[dict[str, Any]]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
-def _check_message(name: str, message: Any, with_parts: bool) -> dict[str, Any]:
+def _check_message(name: str, message: Any, media: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise GrpoError(f'{name} must be an object with "role" and "content", found {kind(message)}')
     message = _without_nulls(message)
@@ -92,17 +93,19 @@ def _check_message(name: str, message: Any, with_parts: bool) -> dict[str, Any]:
         return message | {"content": ""}  # a message of tool calls only
     if "content" not in message:
         raise GrpoError(f'{name} has no "content"')
-    if with_parts and isinstance(message["content"], list):
+    if media and isinstance(message["content"], list):
         for number, part in enumerate(message["content"], 1):
-            _check_part(f'part {number} of "content" of {name}', part)
+            _check_part(f'part {number} of "content" of {name}', part, media)
     else:
         _check_text(f'"content" of {name}', message["content"])
     return message
 
 
-def _check_part(name: str, part: Any) -> None:
-    if not isinstance(part, dict) or part.get("type") not in ("text", "image", "image_url"):
-        raise GrpoError(f'{name} must be an object with "type" "text", "image" or "image_url", found {part!r:.100}')
+def _check_part(name: str, part: Any, media: Collection[str]) -> None:
+    types = ["text", *media, "image_url"]
+    if not isinstance(part, dict) or part.get("type") not in types:
+        expected = ", ".join(f'"{kind}"' for kind in types[:-1])
+        raise GrpoError(f'{name} must be an object with "type" {expected} or "{types[-1]}", found {part!r:.100}')
     if part["type"] == "text":
         _check_text(f'"text" of {name}', part.get("text"))
 

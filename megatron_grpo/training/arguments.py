@@ -159,6 +159,7 @@ DERIVED = (
     "repeated",
     "padded_vocab_size",
     "engine_decodes",
+    "engine_sees_videos",
     "end_token_ids",
     "world_size",
     "data_parallel_size",
@@ -253,7 +254,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     load_plugins(plugin_files(words))
     args = parse_words(_parser_with(repr([(list(r.entries), r.flags, r.owners) for r in (LOSSES, ADVANTAGES)])), words)
-    args.padded_vocab_size = args.engine_decodes = None
+    args.padded_vocab_size = args.engine_decodes = args.engine_sees_videos = None
     args.end_token_ids = ()
     check_values(args)
     return args

@@ -121,6 +121,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
     args.engine_decodes |= args.agent is not None  # its calls can have stop words
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
+    args.engine_sees_videos = any(data.has_videos for data in (dataset, valid) if data)
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
         args.train_iters = rollouts * args.updates_per_rollout

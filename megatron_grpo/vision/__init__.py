@@ -1,1 +1,1 @@
-"""Images in prompts: reading and preprocessing, their places and positions in a sequence, the vision tower."""
+"""Images and videos in prompts: reading, preprocessing, places and positions in a sequence, the vision tower."""

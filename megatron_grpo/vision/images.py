@@ -1,4 +1,4 @@
-"""The images of data rows: where they stand in the messages, their size in tokens, and their pixels."""
+"""The images and videos of data rows: where they stand in the messages, their size in tokens, and their pixels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import copy
 import functools
 import hashlib
 import io
+import re
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,41 +20,67 @@ import numpy as np
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_source, source_of_part
-from megatron_grpo.vision.kinds import Grid, Int64, image_token_id, kind_of, merge_size, mrope_positions
+from megatron_grpo.vision.kinds import (
+    Grid,
+    Int64,
+    image_token_id,
+    kind_of,
+    merge_size,
+    mrope_positions,
+    video_step,
+    video_token_id,
+)
+from megatron_grpo.vision.videos import Video, as_video, read_frames, video_column
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
     from PIL.Image import Image
 
 PLACE = "<image>"  # in a text: an image of the row stands here
+VIDEO_PLACE = "<video>"  # in a text of a row with a column of videos: one of them stands here
 CACHED_BYTES = 512 * 2**20  # of pixels, on a rank that runs the tower
 
 Messages = list[dict[str, Any]]
+Source = bytes | Path | Video
 
 
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The images of a sequence: encoded bytes or files, patches and tokens of each; none for one of text.
+    """The images and videos of a sequence, in their order: encoded bytes or files, and patches; none for one of text.
 
-    ``token``: the id that stands for a part of an image. ``merge``: patches along each side of its square. ``mrope``:
-    the model has M-RoPE. ``around``: the ids before and behind the parts of an image that the processor adds, if any.
+    ``expansions``: the ids that stand for each in the model's input, in place of one. ``token``, ``video_token``: the
+    ids that stand for a part of an image and of a video. ``merge``: patches along each side of its square. ``steps``:
+    see `mrope_positions`. ``timestamps``: each frame of a video has positions of its own. ``mrope``: the model has
+    M-RoPE.
     """
 
-    sources: tuple[bytes | Path, ...]
+    sources: tuple[Source, ...]
     grids: tuple[Grid, ...]
-    tokens: tuple[int, ...]
+    expansions: tuple[tuple[int, ...], ...]
     token: int
     merge: int
+    video_token: int | None = None
+    steps: tuple[float, ...] = ()
+    timestamps: bool = False
     mrope: bool = True
-    around: tuple[int, ...] = ()
     where: str = ""  # the row: file and line
-    prompt: str | Messages = ""  # of the row, with a place for each of its images
+    prompt: str | Messages = ""  # of the row, with a place for each of its images and videos
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """A name for each image, by its bytes or its file."""
-        sources = [source if isinstance(source, bytes) else str(source).encode() for source in self.sources]
-        return [hashlib.blake2b(source, digest_size=16).hexdigest() for source in sources]
+        """A name for each image or video, by its bytes or its file."""
+        return [_name_of(source) for source in self.sources]
+
+    @property
+    def has_videos(self) -> bool:
+        """Whether any of them is a video."""
+        return any(isinstance(source, Video) for source in self.sources)
+
+    @functools.cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of each image or video that stand for a part of it."""
+        return tuple(int(self._is_visual(expansion).sum()) for expansion in self.expansions)
 
     def followed_by(self, more: RowImages) -> RowImages:
         """Return these images and those that an environment showed after them."""
@@ -60,104 +88,253 @@ class RowImages:
             self,
             sources=(*self.sources, *more.sources),
             grids=(*self.grids, *more.grids),
-            tokens=(*self.tokens, *more.tokens),
+            expansions=(*self.expansions, *more.expansions),
+            steps=(*self.steps, *more.steps),
         )
 
-    def open(self) -> list[Image]:
-        """Return the decoded images; GrpoError for a damaged one."""
+    def open(self) -> list[Image | npt.NDArray[np.uint8]]:
+        """Return the decoded images, and videos [frames, height, width, 3]; GrpoError for a damaged one."""
         return list(_opened_of(self))
 
+    def for_vllm(self) -> dict[str, list[Any]]:
+        """Return vLLM's multi_modal_data."""
+        return self.by_modality(
+            [
+                (found, source.metadata()) if isinstance(source, Video) else found
+                for source, found in zip(self.sources, self.open(), strict=True)
+            ]
+        )
+
+    def by_modality(self, values: Sequence[Any]) -> dict[str, list[Any]]:
+        """Return a value for each image or video as lists by vLLM's names of modalities."""
+        found: dict[str, list[Any]] = {}
+        for source, value in zip(self.sources, values, strict=True):
+            found.setdefault("video" if isinstance(source, Video) else "image", []).append(value)
+        return found
+
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokenizer's ids with each image token replaced by all tokens of its image."""
-        places = [place for place, token in enumerate(ids) if token == self.token]
-        if len(places) != len(self.sources):
+        """Return the tokenizer's ids with each image's and video's token replaced by all tokens of it."""
+        places = np.flatnonzero(self._is_visual(ids)).tolist()
+        expected = [self.video_token if isinstance(source, Video) else self.token for source in self.sources]
+        if [ids[place] for place in places] != expected:
+            videos = expected.count(self.video_token)
+            what = f"{len(expected) - videos} images" + (f" and {videos} videos" if videos else "")
             raise GrpoError(
-                f"the prompt or message has {len(self.sources)} images, but its text has {len(places)} of the model's "
-                "image tokens: the chat template drops images, or a text contains the token"
+                f"the prompt or message has {what}, but its text has {len(places)} of the model's "
+                f"{'image and video' if videos else 'image'} tokens, or has them in another order: the chat template "
+                "drops images or videos, or a text contains the token"
             )
         expanded, begin = [], 0
-        for place, count in zip(places, self.tokens, strict=True):
-            expanded += [*ids[begin:place], *self.around[:1], *[self.token] * count, *self.around[1:]]
+        for place, expansion in zip(places, self.expansions, strict=True):
+            expanded += [*ids[begin:place], *expansion]
             begin = place + 1
         return [*expanded, *ids[begin:]]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
-        """Return a sequence with one token for each image: the inverse of `expand`."""
+        """Return a sequence with one token for each image and video: the inverse of `expand`."""
+        visual, found, begin, seen = self._places(ids), list[int](), 0, 0
+        for expansion, count in zip(self.expansions, self.tokens, strict=True):
+            lead = int(self._is_visual(expansion).argmax())  # tokens of the expansion before the first visual one
+            start = int(visual[seen]) - lead
+            found += [*ids[begin:start], expansion[lead]]
+            begin, seen = start + len(expansion), seen + count
+        return [*found, *ids[begin:]]
+
+    def _is_visual(self, ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         array = np.asarray(ids, np.int64)
-        keep = np.ones(len(array), bool)
-        visual = self._places(ids)
-        counts = np.array(self.tokens, np.int64)
-        first, last = visual[np.cumsum(counts) - counts], visual[np.cumsum(counts) - 1]
-        keep[visual], keep[first] = False, True
-        if self.around:
-            keep[first - 1] = keep[last + 1] = False
-        return array[keep].tolist()
+        return (array == self.token) | (array == (self.token if self.video_token is None else self.video_token))
 
     def _places(self, ids: Sequence[int]) -> Int64:
-        """Return where the tokens of the images are; image tokens behind the last image are sampled ones."""
-        return np.flatnonzero(np.asarray(ids) == self.token)[: sum(self.tokens)]
+        """Return where the images' and videos' tokens are; such tokens behind the last of them are sampled ones."""
+        return np.flatnonzero(self._is_visual(ids))[: sum(self.tokens)]
 
     def fits(self, ids: Sequence[int]) -> bool:
         """Return whether all image tokens of a sequence are of its images, so that a further image can follow."""
-        return np.count_nonzero(np.asarray(ids) == self.token) == sum(self.tokens)
+        return np.count_nonzero(self._is_visual(ids)) == sum(self.tokens)
 
     def layout(self, ids: Sequence[int]) -> tuple[Int64 | None, Int64]:
         """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a sequence."""
         index, places = np.full(len(ids), -1), self._places(ids)
         index[places] = np.arange(len(places))
-        return mrope_positions(index, self.grids, self.merge) if self.mrope else None, index
+        if not self.mrope:
+            return None, index
+        if self.timestamps:
+            return mrope_positions(
+                index, [(1, *grid[1:]) for grid in self.grids for _ in range(grid[0])], self.merge
+            ), index
+        return mrope_positions(index, self.grids, self.merge, self.steps), index
 
 
-@functools.lru_cache(maxsize=8)  # the requests for the completions of a prompt come one after another
-def _opened_of(images: RowImages) -> tuple[Image, ...]:
-    return tuple(decoded(source, number) for number, source in enumerate(images.sources, 1))
+def _name_of(source: Source) -> str:
+    parts = source.frames if isinstance(source, Video) else (source,)
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        hashed.update(f"{len(data)} ".encode() * isinstance(source, Video) + data)
+    if isinstance(source, Video):
+        hashed.update(f"{source.path} {source.fps} {source.indices}".encode())
+    return hashed.hexdigest()
+
+
+@functools.lru_cache(maxsize=2)  # the requests for the completions of a prompt come one after another
+def _opened_of(images: RowImages) -> tuple[Image | npt.NDArray[np.uint8], ...]:
+    return tuple(
+        _frames_of(source, number) if isinstance(source, Video) else decoded(source, number)
+        for source, number in _numbered(images.sources)
+    )
+
+
+def _within(directory: Path, source: bytes | str | Video, number: int) -> Source:
+    """Return an image or video with its files relative to ``directory``."""
+    if isinstance(source, Video):
+        with _named(f"video {number}", b""):
+            return source.within(directory)
+    return source if isinstance(source, bytes) else directory / source
+
+
+def _numbered(sources: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return images and videos with their numbers among those of their kind."""
+    counts = {True: 0, False: 0}
+    found = []
+    for source in sources:
+        counts[isinstance(source, Video)] += 1
+        found.append((source, counts[isinstance(source, Video)]))
+    return found
 
 
 class ImageReader:
-    """Reads the images of rows; ``processor`` is the transformers processor of the model, with the flags' pixels."""
+    """Reads the images and videos of rows; ``processor`` is the transformers processor of the model, with the flags'
+    pixels.
+    """
 
     def __init__(self, args: Namespace, special_tokens: Mapping[str, int]):
         self.processor = load_processor(args)
         self._args, self._kind, self._token = args, kind_of(args), image_token_id(args)
+        self._video_token = video_token_id(args)
         names = {token: name for name, token in special_tokens.items()}
         begin, end = (args.vision_config.get(f"vision_{side}_token_id") for side in ("start", "end"))
-        if self._token not in names:
-            raise GrpoError(
-                f"--tokenizer-model {args.tokenizer_model}: config.json's image token {self._token} is no special "
-                "token of this tokenizer: give the tokenizer of the model"
-            )
-        self._text = "".join(names[token] for token in (begin, self._token, end) if token in names)
+        for what, token in ("image", self._token), ("video", self._video_token):
+            if token is not None and token not in names:
+                raise GrpoError(
+                    f"--tokenizer-model {args.tokenizer_model}: config.json's {what} token {token} is no special "
+                    "token of this tokenizer: give the tokenizer of the model"
+                )
+        self._texts = {
+            medium: "".join(names[token] for token in (begin, own, end) if token in names)
+            for medium, own in (("image", self._token), ("video", self._video_token))
+        }
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """What rows can have beside text."""
+        return ("image",) if self._video_token is None else ("image", "video")
 
     def read(self, row: Mapping[str, Any], prompt: str | Messages, directory: Path) -> tuple[str | Messages, RowImages]:
-        """Return the prompt with a place for each image, and the images; GrpoError for a row that cannot be read.
+        """Return the prompt with a place for each image and video, and these; GrpoError for a row that cannot be read.
 
         Files are relative to ``directory``. Nothing is decoded but the images' sizes.
         """
-        prompt, sources = placed(prompt, column(row), self._text)
-        opened = [source if isinstance(source, bytes) else directory / source for source in sources]
+        given: dict[str, list[Any]] = {"image": [as_source(v, f"image {i}") for i, v in enumerate(column(row), 1)]}
+        videos = video_column(row) if "video" in self.media else None
+        if videos is not None:
+            given["video"] = [as_video(value, f"video {i}") for i, value in enumerate(videos, 1)]
+        prompt, sources = placed(prompt, given, self._texts)
+        if self._args.vllm_mode == "server" and any(isinstance(source, Video) for source in sources):
+            raise GrpoError(
+                "the row has videos, which are not sent to servers yet: leave the row out, or give --vllm-mode colocate"
+            )
+        opened = [_within(directory, source, number) for source, number in _numbered(sources)]
         return prompt, replace(self.of(opened), prompt=prompt)
 
-    def of(self, sources: Sequence[bytes | Path]) -> RowImages:
-        """Return images from encoded bytes or files; GrpoError for one that cannot be read."""
-        grids = tuple(self._grid(source, number) for number, source in enumerate(sources, 1))
-        tokens = tuple(self._kind.tokens(self._args, self.processor, grid) for grid in grids)
-        kind, merge = self._kind, merge_size(self._args)
-        around = kind.around(self.processor)
-        return RowImages(tuple(sources), grids, tokens, self._token, merge, kind.mrope, around)
+    def of(self, sources: Sequence[Source]) -> RowImages:
+        """Return images and videos from encoded bytes or files; GrpoError for one that cannot be read."""
+        numbered, kind = _numbered(sources), self._kind
+        grids = tuple(
+            self._video_grid(source, number) if isinstance(source, Video) else self._grid(source, number)
+            for source, number in numbered
+        )
+        expansions = tuple(map(self._expansion, sources, grids))
+        processor = self.processor.video_processor if kind.video is not None else None
+        steps = tuple(
+            video_step(self._args, processor, source.sampled_fps)
+            if isinstance(source, Video) and not kind.timestamps
+            else 1.0
+            for source in sources
+        )
+        return RowImages(
+            tuple(sources),
+            grids,
+            expansions,
+            self._token,
+            merge_size(self._args),
+            self._video_token,
+            steps,
+            kind.timestamps,
+            kind.mrope,
+        )
+
+    def _expansion(self, source: Source, grid: Grid) -> tuple[int, ...]:
+        """Return the ids that stand for an image or a video with these patches."""
+        if not isinstance(source, Video):
+            around = self._kind.around(self.processor)
+            count = self._kind.tokens(self._args, self.processor, grid)
+            return (*around[:1], *[self._token] * count, *around[1:])
+        assert self._video_token is not None
+        count = prod(grid) // merge_size(self._args) ** 2
+        if not self._kind.timestamps:
+            return (self._video_token,) * count
+        times = self.processor._calculate_timestamps(
+            source.metadata()["frames_indices"], source.fps, self.processor.video_processor.temporal_patch_size
+        )
+        begin, end = self.processor.vision_start_token_id, self.processor.vision_end_token_id
+        found: list[int] = []
+        for time in times:
+            found += self.processor.tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False)
+            found += [begin, *[self._video_token] * (count // grid[0]), end]
+        return tuple(found)
 
     def _grid(self, source: bytes | Path, number: int) -> Grid:
-        with _named(number, source), _opened(source) as image:
-            turned = image.getexif().get(0x0112, 1) >= 5  # a photograph on its side, which `decoded` turns
-            width, height = image.size[::-1] if turned else image.size
-            return self._kind.grid(self._args, self.processor.image_processor, height, width)
+        with _named(f"image {number}", source):
+            return self._kind.grid(self._args, self.processor.image_processor, *_size_of(source))
+
+    def _video_grid(self, video: Video, number: int) -> Grid:
+        assert self._kind.video is not None
+        if video.path is not None:
+            with _named(f"video {number}", b""):
+                height, width = read_frames(video, 1).shape[1:3]
+                return self._kind.video(self.processor.video_processor, len(video.indices), height, width)
+        sizes = []
+        for i, frame in enumerate(video.frames, 1):
+            with _named(f"video {number}, frame {i}", frame):
+                sizes.append(_size_of(frame))
+        for i, size in enumerate(sizes, 1):
+            if size != sizes[0]:
+                raise GrpoError(
+                    f"video {number}, frame {i} has {size[1]} x {size[0]} pixels, and frame 1 has {sizes[0][1]} x "
+                    f"{sizes[0][0]}: give frames of one size"
+                )
+        with _named(f"video {number}", b""):
+            return self._kind.video(self.processor.video_processor, len(sizes), *sizes[0])
 
     def pixels(self, images: RowImages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tower's input for the images: pixels ``[patches, channels]`` and grids ``[images, 3]``."""
-        pixels, found = self._kind.pixels(self._args, self.processor.image_processor, images.open())
-        grids = [tuple(grid) for grid in found.tolist()]
+        """Return the tower's input for images and videos: pixels ``[patches, channels]`` and grids ``[sources, 3]``."""
+        import torch
+
+        found = [
+            self._video_pixels(source, opened)
+            if isinstance(source, Video)
+            else self._kind.pixels(self._args, self.processor.image_processor, [opened])
+            for source, opened in zip(images.sources, images.open(), strict=True)
+        ]
+        pixels, patches = torch.cat([one for one, _ in found]), torch.cat([grid for _, grid in found])
+        grids = [tuple(grid) for grid in patches.tolist()]
         if grids != list(images.grids):
             raise GrpoError(f"the processor cut images into {grids} patches, expected were {list(images.grids)}")
-        return pixels, found
+        return pixels, patches
+
+    def _video_pixels(self, video: Video, frames: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        return found["pixel_values_videos"], found["video_grid_thw"]
 
 
 def column(row: Mapping[str, Any]) -> list[Any]:
@@ -169,69 +346,111 @@ def column(row: Mapping[str, Any]) -> list[Any]:
 
 
 def without_bytes(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row without columns of encoded images: rewards get rows, many times over."""
-    encoded = [
-        name
-        for name in ("images", "image")
-        if any(isinstance(as_source(value, name), bytes) for value in column({name: row.get(name)}))
-    ]
+    """Return the row without columns of encoded images and frames: rewards get rows, many times over."""
+    sources: dict[str, list[Any]] = {
+        name: [as_source(value, name) for value in column({name: row.get(name)})] for name in ("images", "image")
+    }
+    for name in "videos", "video":
+        videos = [as_video(value, name) for value in video_column({name: row.get(name)}) or []]
+        sources[name] = [frame for video in videos for frame in video.frames]
+    encoded = [name for name, values in sources.items() if any(isinstance(value, bytes) for value in values)]
     return {name: value for name, value in row.items() if name not in encoded}
 
 
-def placed(prompt: str | Messages, values: Sequence[Any], text: str) -> tuple[str | Messages, list[bytes | str]]:
-    """Return the prompt with a place for each image, and the images in the order of their places.
+def placed(
+    prompt: str | Messages, given: Mapping[str, list[Any]], texts: Mapping[str, str]
+) -> tuple[str | Messages, list[Any]]:
+    """Return the prompt with a place for each image and video, and these in the order of their places.
 
-    A place is an image part of a message, or ``<image>`` in a text. A part may hold its image; all others are in
-    ``values``. Messages without any place get them all at the start of the first user's message, as TRL does. ``text``
-    stands for an image in a prompt without messages.
+    A place is an image or video part of a message, or ``<image>`` or ``<video>`` in a text. A part may hold its image
+    or frames; all others are in ``given``, by "image" and "video"; without "video", ``<video>`` is text. Messages
+    without any place get them all at the start of the first user's message, as TRL does. ``texts`` stand for an image
+    and a video in a prompt without messages.
     """
-    given = [as_source(value, f"image {number}") for number, value in enumerate(values, 1)]
+    places = re.compile("(" + "|".join(_PLACES[medium] for medium in given) + ")")
+    own: list[tuple[str, Any]] = []  # medium, and what a part holds
     if isinstance(prompt, str):
-        _check_count(prompt.count(PLACE), given, "no chat messages")
-        return prompt.replace(PLACE, text), given
-    messages, own = copy.deepcopy(prompt), []
+        own = [(_MEDIA[place], None) for place in places.findall(prompt)]
+        _check_counts(own, given, "no chat messages")
+        prompt = places.sub(lambda found: texts[_MEDIA[found[0]]], prompt)
+        return prompt, _in_order(own, given)
+    messages = copy.deepcopy(prompt)
     for message in messages:
         content, parts = message["content"], []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             if part["type"] != "text":
-                source = source_of_part(part)
-                own.append(None if source is None else as_source(source, "an image of a message"))
-                parts.append({"type": "image"})
+                own.append(_held(part))
+                parts.append({"type": own[-1][0]})
                 continue
-            before, *others = part["text"].split(PLACE)
-            parts += [{"type": "text", "text": before}] if before else []
-            for other in others:
-                own.append(None)
-                parts += [{"type": "image"}] + ([{"type": "text", "text": other}] if other else [])
-        if isinstance(content, list) or any(part["type"] == "image" for part in parts):
+            for text in filter(None, places.split(part["text"])):
+                if text in _MEDIA and _MEDIA[text] in given:
+                    own.append((_MEDIA[text], None))
+                    parts.append({"type": _MEDIA[text]})
+                else:
+                    parts.append({"type": "text", "text": text})
+        if isinstance(content, list) or any(part["type"] != "text" for part in parts):
             message["content"] = parts
-    if given and not own:
+    if not own and any(given.values()):
         first = next((message for message in messages if message["role"] == "user"), None)
         if first is None:
-            raise GrpoError(f"the row has {len(given)} images and no user message in which they could stand")
+            counts = " and ".join(f"{len(values)} {medium}s" for medium, values in given.items() if values)
+            raise GrpoError(f"the row has {counts} and no user message in which they could stand")
         content = first["content"]
         text_parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        first["content"] = [*({"type": "image"} for _ in given), *text_parts]
-        return messages, given
-    _check_count(sum(source is None for source in own), given, "messages")
-    rest = iter(given)
-    return messages, [next(rest) if source is None else source for source in own]
+        own = [(medium, None) for medium, values in given.items() for _ in values]
+        first["content"] = [*({"type": medium} for medium, _ in own), *text_parts]
+    _check_counts(own, given, "messages")
+    return messages, _in_order(own, given)
 
 
-def _check_count(places: int, given: Sequence[Any], where: str) -> None:
-    if places != len(given):
-        raise GrpoError(
-            f'the row has {len(given)} images in its column "images", and its prompt ({where}) has {places} places for '
-            f"them: write {PLACE} where each belongs"
-        )
+_PLACES = {"image": PLACE, "video": VIDEO_PLACE}
+_MEDIA = {place: medium for medium, place in _PLACES.items()}
+
+
+def _held(part: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the medium of a message's part, and the image or video that it holds; None if it holds none."""
+    if part["type"] == "video":
+        value = next((part[key] for key in ("video", "frames", "path", "url") if part.get(key) is not None), None)
+        if part.get("fps") is not None and not isinstance(value, Mapping):
+            value = {"frames" if isinstance(value, list) else "path": value, "fps": part["fps"]}
+        return "video", None if value is None else as_video(value, "a video of a message")
+    source = source_of_part(part)
+    return "image", None if source is None else as_source(source, "an image of a message")
+
+
+def _in_order(own: Sequence[tuple[str, Any]], given: Mapping[str, list[Any]]) -> list[Any]:
+    rest = {medium: iter(values) for medium, values in given.items()}
+    return [next(rest[medium]) if held is None else held for medium, held in own]
+
+
+def _check_counts(own: Sequence[tuple[str, Any]], given: Mapping[str, list[Any]], where: str) -> None:
+    for medium, place in _PLACES.items():
+        places, values = own.count((medium, None)), given.get(medium, [])
+        if places != len(values):
+            raise GrpoError(
+                f'the row has {len(values)} {medium}s in its column "{medium}s", and its prompt ({where}) has {places} '
+                f"places for them: write {place} where each belongs"
+            )
 
 
 def decoded(source: bytes | Path, number: int) -> Image:
     """Return an image in RGB, upright as its EXIF data says."""
+    return _decoded(source, f"image {number}")
+
+
+def _decoded(source: bytes | Path, name: str) -> Image:
     from PIL import ImageOps
 
-    with _named(number, source), _opened(source) as image:
+    with _named(name, source), _opened(source) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _frames_of(video: Video, number: int) -> npt.NDArray[np.uint8]:
+    if video.path is not None:
+        with _named(f"video {number}", b""):
+            return read_frames(video)
+    frames = [_decoded(frame, f"video {number}, frame {i}") for i, frame in enumerate(video.frames, 1)]
+    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def _opened(source: bytes | Path) -> Image:
@@ -240,10 +459,18 @@ def _opened(source: bytes | Path) -> Image:
     return PIL.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
+def _size_of(source: bytes | Path) -> tuple[int, int]:
+    """Return the height and width of an image, of which nothing else is decoded."""
+    with _opened(source) as image:
+        turned = image.getexif().get(0x0112, 1) >= 5  # a photograph on its side, which `decoded` turns
+        width, height = image.size[::-1] if turned else image.size
+        return height, width
+
+
 @contextlib.contextmanager
-def _named(number: int, source: bytes | Path) -> Iterator[None]:
-    """Context that turns any error of an image into a GrpoError with its number and file."""
-    name = f"image {number}" + ("" if isinstance(source, bytes) else f" ({source})")
+def _named(name: str, source: bytes | Path) -> Iterator[None]:
+    """Context that turns any error of an image into a GrpoError with its name and file."""
+    name += "" if isinstance(source, bytes) else f" ({source})"
     try:
         yield
     except GrpoError as error:
@@ -264,6 +491,9 @@ def load_processor(args: Namespace) -> Any:
             f"--tokenizer-model {args.tokenizer_model}: transformers cannot read the processor of images "
             f"(preprocessor_config.json): {str(error).strip().splitlines()[0]}"
         ) from error
+    if kind_of(args).video is not None:
+        # Both sides see the frames of the row, and each has the pixels of the processor's bounds.
+        processor.video_processor.do_sample_frames = processor.video_processor.cap_pixels_per_frame = False
     if kind_of(args).tiles:
         return processor
     size = dict(image_processor.size)

@@ -41,7 +41,9 @@ class Vision:
     weights that files hold and the features do not depend on. `nested`: a beginning of names in the tower, and the
     same in files. `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels.
     `class_token`: a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate
-    from frequency to frequency.
+    from frequency to frequency. `video(processor, frames, height, width)`: the patches into which transformers' video
+    processor cuts frames of this size; None: no videos. `timestamps`: the prompt has the time before each of a video's
+    frames, each of which has M-RoPE's positions of an image; else the positions tell the time.
     """
 
     prefix: str
@@ -60,6 +62,8 @@ class Vision:
     class_token: bool = False
     mrope: bool = True
     interleaved: bool = False
+    video: Callable[[Any, int, int, int], Grid] | None = None
+    timestamps: bool = False
 
     def file_name(self, name: str) -> str:
         """Return the Hugging Face name of the weight with this name in the tower."""
@@ -95,6 +99,11 @@ def image_token_id(args: Namespace) -> int:
     return next(args.vision_config[key] for key in IMAGE_TOKEN if key in args.vision_config)
 
 
+def video_token_id(args: Namespace) -> int | None:
+    """Return the token that stands for a part of a video; None for a model without videos."""
+    return args.vision_config.get("video_token_id") if kind_of(args).video is not None else None
+
+
 def _qwen2_5_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -120,6 +129,51 @@ def _qwen_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid
     except ValueError as error:
         raise GrpoError(f"of {width} x {height} pixels: {error}") from error
     return 1, rows // side, columns // side
+
+
+def _qwen2_5_vl_video(processor: Any, frames: int, height: int, width: int) -> Grid:
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+
+    side = processor.patch_size
+    try:
+        rows, columns = smart_resize(
+            height,
+            width,
+            factor=side * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+    except ValueError as error:
+        raise GrpoError(f"has frames of {width} x {height} pixels: {error}") from error
+    return -(-frames // processor.temporal_patch_size), rows // side, columns // side
+
+
+def video_step(args: Namespace, processor: Any, fps: float) -> float:
+    """Return the step of M-RoPE's time from one frame of patches to the next (`mrope_positions`)."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+
+    # transformers' processor gives the seconds in float32.
+    seconds = float(np.float32(processor.temporal_patch_size / fps))
+    return seconds * Qwen2_5_VLVisionConfig(**args.vision_config["vision_config"]).tokens_per_second
+
+
+def _qwen3_vl_video(processor: Any, frames: int, height: int, width: int) -> Grid:
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    side, thickness = processor.patch_size, processor.temporal_patch_size
+    try:
+        rows, columns = smart_resize(
+            frames,
+            height,
+            width,
+            temporal_factor=thickness,
+            factor=side * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+    except ValueError as error:
+        raise GrpoError(f"has {frames} frames of {width} x {height} pixels: {error}") from error
+    return -(-frames // thickness), rows // side, columns // side
 
 
 def _qwen3_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
@@ -237,10 +291,11 @@ def _llava_onevision_pixels(
 
 
 _MERGERS = ("merger.", "deepstack_merger_list.")
+_QWEN3_VL: dict[str, Any] = {"interleaved": True, "video": _qwen3_vl_video, "timestamps": True}
 KINDS = {
-    "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid),
-    "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, interleaved=True),
-    "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, interleaved=True),
+    "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid, video=_qwen2_5_vl_video),
+    "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, **_QWEN3_VL),
+    "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, **_QWEN3_VL),
     "internvl": Vision(
         prefix="",
         projector=("multi_modal_projector.",),
@@ -300,27 +355,34 @@ def _shapes(family: str, config: str, hidden_size: int) -> dict[str, tuple[int, 
     return {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}
 
 
-def mrope_positions(visual_index: Int64, grids: Sequence[Sequence[int]], merge: int) -> Int64:
-    """Return M-RoPE's positions ``[t, 3]`` (time, height, width) of a sequence of text and images.
+def mrope_positions(
+    visual_index: Int64, grids: Sequence[Sequence[int]], merge: int, steps: Sequence[float] | None = None
+) -> Int64:
+    """Return M-RoPE's positions ``[t, 3]`` (time, height, width) of a sequence of text, images and videos.
 
     Qwen2-VL (arXiv 2409.12191, 2.1): the three are equal on text and count it. An image's tokens have the number that
-    the next text token would have, plus their frame, row and column; text goes on behind the largest of these.
+    the next text token would have, plus their frame, row and column; text goes on behind the largest of these. A frame
+    of a video counts as its time (Qwen2.5-VL, arXiv 2502.13923, 2.1.2). transformers 5 lets text go on behind the
+    largest row or column instead, and so repeats positions behind a long video; vLLM does as the papers say.
 
     Args:
         visual_index: ``[t]``, which of the sequence's visual tokens a token is, -1 for text; ascending.
-        grids: patches of each image, in the order of the sequence: frames, rows, columns.
+        grids: patches of each image or video, in the order of the sequence: frames, rows, columns.
         merge: patches along each side of a token's square.
+        steps: of each image or video, of time from frame to frame; times are rounded down. [1 each]
     """
     positions = np.zeros((len(visual_index), 3), np.int64)
     starts = np.flatnonzero(visual_index >= 0)
     seen = behind = following = 0  # visual tokens so far, the place behind them, the position of the token there
-    for frames, height, width in grids:
+    for (frames, height, width), step in zip(grids, steps or [1.0] * len(grids), strict=True):
         shape = frames, height // merge, width // merge
         start, count = int(starts[seen]), int(np.prod(shape))
         positions[behind:start] = following + np.arange(start - behind)[:, None]
         following += start - behind
-        positions[start : start + count] = following + np.indices(shape).reshape(3, -1).T
-        following += max(shape[1:])
+        own = np.indices(shape).reshape(3, -1).T
+        own[:, 0] = (own[:, 0] * step).astype(np.int64)
+        positions[start : start + count] = following + own
+        following += int(own.max()) + 1
         seen, behind = seen + count, start + count
     positions[behind:] = following + np.arange(len(positions) - behind)[:, None]
     return positions

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from ranks import run_torchrun
 from safetensors.torch import load_file
@@ -82,11 +83,33 @@ def data(tmp_path_factory):
         rows.append({"prompt": [{"role": "user", "content": text}], "images": [f"{image}.png" for image in images]})
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "plugin.py").write_text(PLUGIN)
+    (directory / "videos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_videos(directory)))
     return directory
 
 
-def run(data, ranks, save, *flags, model="model") -> list[dict]:
-    words = f"--load-hf {data}/{model} --train-data-path {data}/train.jsonl --external-plugins {data}/plugin.py"
+def rows_with_videos(directory) -> list[dict]:
+    """Rows with a video, a file of one, a long one and an image, an image, and nothing."""
+    import cv2  # vLLM needs it
+
+    writer, rows = cv2.VideoWriter(str(directory / "a.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 7.0, (84, 56)), []
+    for number in range(20):
+        writer.write(cv2.imdecode(np.frombuffer(picture(84, 56, number), np.uint8), cv2.IMREAD_COLOR))
+    writer.release()
+    for number in range(12):
+        frames = [f"{number}-{frame}.png" for frame in range((4, 7, 0)[number % 3])]
+        for frame, name in enumerate(frames):
+            (directory / name).write_bytes(picture(84, 56 + 28 * (number % 2), 100 * number + frame))
+        text, videos, images = [
+            ("what happens?", [[frames], ["a.avi"]][number // 3 % 2], []),
+            ("<video>, <image>?", [{"frames": frames, "fps": 1}], ["3.png"]),
+            (["none", "what?"][number // 3 % 2], [], [[], ["4.png"]][number // 3 % 2]),
+        ][number % 3]
+        rows.append({"prompt": [{"role": "user", "content": text}], "videos": videos, "images": images})
+    return rows
+
+
+def run(data, ranks, save, *flags, model="model", rows="train") -> list[dict]:
+    words = f"--load-hf {data}/{model} --train-data-path {data}/{rows}.jsonl --external-plugins {data}/plugin.py"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *COMMON.split(), "--save", save, *flags)
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
@@ -96,12 +119,21 @@ def one_rank(data):
     return run(data, 1, data / "one", "--micro-batch-size", "4", "--no-save-hf")
 
 
-@pytest.mark.parametrize("model", ["model", pytest.param("llava_onevision", marks=pytest.mark.slow)])
-def test_engine_and_trainer_agree(data, tmp_path, model):
-    rows = run(data, 2, tmp_path / "run", *TP2_SP.split(), model=model)
-    assert len(rows) == 3 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("model", "videos"),
+        *(
+            pytest.param(*words.split(), marks=pytest.mark.slow)
+            for words in ("model train", "llava_onevision train", "qwen3_vl videos", "qwen3_vl_moe videos")
+        ),
+    ],
+)
+def test_engine_and_trainer_agree(data, tmp_path, model, rows):
+    metrics = run(data, 2, tmp_path / "run", *TP2_SP.split(), model=model, rows=rows)
+    assert len(metrics) == 3 and all(row["mismatch/mean_abs"] < 1e-5 for row in metrics)
     before, after = exported(data / model), exported(tmp_path / "run" / "hf_model")
-    tower = [name for name in before if name.startswith(("visual.", "vision_tower.", "image_newline"))]
+    tower = [name for name in before if "visual." in name or name.startswith(("vision_tower.", "image_newline"))]
     still = {name for name in tower if before[name].equal(after[name])}
     # LLaVA-OneVision's features are those before this norm.
     assert len(tower) > 30 and still == {name for name in tower if "post_layernorm" in name}
@@ -119,6 +151,28 @@ def test_layouts(data, one_rank, tmp_path, layout):
         assert row["mismatch/mean_abs"] < 1e-5
         for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
             assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("model", LAYOUTS["DP2"]),
+        ("model", LAYOUTS["PP2 VPP2"]),
+        ("model", LAYOUTS["CP2, a token budget, recomputed"]),
+        ("qwen3_vl", LAYOUTS["CP2, a token budget, recomputed"]),
+        ("qwen3_vl", PP2_RECOMPUTED),
+    ],
+)
+def test_videos_in_layouts(data, tmp_path, model, layout):
+    both = [
+        run(data, ranks, tmp_path / str(ranks), *flags.split(), "--no-save-hf", model=model, rows="videos")
+        for ranks, flags in ((1, "--micro-batch-size 4"), (2, layout))
+    ]
+    for row, expected in zip(*both, strict=True):
+        assert row["mismatch/mean_abs"] < 1e-5
+        for metric in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
+            assert row[metric] == pytest.approx(expected[metric], rel=1e-5, abs=2e-6), metric
 
 
 @pytest.mark.slow
@@ -170,20 +224,23 @@ STREAM = f"""--stop-token-ids {" ".join(map(str, range(20, 51)))} --lr 1e-12 --t
     --micro-batch-size 4 --rollout-importance-sampling-mode token_truncate --max-staleness 1 --no-save-hf"""
 
 
-def streamed(data, ranks, save, *flags, model="model") -> list[dict]:
-    words = f"--load-hf {data}/{model} --train-data-path {data}/train.jsonl --external-plugins {data}/plugin.py"
+def streamed(data, ranks, save, *flags, model="model", rows="train") -> list[dict]:
+    words = f"--load-hf {data}/{model} --train-data-path {data}/{rows}.jsonl --external-plugins {data}/plugin.py"
     common = COMMON.replace("--ignore-eos", "").split()
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *common, *STREAM.split(), "--save", save, *flags)
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_partial_rollouts_and_their_replay(data, tmp_path):
+@pytest.mark.parametrize(("model", "file"), [("model", "train"), ("model", "videos"), ("qwen3_vl", "videos")])
+def test_partial_rollouts_and_their_replay(data, tmp_path, model, file):
     flags = ["--partial-rollouts", "--vllm-max-num-seqs", "20"]
-    rows = streamed(data, 1, tmp_path / "run", *flags)
+    rows = streamed(data, 1, tmp_path / "run", *flags, model=model, rows=file)
     assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert any(row["staleness/interrupted"] > 0 for row in rows)
-    again = streamed(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run" / "ledger")
+    again = streamed(
+        data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run" / "ledger", model=model, rows=file
+    )
     for row, expected in zip(again, rows, strict=True):
         for name in ("reward/mean", "grad_norm", "loss", "mismatch/mean_abs"):
             assert row[name] == expected[name], name

@@ -88,10 +88,10 @@ class VllmColocate(TakesTurns):
             prompt: dict = {"prompt_token_ids": list(whole.prompt_ids), "cache_salt": f"load {self._loads}"}
             if request.images is not None and request.images.sources:
                 prompt["prompt_token_ids"] = request.images.collapse(whole.prompt_ids)  # vLLM expands them again
-                prompt["multi_modal_data"] = {"image": request.images.open()}
+                prompt["multi_modal_data"] = request.images.for_vllm()
                 # The key of an image's embeddings: beside requests that go on, those of an earlier tower are kept.
                 names = [f"{name} load {self._loads}" for name in request.images.names]
-                prompt["multi_modal_uuids"] = {"image": names}
+                prompt["multi_modal_uuids"] = request.images.by_modality(names)
             sampling = copy.copy(_sampling_params(request.sampling))
             sampling.max_tokens = whole.sampling.max_tokens
             if self._seeds_requests:
@@ -405,7 +405,8 @@ def _build(args, directory: str):
             # Else a step is in flight at new weights, of which the engine cannot tell the version.
             **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
-            **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config else {}),
+            # Without videos, vLLM's profile runs the tower on no video.
+            **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
             speculative_config=args.vllm_speculative_config,
             **on_a_cpu,
         )

@@ -151,7 +151,7 @@ def test_a_reset_with_images(world):
 
 def test_texts_in_place_of_images(world):
     """A text with the model's image token has no image: the episode fails, and says why."""
-    name = world.reader._text
+    name = world.reader._texts["image"]
     done = world.run(["a"], [{"messages": says(SCREENS[0], text=f"two {name}")}])
     assert done.finish_reason == "failed" and "a text contains the token" in world.failures[0]
 

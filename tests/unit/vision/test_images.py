@@ -155,8 +155,8 @@ BAD = {
     "two places, one image": (user("<image><image>", images=["red.png"]), "2 places"),
     "one place, two images": (user("<image>", images=["red.png"] * 2), "2 images"),
     "a part without an image": (user([{"type": "image"}, {"type": "text", "text": "?"}]), "0 images"),
-    "an unknown part": (user([{"type": "picture"}]), '"text", "image" or "image_url"'),
-    "a part that is a string": (user(["what?"]), '"text", "image" or "image_url"'),
+    "an unknown part": (user([{"type": "picture"}]), '"text", "image", "video" or "image_url"'),
+    "a part that is a string": (user(["what?"]), '"text", "image", "video" or "image_url"'),
     "a text part without text": (user([{"type": "text"}]), "must be a string"),
     "an empty text part": (user([{"type": "text", "text": " "}]), "is empty"),
     "the model's token in the text": (user("<|image_pad|>what?", images=["red.png"]), "image tokens"),
@@ -166,7 +166,7 @@ BAD = {
         {"prompt": [{"role": "system", "content": "see"}], "images": ["red.png"]},
         "no user message",
     ),
-    "a video": (user("what?", videos=["x.mp4"]), '"videos" is not empty'),
+    "a video file": (user("what?", videos=["x.mp4"]), "no such file"),
     "sound": (user("what?", audio=["x.wav"]), '"audio" is not empty'),
     **{f"cut after {n} bytes": (user("<image>", images=[cut(RED[:n])]), "cannot") for n in (8, 20, 40, 100, 1000)},
     **{f"damaged {n}": (user("<image>", images=[damaged(n)]), "cannot be read") for n in range(16)},
@@ -211,7 +211,7 @@ def test_expanding_and_positions(parts, rest):
     ids += [7] * rest
     expected += [(at + k,) * 3 for k in range(rest + 2)]
     counts = tuple(rows * columns for _, rows, columns in grids for rows, columns in [(rows // 2, columns // 2)])
-    images = RowImages((b"",) * len(grids), tuple(grids), counts, 6, 2)
+    images = RowImages((b"",) * len(grids), tuple(grids), tuple((6,) * count for count in counts), 6, 2)
     prompt = images.expand(ids)
     sampled = [*prompt, 6, 8]  # a sampled image token is text
     assert images.collapse(sampled) == [*ids, 6, 8]
