@@ -114,8 +114,16 @@ def check_pass_rates(args: Namespace) -> None:
 
 def smallest_budget(args: Namespace) -> int:
     """Return the smallest --max-tokens-per-microbatch that takes the longest possible sequence."""
-    padded = int(padded_lengths(np.array([longest_sequence(args)]), args.context_parallel_size)[0])
+    longest, samples = np.array([longest_sequence(args)]), np.array([_most_samples(args)])
+    padded = int(padded_lengths(longest, args.context_parallel_size, samples)[0])
     return -(-padded // args.context_parallel_size) if args.hybrid_context_parallel else padded
+
+
+def _most_samples(args: Namespace) -> int:
+    """Return the largest number of samples of a trajectory, each of which is padded and has a token of the policy."""
+    if args.agent:
+        return args.max_completion_length
+    return args.max_turns if args.on_rewritten_history == "split" else 1
 
 
 def check_budgets(args: Namespace) -> None:
@@ -125,7 +133,8 @@ def check_budgets(args: Namespace) -> None:
         budget = getattr(args, dest)
         if budget is not None and least > budget:
             shares = " and divided by it" if args.hybrid_context_parallel else ""
+            several = f" in up to {_most_samples(args)} samples" if _most_samples(args) > 1 else ""
             raise GrpoError(
-                f"{longest_in_words(args)} are {least} tokens, padded for --context-parallel-size {cp_size}{shares}: "
-                f"{flag(dest)} ({budget}) must be at least {least}"
+                f"{longest_in_words(args)}{several} are {least} tokens, padded for --context-parallel-size "
+                f"{cp_size}{shares}: {flag(dest)} ({budget}) must be at least {least}"
             )

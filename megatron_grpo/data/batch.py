@@ -89,6 +89,8 @@ class RolloutBatch:
     rewards: Annotated[Float32, ArrayField("completion", columns=1)]
     finish_reasons: Annotated[UInt8, PER_COMPLETION]  # FinishReason
     turns: Annotated[Int32, PER_COMPLETION]  # number of turns of the policy
+    # Sequences of the model: 1 + the number of ``sample_starts``. None: each completion is one.
+    samples: Annotated[Int32 | None, PER_COMPLETION] = None
     # Of episodes with an environment, [n, --max-turns]: its reward for each turn (NaN: none), and a number for what it
     # said before the turn (equal texts have equal numbers; 0 before the first turn and after the last).
     turn_rewards: Annotated[Float32 | None, ArrayField("completion", columns=1)] = None
@@ -196,6 +198,7 @@ class RolloutBatch:
             batch.weight_version[begin:middle] = versions[0] if len(versions) else 0
             batch.weight_version[middle:end] = versions
         if sample_starts is not None:
+            batch.samples = np.array([1 + len(starts) for starts in sample_starts], np.int32)
             batch.sample_starts = np.zeros(total, np.uint8)
             for begin, prompt, starts in zip(cu_seqlens[:-1], prompts, sample_starts, strict=True):
                 batch.sample_starts[begin + len(prompt) + np.array(starts, np.int64)] = 1

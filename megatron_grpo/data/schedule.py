@@ -119,6 +119,7 @@ def hybrid_schedule(
     microbatch_multiple: int = 1,
     attention_coefficient: float = 0.0,
     together: npt.ArrayLike | None = None,
+    samples: npt.NDArray[np.int32] | None = None,
 ) -> tuple[list[int], Schedule]:
     """Divide n completions over data- and context-parallel ranks, and choose the degree of each micro-batch.
 
@@ -141,6 +142,7 @@ def hybrid_schedule(
         max_tokens: maximum number of tokens of a rank in a micro-batch: a pack of degree c has up to c max_tokens, with
             the padding of its sequences.
         microbatch_multiple, attention_coefficient, together: as in `schedule`.
+        samples: [n], sequences that each completion has, which are padded one by one; None: 1.
 
     Returns:
         ([micro-batch] -> degree, [data-parallel rank x cp_size + context-parallel rank][micro-batch] -> completions).
@@ -153,7 +155,7 @@ def hybrid_schedule(
     length = np.asarray(lengths, dtype=np.int64)
     work = (length + attention_coefficient * length**2).tolist()
     degrees = [2**power for power in range(cp_size.bit_length())]
-    sizes = {degree: padded_lengths(length, degree).tolist() for degree in degrees}
+    sizes = {degree: padded_lengths(length, degree, samples).tolist() for degree in degrees}
     ranks = dp_size * cp_size
     packs = _budget_packs(sizes, work, ranks, max_tokens, microbatch_multiple, _numbered(together))
     of_packs = [degree for degree, _ in packs]

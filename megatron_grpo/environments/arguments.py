@@ -86,12 +86,8 @@ def check_environments(args: Namespace) -> None:
         raise GrpoError(f"{user} needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")
     if args.on_rewritten_history == "split" or args.agent:
         several = "--agent" if args.agent else "--on-rewritten-history split"
-        for given, what in (
-            (args.context_parallel_size > 1, "--context-parallel-size above 1"),
-            (args.teacher_server, "--teacher-server"),
-        ):
-            if given:
-                raise GrpoError(f"{several} cannot be used with {what} yet: leave one of them out")
+        if args.teacher_server:
+            raise GrpoError(f"{several} cannot be used with --teacher-server yet: leave one of them out")
     for given, what in (
         (args.router_replay_mode == "R3", "--router-replay-mode R3"),
         (args.over_sampling_ratio > 1, "--over-sampling-ratio"),

@@ -240,6 +240,13 @@ def run(base_url, row, **metadata):
     return sum(character.isalpha() for character in answer) / 10
 
 
+def branches(base_url, row, **metadata):
+    ask = OpenAI(base_url=base_url, api_key=metadata["api_key"]).chat.completions.create
+    conversations = list(row["messages"]), [{"role": "user", "content": "another"}]
+    answers = [ask(model="policy", messages=each, max_tokens=12).choices[0].message.content for each in conversations]
+    return sum(character.isalpha() for answer in answers for character in answer or "") / 10
+
+
 def runs_once(base_url, row, **metadata):
     directory = os.path.dirname(__file__)
     with open(f"{directory}/begun", "a") as file:
@@ -282,7 +289,8 @@ def run_agents(tmp_path, model, ranks, function, *flags, name="run"):
     program.write_text(f"import sys\nsys.path.append({str(tmp_path / 'library')!r})\n{AGENTS}")
     run_torchrun(
         ranks, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data,
-        *"--transformer-impl local --num-generations 4 --reward-funcs environment --micro-batch-size 4".split(),
+        *([] if "--max-tokens-per-microbatch" in flags else ["--micro-batch-size", 4]),
+        *"--transformer-impl local --num-generations 4 --reward-funcs environment".split(),
         *"--global-batch-size 16 --lr 1e-3 --environment-timeout 300 --no-save-hf".split(),
         "--agent", f"{program}:{function}", *flags, "--save", tmp_path / name,
     )  # fmt: skip
@@ -537,3 +545,19 @@ def test_the_quickstart_with_a_tool(tmp_path):
     assert max(accuracy["without_tool"]) < 0.05, accuracy
     turns = [row["environment/turns"] for row in rows(killed, "with_tool") if "environment/turns" in row]
     assert turns[0] < 1.4 and turns[-1] > 1.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--max-tokens-per-microbatch 400", "--hybrid-context-parallel"])
+def test_agents_with_context_parallelism(flags, tiny_models, tmp_path):
+    """Two ranks share each sample of a trajectory, and train as one rank does, on the same rollouts."""
+    both = "--max-prompt-length 40 --max-completion-length 30 --max-environment-tokens 200 --train-iters 2"
+    ledger = ["--ledger", tmp_path / "run" / "ledger"]
+    rows = run_agents(tmp_path, tiny_models["qwen3"], 1, "branches", *both.split(), *ledger)
+    if "hybrid" in flags:
+        flags += " --max-tokens-per-microbatch 200"
+    flags = [*both.split(), *flags.split(), "--context-parallel-size", "2", "--replay-rollouts", tmp_path / "run"]
+    shared = run_agents(tmp_path, tiny_models["qwen3"], 2, "branches", *flags, name="shared")
+    for row, expected in zip(shared, rows, strict=True):
+        for name in ("loss", "grad_norm", "reward/mean", "entropy", "environment/turns"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name

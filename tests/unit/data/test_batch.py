@@ -226,6 +226,14 @@ def test_pack_refuses_a_length_that_it_cannot_have(options):
 def test_padded_lengths_by_hand():
     assert padded_lengths(np.array([1, 4, 5, 9]), 1).tolist() == [1, 4, 5, 9]
     assert padded_lengths(np.array([1, 4, 5, 9]), 2).tolist() == [4, 4, 8, 12]
+    # Samples of 1, 1 and 7 tokens are padded to 4, 4 and 8; of 5 and 4 tokens to 8 and 4: both within the bound.
+    assert padded_lengths(np.array([9, 9]), 2, np.array([3, 2])).tolist() == [16, 12]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from([1, 2, 4, 8]))
+def test_samples_are_padded_to_no_more_than_their_completion(lengths, cp_size):
+    bound = padded_lengths(np.array([sum(lengths)]), cp_size, np.array([len(lengths)]))[0]
+    assert padded_lengths(np.array(lengths), cp_size).sum() <= bound
 
 
 @settings(deadline=None)

@@ -123,6 +123,10 @@ REFUSED = {
     "--max-tokens-per-microbatch 1000": "are 1024 tokens, padded for --context-parallel-size 1: --max-tokens-per-micro"
     "batch (1000) must be at least 1024",
     "--max-tokens-per-microbatch 1025 --max-prompt-length 513 --context-parallel-size 2": "are 1028 tokens, padded",
+    "--max-tokens-per-microbatch 2040 --environment calculator --max-turns 8 --max-environment-tokens 1000 "
+    "--on-rewritten-history split --context-parallel-size 2": (
+        "in up to 8 samples are 2048 tokens, padded for --context-parallel-size 2"
+    ),
     "--max-completion-length 0": "--max-completion-length (0) must be greater than 0",
     "--vllm-tensor-parallel-size 3": "world_size (8) must be divisible by --vllm-tensor-parallel-size (3)",
     "--vllm-tensor-parallel-size 8 --num-attention-heads 12 --num-query-groups 4": (
