@@ -34,7 +34,7 @@ def sequence_multiple(cp_size: int) -> int:
     return 2 * cp_size if cp_size > 1 else 1
 
 
-def padded_lengths(lengths: Int64, cp_size: int, samples: Int64 | None = None) -> Int64:
+def padded_lengths(lengths: Int64, cp_size: int, samples: npt.NDArray[np.integer] | None = None) -> Int64:
     """Return the padded lengths [n], in tokens, of sequences of ``lengths`` [n] in a pack.
 
     With ``samples`` [n] each of the n is so many sequences, which are padded one by one: the result is an upper bound.
