@@ -120,9 +120,9 @@ def smallest_budget(args: Namespace) -> int:
 
 
 def _most_samples(args: Namespace) -> int:
-    """Return the largest number of samples of a trajectory, each of which is padded and has a token of the policy."""
+    """Return the largest number of samples of a trajectory."""
     if args.agent:
-        return args.max_completion_length
+        return args.max_completion_length  # each has a token of the policy
     return args.max_turns if args.on_rewritten_history == "split" else 1
 
 

@@ -54,7 +54,7 @@ def parse_prompt(
 
 
 def check_media(row: Mapping[str, Any], media: Collection[str], family: str) -> None:
-    """Raise GrpoError for a row with images, video or sound of which the model family takes none (not in ``media``)."""
+    """Raise GrpoError for a row with images, video or sound that the model family does not take (see ``media``)."""
     for column in _MEDIA:
         if column.removesuffix("s") not in media and row.get(column):
             names = ["text", *(f"{medium}s" for medium in media)]

@@ -103,7 +103,7 @@ class EnvironmentPool:
         self._open(key, _Episode(name, row, self._next_worker()))
 
     def resume(self, key: int, row: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Go on with an episode of another process, whose `state` this is; its next answer is its newest one.
+        """Continue an episode of another process from its `state`; the next answer is the episode's newest one.
 
         An environment without snapshots is reset, and gets the earlier turns again; if it answers otherwise, the
         answer is that it ``differs``.

@@ -71,7 +71,7 @@ def assignment(
     flags.
     """
     lengths = batch.lengths[completions]
-    samples = None if batch.samples is None else batch.samples[completions]
+    samples = _samples(batch, completions)
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     dp_size = parallel_state.get_data_parallel_world_size()
     cp_size = parallel_state.get_context_parallel_world_size()
@@ -91,6 +91,10 @@ def assignment(
         groups = schedule(padded, dp_size, None if max_tokens else args.micro_batch_size, **how)
         degrees, ranks = [cp_size] * len(groups[0]), [group for group in groups for _ in range(cp_size)]
     return degrees, [[completions[pack] for pack in rank] for rank in ranks]
+
+
+def _samples(batch: RolloutBatch, completions: np.ndarray) -> np.ndarray | None:
+    return None if batch.samples is None else batch.samples[completions]
 
 
 def own_completions(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> np.ndarray:
@@ -123,9 +127,8 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     of_rank = None  # tokens of a rank
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
-        samples = np.ones(batch.num_completions, np.int32) if batch.samples is None else batch.samples
         of_rank = unit * max(
-            -(-int(padded_lengths(batch.lengths[pack], degree, samples[pack]).sum()) // (degree * unit))
+            -(-int(padded_lengths(batch.lengths[pack], degree, _samples(batch, pack)).sum()) // (degree * unit))
             for rank in ranks
             for degree, pack in zip(degrees, rank, strict=True)
         )

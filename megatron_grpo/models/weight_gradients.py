@@ -25,7 +25,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def placeholder(weight: torch.Tensor) -> torch.Tensor:
-    """Return what the backward pass returns for a weight whose gradient is in its buffer already.
+    """Return a tensor in place of the gradient of a weight; the gradient is in the weight's buffer already.
 
     DDP's hook runs when a gradient arrives, and ignores this one. An embedding that shares the weight adds to it.
     """

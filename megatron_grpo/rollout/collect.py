@@ -188,7 +188,7 @@ def to_batch(
 
 
 def shown_images(batch: RolloutBatch) -> dict[int, tuple[int, list[bytes]]]:
-    """Return {key: (row, encoded images)} of the held episodes whose environment has shown images."""
+    """Return {key: (row, encoded images)} of the held episodes in which the environment showed images."""
     assert batch.image_bytes is not None
     return {
         int(batch.image_keys[i]): (int(batch.row_ids[i]), divided(batch.image_bytes[batch.image_slice(i)]))

@@ -460,7 +460,7 @@ def _opened(source: bytes | Path) -> Image:
 
 
 def _size_of(source: bytes | Path) -> tuple[int, int]:
-    """Return the height and width of an image, of which nothing else is decoded."""
+    """Return the height and width of an image without decoding it."""
     with _opened(source) as image:
         turned = image.getexif().get(0x0112, 1) >= 5  # a photograph on its side, which `decoded` turns
         width, height = image.size[::-1] if turned else image.size

@@ -114,38 +114,34 @@ def _qwen2_5_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Modu
     return use_offsets(Qwen2_5_VisionTransformerPretrainedModel._from_config(vision))
 
 
-def _qwen_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid:
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
+def _patches(resize: Callable[..., tuple[int, int]], processor: Any, what: str, *sizes: int, **more: int) -> list[int]:
+    """Return the rows and columns of patches after transformers' ``resize``; ``what``: in front of an error's sizes."""
     side = processor.patch_size
     try:
-        rows, columns = smart_resize(
-            height,
-            width,
+        scaled = resize(
+            *sizes,
             factor=side * processor.merge_size,
             min_pixels=processor.size["shortest_edge"],
             max_pixels=processor.size["longest_edge"],
+            **more,
         )
     except ValueError as error:
-        raise GrpoError(f"of {width} x {height} pixels: {error}") from error
-    return 1, rows // side, columns // side
+        raise GrpoError(f"{what}of {sizes[-1]} x {sizes[-2]} pixels: {error}") from error
+    return [pixels // side for pixels in scaled]
+
+
+def _qwen_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    rows, columns = _patches(smart_resize, processor, "", height, width)
+    return 1, rows, columns
 
 
 def _qwen2_5_vl_video(processor: Any, frames: int, height: int, width: int) -> Grid:
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
-    side = processor.patch_size
-    try:
-        rows, columns = smart_resize(
-            height,
-            width,
-            factor=side * processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
-        )
-    except ValueError as error:
-        raise GrpoError(f"has frames of {width} x {height} pixels: {error}") from error
-    return -(-frames // processor.temporal_patch_size), rows // side, columns // side
+    rows, columns = _patches(smart_resize, processor, "has frames ", height, width)
+    return -(-frames // processor.temporal_patch_size), rows, columns
 
 
 def video_step(args: Namespace, processor: Any, fps: float) -> float:
@@ -160,20 +156,9 @@ def video_step(args: Namespace, processor: Any, fps: float) -> float:
 def _qwen3_vl_video(processor: Any, frames: int, height: int, width: int) -> Grid:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    side, thickness = processor.patch_size, processor.temporal_patch_size
-    try:
-        rows, columns = smart_resize(
-            frames,
-            height,
-            width,
-            temporal_factor=thickness,
-            factor=side * processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
-        )
-    except ValueError as error:
-        raise GrpoError(f"has {frames} frames of {width} x {height} pixels: {error}") from error
-    return -(-frames // thickness), rows // side, columns // side
+    sizes, thickness = (frames, height, width), processor.temporal_patch_size
+    rows, columns = _patches(smart_resize, processor, f"has {frames} frames ", *sizes, temporal_factor=thickness)
+    return -(-frames // thickness), rows, columns
 
 
 def _qwen3_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
@@ -196,15 +181,19 @@ def _qwen3_vl_moe_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Mo
     return use_offsets(Qwen3VLMoeVisionModel._from_config(vision))
 
 
+def _without_decoder(model: type, of_model: type, config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
+    """Return tower and projector of a class of transformers, which has no module of these alone."""
+    decoder = {"model_type": "qwen2", "num_hidden_layers": 0, "vocab_size": 1, "hidden_size": hidden_size}
+    whole = model._from_config(of_model(text_config=decoder, **config))  # type: ignore[attr-defined]
+    del whole.language_model
+    return whole
+
+
 def _internvl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
     from transformers.models.internvl.configuration_internvl import InternVLConfig
     from transformers.models.internvl.modeling_internvl import InternVLModel
 
-    # transformers has no module of tower and projector alone: take them from a model with an empty decoder.
-    decoder = {"model_type": "qwen2", "num_hidden_layers": 0, "vocab_size": 1, "hidden_size": hidden_size}
-    model = InternVLModel._from_config(InternVLConfig(text_config=decoder, **config))
-    del model.language_model
-    return model
+    return _without_decoder(InternVLModel, InternVLConfig, config, hidden_size)
 
 
 def _internvl_see(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
@@ -243,10 +232,7 @@ def _llava_onevision_tower(config: dict[str, Any], hidden_size: int) -> torch.nn
     from transformers.models.llava_onevision.configuration_llava_onevision import LlavaOnevisionConfig
     from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
-    decoder = {"model_type": "qwen2", "num_hidden_layers": 0, "vocab_size": 1, "hidden_size": hidden_size}
-    model = LlavaOnevisionModel._from_config(LlavaOnevisionConfig(text_config=decoder, **config))
-    del model.language_model
-    return model
+    return _without_decoder(LlavaOnevisionModel, LlavaOnevisionConfig, config, hidden_size)
 
 
 def _llava_onevision_see(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:

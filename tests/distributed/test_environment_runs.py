@@ -147,7 +147,7 @@ def test_partial_rollouts(environment, tiny_models, tmp_path):
     flags = "--vllm-max-num-seqs 16 --partial-rollouts --max-staleness 2 --save-interval 2 --global-batch-size 8"
     flags += " --rollout-importance-sampling-mode token_truncate --steps-per-generation 1 --lr 1e-6"
     save, model = tmp_path / "run", tiny_models["qwen3"]
-    if environment == "split":  # into samples: the episodes of "saved" whose text is no UTF-8 are rendered otherwise
+    if environment == "split":  # the template renders texts that are no UTF-8 otherwise, which begins a sample
         flags += " --environment saved --on-rewritten-history split --max-environment-tokens 200"
     else:
         flags += f" --environment {environment}"

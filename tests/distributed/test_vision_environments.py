@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ranks import run_torchrun
 from slow import slow_except
-from vision_models import make, picture
+from vision_models import check_equal, make, picture
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
@@ -76,10 +76,7 @@ def one_rank(data):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(data, one_rank, tmp_path, layout):
     rows = run(data, 2, tmp_path / "run", *LAYOUTS[layout].split(), "--no-save-hf")
-    for row, expected in zip(rows, one_rank, strict=True):
-        assert row["mismatch/mean_abs"] < 1e-5
-        for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss", "flops/update"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+    check_equal(rows, one_rank, "flops/update")
 
 
 @pytest.mark.slow

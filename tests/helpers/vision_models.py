@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from ranks import REPO
@@ -25,6 +26,30 @@ def make(directory: Path, tied: bool = False, layers: int = 4, shape: str = "qwe
     tool.save_model(model, directory, max_shard_size="400KB")
     tool.make_processor(tokenizer, 24, shape).save_pretrained(directory)
     return model
+
+
+def forward(model, pack) -> torch.Tensor:
+    """Return the log-probabilities and entropies of a pack, as pretrain_grpo.py computes them."""
+    from megatron_grpo.models.gpt import packed_seq_params
+
+    arrays = {name: torch.from_numpy(array) for name, array in pack.device_arrays().items()}
+    return model(
+        arrays["tokens"][None],
+        arrays["position_ids"][None],
+        attention_mask=None,
+        labels=arrays["labels"][None],
+        packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, "local"),
+        rope_positions=arrays.get("rope_positions"),
+        images=pack.images,
+    )
+
+
+def check_equal(rows: list[dict], one_rank: list[dict], *more: str) -> None:
+    """Metrics of a parallel configuration are those of one rank, and the engine agrees with the trainer."""
+    for row, expected in zip(rows, one_rank, strict=True):
+        assert row["mismatch/mean_abs"] < 1e-5
+        for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss", *more):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
 
 
 def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:

@@ -72,8 +72,8 @@ def run_name(seed: int, staleness: int, corrected: bool) -> str:
     return f"staleness_{staleness}{'' if corrected else '_uncorrected'}_seed_{seed}"
 
 
-def train(save: Path, flags: list[str], corrected: bool) -> None:
-    """Run pretrain_grpo.py in a process of its own, with its output in ``save``."""
+def train(save: Path, flags: list[str], corrected: bool = True) -> None:
+    """Run pretrain_grpo.py, or `train_uncorrected`, in a process of its own, with its output in ``save``."""
     save.mkdir(parents=True, exist_ok=True)
     script = [str(Path(__file__).resolve()), "--uncorrected"] if not corrected else [str(ROOT / "pretrain_grpo.py")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *script, *flags]
@@ -97,11 +97,17 @@ def train_uncorrected() -> None:
     run(pretrain_grpo.main)
 
 
-def result(save: Path, updates: int) -> dict[str, float] | None:
-    """Return the numbers of a run; None if it has not ended."""
+def finished_rows(save: Path, updates: int) -> list[dict[str, float]]:
+    """Return the metrics of a run, an object an update; [] if it has not ended."""
     file = save / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if not rows or rows[-1]["iteration"] < updates:
+    return rows if rows and rows[-1]["iteration"] >= updates else []
+
+
+def result(save: Path, updates: int) -> dict[str, float] | None:
+    """Return the numbers of a run; None if it has not ended."""
+    rows = finished_rows(save, updates)
+    if not rows:
         return None
     sampled = {row["iteration"]: row["eval/sampled_accuracy"] for row in rows if "eval/sampled_accuracy" in row}
     of_updates = [row for row in rows if "tokens/update" in row]

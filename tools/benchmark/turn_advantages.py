@@ -15,9 +15,7 @@ repeated. Flags after `--` are added to all runs.
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_grpo.environments.builtin.text_game import TextGame
 from megatron_grpo.environments.registry import Turn
 from tools import make_tiny_model
-from tools.benchmark.staleness import mean_and_error
+from tools.benchmark.staleness import finished_rows, mean_and_error, train
 
 TURNS = 16
 ROWS = {"warmup": 4000, "train": 4000, "test": 96}
@@ -102,9 +100,8 @@ def make_inputs(root: Path) -> list[str]:
 
 def result(save: Path, updates: int) -> dict[str, float] | None:
     """Return the numbers of a run; None if it has not ended."""
-    file = save / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if not rows or rows[-1]["iteration"] < updates:
+    rows = finished_rows(save, updates)
+    if not rows:
         return None
     sampled = {row["iteration"]: row["eval/sampled_reward"] for row in rows if "eval/sampled_reward" in row}
     greedy = {row["iteration"]: row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row}
@@ -134,16 +131,6 @@ def table(root: Path, updates: int) -> str:
             seconds = sum(run["seconds"] for run in runs) / len(runs)
             lines.append(f"| {method} | {len(runs)} | {' | '.join(columns)} | {seconds:.1f} |")
     return "\n".join(lines)
-
-
-def train(save: Path, flags: list[str]) -> None:
-    """Run pretrain_grpo.py in a process of its own, with its output in ``save``."""
-    save.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    with open(save / "output", "w") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        words = [*command, str(ROOT / "pretrain_grpo.py"), *flags]
-        subprocess.run(words, stdout=output, stderr=output, check=True, env=environment)
 
 
 def main() -> int:

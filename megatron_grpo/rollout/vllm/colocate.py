@@ -146,8 +146,11 @@ class VllmColocate(TakesTurns):
     @staticmethod
     def _check_prompt(request: Request, ids: list[int]) -> None:
         """Raise GrpoError if vLLM has put other tokens in place of the images than the trainer does."""
-        images, expected = request.images, list(request.with_begun_in_prompt().prompt_ids)
-        if images is not None and images.sources and ids != expected:
+        images = request.images
+        if images is None or not images.sources:
+            return
+        expected = list(request.with_begun_in_prompt().prompt_ids)
+        if ids != expected:
             raise GrpoError(
                 f"{images.where}: vLLM's processor makes {len(ids)} tokens of the prompt and its images, and the "
                 f"trainer's {len(expected)}: leave the row out, and report it with the size of its images"

@@ -3,20 +3,21 @@
 from dataclasses import replace
 from functools import partial
 
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families import qwen2
 from megatron_grpo.weights.families.common import Config
-from megatron_grpo.weights.families.vision_language import nested, renamed, text_config, vision_language
+from megatron_grpo.weights.families.vision_language import (
+    check_keys,
+    nested,
+    renamed,
+    text_config,
+    vision_language,
+)
 
 
 def _text_config(config: Config) -> Config:
     """Return config.json with the decoder's keys at its top; GrpoError for a decoder or features of other kinds."""
-    needed = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
-    found = {key: config.get(key, value) for key, value in needed.items()}
-    found["text_config.model_type"] = config.get("text_config", {}).get("model_type", "qwen2")
-    for key, value in {**needed, "text_config.model_type": "qwen2"}.items():
-        if found[key] != value:
-            raise GrpoError(f"config.json has {key} {found[key]!r}: family internvl is supported with {value!r} only")
+    features = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+    check_keys(config, "internvl", {**features, "text_config.model_type": "qwen2"})
     return text_config(config)
 
 

@@ -8,7 +8,13 @@ from typing import Any
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families import qwen2
 from megatron_grpo.weights.families.common import Config
-from megatron_grpo.weights.families.vision_language import nested, renamed, text_config, vision_language
+from megatron_grpo.weights.families.vision_language import (
+    check_keys,
+    nested,
+    renamed,
+    text_config,
+    vision_language,
+)
 
 # The only values that the family is supported with; the last key is that of the tower's pooling head.
 _NEEDED: dict[str, Any] = {
@@ -25,11 +31,7 @@ _DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_e
 
 def _text_config(config: Config) -> Config:
     """Return config.json with the decoder's keys at its top; GrpoError for a decoder or features of other kinds."""
-    for key, value in _NEEDED.items():
-        part, _, name = key.rpartition(".")
-        found = (config.get(part, {}) if part else config).get(name, value)
-        if found != value:
-            raise GrpoError(f"config.json has {key} {found!r}: family llava_onevision is supported with {value!r} only")
+    check_keys(config, "llava_onevision", _NEEDED)
     # Published files have the key of the decoder's embeddings in its part, and transformers reads both.
     decoder = config.get("text_config", {})
     tied = decoder.get("tie_word_embeddings", False) or config.get("tie_word_embeddings", False)

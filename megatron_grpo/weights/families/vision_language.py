@@ -16,6 +16,15 @@ def text_config(config: Config) -> Config:
     return {**config.get("text_config", {}), **{key: value for key, value in config.items() if key != "text_config"}}
 
 
+def check_keys(config: Config, family: str, needed: Mapping[str, Any]) -> None:
+    """Raise GrpoError if config.json has another value of a key ("part.key" is a key in a part). Keys may be absent."""
+    for key, value in needed.items():
+        part, _, name = key.rpartition(".")
+        found = (config.get(part, {}) if part else config).get(name, value)
+        if found != value:
+            raise GrpoError(f"config.json has {key} {found!r}: family {family} is supported with {value!r} only")
+
+
 def renamed(mappings: Sequence[ParameterMapping], rename: Callable[[str], str]) -> tuple[ParameterMapping, ...]:
     """Return a table with other Hugging Face names."""
 

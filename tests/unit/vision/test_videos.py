@@ -15,14 +15,13 @@ import torch
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from vision_models import make, picture
+from vision_models import forward, make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.estimate.throughput import TowerFlops
-from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
@@ -107,19 +106,6 @@ def theirs_of(processor, row, number, completion) -> dict:
     )
     found.pop("video_metadata", None)
     return prompt, found
-
-
-def forward(model, pack) -> torch.Tensor:
-    arrays = {name: torch.from_numpy(array) for name, array in pack.device_arrays().items()}
-    return model(
-        arrays["tokens"][None],
-        arrays["position_ids"][None],
-        attention_mask=None,
-        labels=arrays["labels"][None],
-        packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, "local"),
-        rope_positions=arrays.get("rope_positions"),
-        images=pack.images,
-    )
 
 
 def test_log_probs_and_gradients_equal_transformers(made):

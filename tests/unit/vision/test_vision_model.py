@@ -21,14 +21,13 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
-from vision_models import make, picture
+from vision_models import forward, make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.estimate.throughput import TowerFlops
-from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
@@ -106,19 +105,6 @@ def made(request, world, tmp_path):
     reader, prompts = read_all(args)
     attach(chunks, reader, lambda row: prompts[row].images)
     return theirs, model, reader, prompts
-
-
-def forward(model, pack) -> torch.Tensor:
-    arrays = {name: torch.from_numpy(array) for name, array in pack.device_arrays().items()}
-    return model(
-        arrays["tokens"][None],
-        arrays["position_ids"][None],
-        attention_mask=None,
-        labels=arrays["labels"][None],
-        packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, "local"),
-        rope_positions=arrays.get("rope_positions"),
-        images=pack.images,
-    )
 
 
 def test_flops_are_those_that_torch_counts(made):
