@@ -58,7 +58,10 @@ def flags_read_by(words: list[str]) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "parse_args", lambda: Recorded(**vars(parse())))
         patch.setattr(setup, "validate_args", after_validation)
+        # Both modules that _build imports, or the outcome depends on what an earlier test of the worker has imported.
         patch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=lambda **options: None))
+        models = types.SimpleNamespace(registry=types.SimpleNamespace())
+        patch.setitem(sys.modules, "vllm.model_executor.models", models)
         patch.setattr(colocate, "_cpu_options", lambda args: {})
         patch.setattr("bad_input_runs.StubEngine", EngineWithFlags)
         for config in (TransformerConfig, *CONFIGS[1:]):
