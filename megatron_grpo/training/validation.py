@@ -89,5 +89,7 @@ def _check_libraries(args: Namespace) -> None:
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--optimizer-cpu-offload needs a GPU: here the optimizer is on the CPU anyway")
     transformer_config_from_args(args)
-    optimizer_config_from_args(args)
     ddp_config_from_args(args)
+    if args.use_precision_aware_optimizer and not have_te:
+        return  # a dry run, on a machine where megatron-core cannot ask for Transformer Engine's version
+    optimizer_config_from_args(args)

@@ -206,8 +206,9 @@ def test_frozen_prediction_layers_have_no_gradient_and_no_state():
         ("--use-precision-aware-optimizer --bf16 --optimizer-cpu-offload", 0, 16),
     ],
 )
-def test_optimizer_state_in_other_types_and_places(flags, on_device, on_host):
-    flags = QWEN3_0_6B + f"--use-distributed-optimizer --transformer-impl transformer_engine --beta 0 {flags}"
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])  # Transformer Engine is absent here
+def test_optimizer_state_in_other_types_and_places(layers, flags, on_device, on_host):
+    flags = QWEN3_0_6B + f"--use-distributed-optimizer --transformer-impl {layers} --beta 0 {flags}"
     estimate = plan(flags).memory(0)
     assert estimate.optimizer == on_device * 596_049_920
     assert estimate.host == on_host * 596_049_920
