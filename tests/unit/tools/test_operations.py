@@ -6,7 +6,8 @@ import pytest
 
 MODEL = """--model-family qwen3 --num-layers 3 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --kv-channels 8 --normalization RMSNorm --swiglu --disable-bias-linear
-    --qk-layernorm --vocab-size 64 --max-position-embeddings 64 --transformer-impl local --bf16 --clip-grad 1e-3""".split()
+    --qk-layernorm --vocab-size 64 --max-position-embeddings 64
+    --transformer-impl local --bf16 --clip-grad 1e-3""".split()
 LAYERS, PACKS = 3, 2
 
 
