@@ -28,7 +28,7 @@ def scale(_chunk_size: int, _overflow, lists: Sequence[Tensors], factor: float) 
     source, target = lists
     if target is not source:
         torch._foreach_copy_(target, source)
-    if factor != 1.0:
+    if target and factor != 1.0:
         torch._foreach_mul_(target, factor)
 
 

@@ -33,6 +33,7 @@ def test_scale_in_place(factor):
     multi_tensor.scale(65536, None, [got, got], factor)
     local_multi_tensor_scale(65536, None, [want, want], factor)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    multi_tensor.scale(65536, None, [empty := [], empty], factor)  # nothing has a gradient
 
 
 def test_scale_to_other_tensors_of_another_dtype():
