@@ -65,8 +65,8 @@ from megatron_grpo.utils.errors import EngineLost
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
     """Return the next micro-batch: the pack itself, on the host, and its arrays as tensors on the device."""
     pack = next(data_iterator)
-    arrays = pack.device_arrays()
-    return pack, {name: torch.from_numpy(a).to(cpu_backend.device(), non_blocking=True) for name, a in arrays.items()}
+    arrays, device = pack.device_arrays(), cpu_backend.device()
+    return pack, {name: cpu_backend.to_device(torch.from_numpy(array), device) for name, array in arrays.items()}
 
 
 def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_size: int, output, non_loss_data=False):
@@ -108,6 +108,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         batch["position_ids"][None],
         attention_mask=None,
         labels=batch["labels"][None],
+        label_positions=batch["label_positions"],
         padding_mask=batch["padding"][None] if args.num_experts else None,  # excluded from the routers' counts
         packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl),
         kept_token_ids=None if kept is None else kept[batch["own_labels"]],

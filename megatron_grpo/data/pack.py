@@ -59,9 +59,14 @@ class Pack:
         """L, the number of tokens in the loss, over all context ranks."""
         return len(self.token_index)
 
+    @property
+    def label_positions(self) -> Int64:
+        """The positions of this rank's labels, [l]."""
+        return np.flatnonzero(self.labels != IGNORED_LABEL)
+
     def device_arrays(self) -> dict[str, Array]:
         """Return the arrays that model and loss read, by name."""
-        names = ["tokens", "position_ids", "labels", "padding", "own_labels", "completion"]
+        names = ["tokens", "position_ids", "labels", "label_positions", "padding", "own_labels", "completion"]
         names += ["rope_positions"] * (self.rope_positions is not None)
         return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
 

@@ -26,6 +26,7 @@ from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Va
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
+from megatron_grpo.utils.cpu_backend import to_device
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -189,7 +190,7 @@ def segments(
     positions = np.repeat((cu[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
     keys = np.argsort(_gathered_positions(cu, cp_size))[positions]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
-    cu_queries, cu_keys, keys = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+    cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
     return Varlen(cu_queries, cu_keys, int(chunk.max()), int(key_counts.max()), left, scale), keys
 
 
@@ -200,7 +201,7 @@ def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: 
     last = zigzag(cu, cp_size, cp_rank)
     start = cu[np.searchsorted(cu, last, side="right") - 1]  # begin of the query's sequence
     arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered_positions(cu, cp_size)
-    first, last, positions = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+    first, last, positions = (to_device(torch.from_numpy(x), device) for x in arrays)
 
     def mask_mod(batch, head, query, key):
         return (first[query] <= positions[key]) & (positions[key] <= last[query])

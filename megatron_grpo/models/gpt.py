@@ -15,7 +15,7 @@ from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.cpu_backend import device, to_device
 from megatron_grpo.vision.tower import MRope, PackImages, VisionTower
 
 
@@ -32,16 +32,20 @@ class PolicyModel(GPTModel):
     def forward(
         self,
         *args,
+        label_positions: torch.Tensor | None = None,
         kept_token_ids: torch.Tensor | None = None,
         rope_positions: torch.Tensor | None = None,
         images: PackImages | None = None,
         entropy_gradient: bool = True,
         **kwargs,
     ):
-        """Extend megatron-core's method by ``kept_token_ids`` ``[l, k]`` of the labels and ``entropy_gradient``
-        (`vocab_parallel_log_probs`), ``rope_positions`` ``[3, t]`` of all tokens of the pack (`MRope`), and its
-        ``images``.
+        """Extend megatron-core's method by ``label_positions`` ``[l]``, ``kept_token_ids`` ``[l, k]`` of the labels and
+        ``entropy_gradient`` (`vocab_parallel_log_probs`), ``rope_positions`` ``[3, t]`` of all tokens of the pack
+        (`MRope`), and its ``images``.
+
+        Without ``label_positions`` the head finds them in the labels, and the host waits for the device.
         """
+        self._label_positions = label_positions
         self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
@@ -78,7 +82,9 @@ class PolicyModel(GPTModel):
         for wait in self.output_layer._forward_pre_hooks.values():
             wait(self.output_layer, ())
         weight = self._output_weight()
-        kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
+        kept = self._label_positions
+        if kept is None:
+            kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
         log_probs, entropy = self._head(
             hidden_states, weight, labels, kept, self._kept_token_ids, self._entropy_gradient
         )
@@ -207,7 +213,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
 
 def packed_seq_params(cu_seqlens: torch.Tensor, max_seqlen: int, transformer_impl: str) -> PackedSeqParams:
     """Build megatron-core's description of a pack from ``cu_seqlens`` (int32 ``[n + 1]``, on the host)."""
-    on_device = cu_seqlens.to(device(), non_blocking=True)
+    on_device = to_device(cu_seqlens, device())
     # megatron-core's unfused rope reads the padded offsets as numbers in every layer; on the host this needs no sync.
     for_rope = on_device if transformer_impl == "transformer_engine" else cu_seqlens
     return PackedSeqParams(

@@ -1,9 +1,12 @@
 """Layer specifications: Transformer Engine's modules, or megatron-core's with some modules of this package."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
@@ -72,6 +75,23 @@ class Router(TopKRouter):
         super()._apply_expert_bias(routing_map, padding_mask=mask)
 
 
+def bias_dropout_add(training: bool, fused: bool) -> Callable:
+    """Return the function that adds a module's (output, bias) to the residual; its third argument is the dropout.
+
+    Without bias and dropout (most families; dropout is refused) it is one addition. With --bias-dropout-fusion
+    megatron-core would call a compiled function for it, which costs the host ten times as much.
+    """
+    with_bias = get_bias_dropout_add(training, fused)
+
+    def add(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float):
+        output, bias = output_and_bias
+        if bias is None and not dropout:
+            return residual.to(output.dtype) + output
+        return with_bias(output_and_bias, residual, dropout)
+
+    return add
+
+
 def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the specification of this (virtual) pipeline stage: its layers and the final norm."""
     layers = _layers(config, args)
@@ -117,6 +137,7 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
             _use_local_modules(config, layer)
         elif config.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = bias_dropout_add
         _add_family_modules(args, layer)
         mlp = _submodules(layer.submodules.mlp)
         if isinstance(mlp, MoESubmodules):

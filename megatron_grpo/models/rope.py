@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_grpo.parallel.context_parallel import place_in_pack
 from megatron_grpo.parallel.zigzag import zigzag
+from megatron_grpo.utils.cpu_backend import to_device
 from megatron_grpo.utils.errors import GrpoError
 
 # rope_scaling of config.json: {"rope_type": "yarn", "factor": 4.0, ...}; None: frequencies without scaling.
@@ -191,7 +192,7 @@ def _rows(cu_seqlens: tuple[int, ...], whole: bool, cp_size: int, cp_rank: int, 
     rows = zigzag(offsets, cp_size, cp_rank)
     if not whole:
         rows -= offsets[np.searchsorted(offsets, rows, side="right") - 1]
-    return torch.from_numpy(rows).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(rows), device)
 
 
 def _rotate(t: torch.Tensor, freqs: torch.Tensor, rows: torch.Tensor, kind: Mapping[str, Any]) -> torch.Tensor:

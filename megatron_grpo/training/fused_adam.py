@@ -45,9 +45,8 @@ class FusedAdam(torch.optim.Optimizer):
         for param in params:
             if not self.state[param]:
                 self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        step = torch.tensor(
-            float(group["step"]), device=device
-        )  # the kernel only reads the step, so one tensor serves all parameters
+        # The kernel only reads the step, so one tensor serves all parameters. A fill does not wait for the device.
+        step = torch.full((), float(group["step"]), device=device)
         self.kernel(
             params,
             [param.grad for param in params],

@@ -20,7 +20,7 @@ from megatron_grpo.algorithm.loss_metrics import is_extreme, update_metrics
 from megatron_grpo.data.pack import Pack
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.models.forward import Model, for_each, run_schedule
-from megatron_grpo.training import fused_adam
+from megatron_grpo.training import fused_adam, multi_tensor
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.utils import progress
@@ -40,6 +40,7 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
         for i, chunk in enumerate(model)
     ]
     fused_adam.install()
+    multi_tensor.install()
     optimizer_config = optimizer_config_from_args(args)
     groups = get_standard_config_overrides(optimizer_config) | _own_rates(args)
     optimizer = get_megatron_optimizer(optimizer_config, model, groups)
@@ -177,21 +178,22 @@ def _data_parallel_totals(
     names = list(reports[0])
     agreed = all(list(report) == names for report in reports)
     checksum = zlib.crc32("\n".join(names).encode()) if agreed else -1
+    # The kernels of the table are launched before the first wait for the device.
+    rows = [torch.stack([report[name].double() for name in names]) for report in reports if agreed]
     largest_and_smallest = torch.tensor([checksum, -checksum], device=device())
     dist.all_reduce(largest_and_smallest, dist.ReduceOp.MAX, group=group)
     largest, smallest = largest_and_smallest.tolist()
     if largest != -smallest or largest < 0:
         return None
-    table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
+    table = torch.stack(rows)
     # The context-parallel ranks that share a pack all report the whole of it: the first of them counts.
-    counted = torch.tensor([pack.cp_rank == 0 for pack in packs], device=table.device)
-    values = torch.stack([table[counted].sum(0), table.amax(0), -table.amin(0)])
+    counted = [row for row, pack in zip(rows, packs, strict=True) if pack.cp_rank == 0] or [torch.zeros_like(rows[0])]
+    values = torch.stack([torch.stack(counted).sum(0), table.amax(0), -table.amin(0)])
     dist.all_reduce(values[0], dist.ReduceOp.SUM, group=group)
     dist.all_reduce(values[1:], dist.ReduceOp.MAX, group=group)
-    rows = zip(names, *values.tolist(), strict=True)
     return {
         name: sum_ if not is_extreme(name) else high if name.endswith("/max") else -low
-        for name, sum_, high, low in rows
+        for name, sum_, high, low in zip(names, *values.tolist(), strict=True)
     }
 
 

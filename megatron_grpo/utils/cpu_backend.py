@@ -24,6 +24,14 @@ def device() -> torch.device:
     return CPU if not _has_gpu() else torch.device("cuda", torch.cuda.current_device())
 
 
+def to_device(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on the device ``to``; the host does not wait for the device's earlier work.
+
+    A copy from memory that is not pinned may wait for it.
+    """
+    return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
+
+
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
 

@@ -102,6 +102,7 @@ def test_pack_by_hand():
     assert pack.tokens.tolist() == [30, 31, 32, 33, 20, 10, 11, 12, 13, 0, 0, 0]
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 2]
     assert pack.labels.tolist() == [-100, -100, 33, -100, -100, -100, 12, 13, -100, -100, -100, -100]
+    assert pack.label_positions.tolist() == pack.device_arrays()["label_positions"].tolist() == [2, 6, 7]
     assert pack.padding.tolist() == [False] * 9 + [True] * 3
     assert pack.cu_seqlens.tolist() == [0, 4, 5, 9, 12]
     assert pack.cu_seqlens.dtype == np.int32
@@ -196,6 +197,7 @@ def test_pack_of_two_context_ranks_by_hand():
     assert first.own_labels.tolist() == []
     assert second.labels.tolist() == [-100, 33, -100, -100, 12, 13, -100, -100]
     assert second.own_labels.tolist() == [0, 1, 2]
+    assert first.label_positions.tolist() == [] and second.label_positions.tolist() == [1, 4, 5]
     for pack in (first, second):  # what belongs to labels is the whole pack's
         assert pack.token_index.tolist() == [8, 2, 3]
         assert pack.completion.tolist() == [0, 2, 2]
