@@ -166,10 +166,14 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     progress.step("model")
     memory = DeviceMemory(args)
     OutOfMemory.explain = memory.explanation
+    image_store = None
     with memory.phase("the construction of model and optimizer"):
         model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
-        image_store = attach_images(model, images, dataset.images_of) if images is not None else None
+        if images is not None:
+            # An agent shows the images of a row itself, in its messages.
+            none = images.of(())
+            image_store = attach_images(model, images, (lambda row: none) if args.agent else dataset.images_of)
         teacher = None
         if teach_args is not None:
             load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)

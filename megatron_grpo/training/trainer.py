@@ -481,7 +481,8 @@ class Trainer:
         found = self.flops.update(batch.lengths[completions], batch.response_lengths[completions])
         if batch.visual_index is not None:
             keys = np.unique(batch.image_keys[completions])
-            of_rows = [self.dataset.images_of(row).grids for row in keys[keys >= 0].tolist()]
+            assert self.images is not None
+            of_rows = [self.images.of(row).grids for row in keys[keys >= 0].tolist()]
             found += TowerFlops(self.args).update(chain.from_iterable(of_rows))
             if batch.image_sizes is not None:
                 assert self.episode_flops is not None

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class RowImages:
     ``expansions``: the ids that stand for each in the model's input, in place of one. ``token``, ``video_token``: the
     ids that stand for a part of an image and of a video. ``merge``: patches along each side of its square. ``steps``:
     see `mrope_positions`. ``timestamps``: each frame of a video has positions of its own. ``mrope``: the model has
-    M-RoPE.
+    M-RoPE. ``samples``: which of them each sample of a completion has; empty if each sample has them all.
     """
 
     sources: tuple[Source, ...]
@@ -64,6 +65,7 @@ class RowImages:
     steps: tuple[float, ...] = ()
     timestamps: bool = False
     mrope: bool = True
+    samples: tuple[tuple[int, ...], ...] = ()
     where: str = ""  # the row: file and line
     prompt: str | Messages = ""  # of the row, with a place for each of its images and videos
 
@@ -152,17 +154,34 @@ class RowImages:
         """Return whether all image tokens of a sequence are of its images, so that a further image can follow."""
         return np.count_nonzero(self._is_visual(ids)) == sum(self.tokens)
 
-    def layout(self, ids: Sequence[int]) -> tuple[Int64 | None, Int64]:
-        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a sequence."""
-        index, places = np.full(len(ids), -1), self._places(ids)
-        index[places] = np.arange(len(places))
-        if not self.mrope:
-            return None, index
+    def layout(self, ids: Sequence[int], starts: Sequence[int] = ()) -> tuple[Int64 | None, Int64]:
+        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a completion.
+
+        ``starts``: where its further samples begin. Each sample has positions of its own.
+        """
+        first = np.cumsum([0, *self.tokens])
+        index, positions = np.full(len(ids), -1), [np.zeros((0, 3), np.int64)]
+        for number, (begin, end) in enumerate(pairwise([0, *starts, len(ids)])):
+            chosen = self.samples[number] if self.samples else range(len(self.sources))
+            part = self._only(chosen) if self.samples else self
+            places = part._places(ids[begin:end])
+            within = np.full(end - begin, -1)
+            within[places] = np.arange(len(places))
+            tokens = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in chosen)])
+            index[begin + places] = tokens[: len(places)]
+            if self.mrope:
+                positions.append(part._rope_positions(within))
+        return np.concatenate(positions) if self.mrope else None, index
+
+    def _only(self, chosen: Sequence[int]) -> RowImages:
+        """Return the images and videos with these numbers, in this order."""
+        names = ("sources", "grids", "expansions", "steps")
+        return replace(self, samples=(), **{name: tuple(getattr(self, name)[i] for i in chosen) for name in names})
+
+    def _rope_positions(self, index: Int64) -> Int64:
         if self.timestamps:
-            return mrope_positions(
-                index, [(1, *grid[1:]) for grid in self.grids for _ in range(grid[0])], self.merge
-            ), index
-        return mrope_positions(index, self.grids, self.merge, self.steps), index
+            return mrope_positions(index, [(1, *grid[1:]) for grid in self.grids for _ in range(grid[0])], self.merge)
+        return mrope_positions(index, self.grids, self.merge, self.steps)
 
 
 def _name_of(source: Source) -> str:
@@ -524,13 +543,20 @@ class ImageStore:
         """Return the images with this key."""
         return self._of_row(key) if key >= 0 else self._episodes[key]
 
-    def take_episodes(self, shown: Mapping[int, tuple[int, Sequence[bytes]]]) -> None:
-        """Take, by key, the row and the encoded images of each episode of a new rollout, in place of the last one's."""
-        self._episodes = {
-            key: self._of_row(row).followed_by(self.reader.of(images)) for key, (row, images) in shown.items()
-        }
+    def take_episodes(self, shown: Mapping[int, tuple[int, Sequence[Sequence[bytes]]]]) -> None:
+        """Take, by key, the row of each episode of a new rollout and the encoded images that each of its samples has
+        behind those of the row, in place of the last rollout's.
+        """
+        self._episodes = {key: self._of_samples(self._of_row(row), samples) for key, (row, samples) in shown.items()}
         for key in [key for key in self._kept if key < 0]:
             del self._kept[key]
+
+    def _of_samples(self, own: RowImages, samples: Sequence[Sequence[bytes]]) -> RowImages:
+        """Return the images of a row and, each once, those that the samples have behind them."""
+        count = len(own.sources)
+        numbers = {image: count + i for i, image in enumerate(dict.fromkeys(chain.from_iterable(samples)))}
+        chosen = tuple((*range(count), *(numbers[image] for image in images)) for images in samples)
+        return replace(own.followed_by(self.reader.of(list(numbers))), samples=chosen)
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's input for the images with these keys: `ImageReader.pixels`, one after the other."""

@@ -102,7 +102,7 @@ def test_the_tokens_are_transformers(world):
     pictures = [Image.open(io.BytesIO(data)) for data in shown]
     expected = [*processor(text=rendered, images=pictures)["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
     assert [*done.prompt_ids, *done.token_ids] == expected
-    assert done.finish_reason == "stop" and done.shown_images == [SCREENS[0], *SCREENS]
+    assert done.finish_reason == "stop" and done.shown_images == [[SCREENS[0], *SCREENS]]
     sampled = [token for token, mask in zip(done.token_ids, done.response_mask, strict=True) if mask]
     assert world.tokenizer.decode(sampled) == "goleftstop"
     # What the conversation shows to rewards and ledgers has a place for each image.
@@ -115,7 +115,7 @@ def test_image_tokens_count_at_the_limit(world):
     whole = world.run(["a", "b", "c"], [*answers, {"done": True}])
     of_both = whole.response_mask.count(0)
     done = world.run(["a", "b"], answers, max_environment_tokens=of_both - 1)
-    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 2, [SCREENS[0]])
+    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 2, [[SCREENS[0]]])
     assert done.response_mask.count(0) == of_both / 2
 
 
@@ -124,7 +124,7 @@ def test_a_screenshot_cannot_follow_a_sampled_image_token(world):
     (token,) = {world.reader.of([picture(56, 56)]).token}
     spoken = [[9, token, world.end], "b"]
     done = world.run(spoken, [{"messages": says(SCREENS[0]), "reward": 1.0}])
-    assert (done.finish_reason, done.turns, done.shown_images, done.environment_reward) == ("length", 1, [], 1.0)
+    assert (done.finish_reason, done.turns, done.shown_images, done.environment_reward) == ("length", 1, [[]], 1.0)
     done = world.run(spoken, [{"messages": says(text="more")}, {"done": True}])
     assert (done.finish_reason, done.turns) == ("stop", 2)
 
@@ -142,7 +142,7 @@ def test_answers_differ_by_their_images(world):
 def test_a_reset_with_images(world):
     """Its messages are part of the prompt, and its images of the first turn's; a prompt that is too long fails."""
     done = world.run(["a", "b"], [{"messages": says(SCREENS[1])}, {"done": True}], reset=says(SCREENS[0]))
-    assert done.shown_images == SCREENS and done.prompt_ids[-1] != world.end
+    assert done.shown_images == [SCREENS] and done.prompt_ids[-1] != world.end
     images = world.reader.of(SCREENS[:1])
     assert list(done.prompt_ids).count(images.token) == images.tokens[0]
     failed = world.run([], [], reset=says(SCREENS[0]), max_prompt_length=len(done.prompt_ids) - 1)
@@ -176,7 +176,7 @@ def test_groups_keep_their_images(world):
     without = world.run(["a"], [{"done": True}])
     group = Group(prompt, 0, (made, without, None))
     (again,) = from_arrays(to_arrays({3: group}), lambda row, ids: prompt).values()
-    assert [c and c.shown_images for c in again.completions] == [SCREENS, [], None]
+    assert [c and c.shown_images for c in again.completions] == [[SCREENS], [[]], None]
 
 
 def test_batches_keep_their_images():
@@ -184,14 +184,13 @@ def test_batches_keep_their_images():
     shown = [[], [b"abc", b""], [b"d" * 300]]
     batch = RolloutBatch.from_completions(
         [[1]] * 3, [[2]] * 3, [None] * 3, 0, [0, 1, 2], [7, 7, 8], [4, 5, 6], [FinishReason.STOP] * 3,
-        images=[joined(images) for images in shown],
+        images=[joined([images]) for images in shown],
     )  # fmt: skip
     assert batch.image_keys.tolist() == [7, -6, -7]
     turned = RolloutBatch.concatenate([batch.select([2]), batch.select([1, 0])])
     turned.validate()
-    assert shown_images(turned) == {-7: (8, shown[2]), -6: (7, shown[1])}
-    assert shown_images(turned.sorted_by_sample()) == {-6: (7, shown[1]), -7: (8, shown[2])}
-    assert all(divided(joined(images)) == images for images in shown)
+    assert shown_images(turned) == {-7: (8, [shown[2]]), -6: (7, [shown[1]])}
+    assert shown_images(turned.sorted_by_sample()) == {-6: (7, [shown[1]]), -7: (8, [shown[2]])}
     assert np.array_equal(turned.sorted_by_sample().image_bytes, batch.image_bytes)
 
 
@@ -228,3 +227,10 @@ def test_wrong_images(case):
 def test_wrong_contents(content):
     with pytest.raises(TypeError, match="returned"):
         _messages([{"role": "user", "content": content}])
+
+
+def test_the_images_of_samples():
+    """As one array: each image is in it once."""
+    for samples in [[]], [[], []], [[b"abc", b""]], [[b"a" * 99, b"b"], [b"b", b"a" * 99, b"b"], [], [b"c"]]:
+        array = joined(samples)
+        assert divided(array) == samples and array.tobytes().count(b"a" * 99) <= 1
