@@ -489,11 +489,16 @@ def _size_of(source: bytes | Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _named(name: str, source: bytes | Path) -> Iterator[None]:
     """Context that turns any error of an image into a GrpoError with its name and file."""
+    from PIL import UnidentifiedImageError
+
     name += "" if isinstance(source, bytes) else f" ({source})"
     try:
         yield
     except GrpoError as error:
         raise GrpoError(f"{name} {error}") from error
+    except UnidentifiedImageError as error:
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        raise GrpoError(f"{name} cannot be read: {size} bytes in no format of images that Pillow reads") from error
     except Exception as error:  # PIL's readers raise errors of many types for damaged files
         raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 

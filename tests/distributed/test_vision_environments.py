@@ -1,4 +1,4 @@
-"""Runs in which an environment shows screenshots: layouts, partial rollouts, ledgers."""
+"""Runs in which an environment or an agent shows screenshots: layouts, partial rollouts, ledgers."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,9 @@ from vision_models import check_equal, make, picture
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 PLUGIN = Path(__file__).resolve().parents[1] / "data/screen_environment.py"
+AGENT = Path(__file__).resolve().parents[1] / "data/picture_agent.py"
 FLAGS = """--transformer-impl local --vllm-max-num-seqs 16 --num-generations 4 --global-batch-size 16 --lr 1e-3
-    --max-prompt-length 200 --max-completion-length 24 --max-environment-tokens 280 --max-turns 4 --environment screen
+    --max-prompt-length 200 --max-completion-length 24 --max-environment-tokens 280
     --reward-funcs environment --train-iters 2 --no-shuffle --beta 0.02"""
 
 
@@ -28,12 +29,13 @@ def data(tmp_path_factory):
     return directory
 
 
-def run(data, ranks, save, *flags, shape="qwen2_5_vl") -> list[dict]:
+def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=False) -> list[dict]:
     if not (data / shape).exists():
         make(data / shape, shape=shape)
     # Every tenth byte ends a turn, so that random weights have several.
     ends = ["--stop-token-ids", *range(10, 250, 10)]
-    words = f"--load-hf {data}/{shape} --train-data-path {data}/train.jsonl --external-plugins {PLUGIN} {FLAGS}"
+    program = f"--agent {AGENT}:play" if agent else f"--external-plugins {PLUGIN} --environment screen --max-turns 4"
+    words = f"--load-hf {data}/{shape} --train-data-path {data}/train.jsonl {program} {FLAGS}"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *ends, "--save", save, *flags,
                  env={"SCREEN_CALLS": str(save) + ".calls"})  # fmt: skip
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
@@ -128,3 +130,23 @@ def test_a_resume_has_the_screenshots_of_unfinished_episodes(data, tmp_path):
     for row, expected in zip(rows, whole, strict=True):
         for name in ("reward/mean", "environment/turns", "environment/tokens"):
             assert row[name] == expected[name], name
+
+
+AGENT_FLAGS = ["--max-environment-tokens", "560", "--environment-timeout", "300"]
+
+
+@pytest.mark.parametrize(
+    "shape", slow_except(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
+)
+def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
+    """Branches of a conversation share pictures; the engine and the trainer see the same ones."""
+    flags = [*AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf"]
+    rows = run(data, 1, tmp_path / "run", *flags, "--ledger", tmp_path / "run" / "ledger", shape=shape, agent=True)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    assert all(row["environment/turns"] > 5 and row["environment/failed"] == 0 for row in rows)
+    assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in rows)
+    if shape != "qwen2_5_vl":
+        return
+    again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape, agent=True)
+    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
