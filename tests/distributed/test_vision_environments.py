@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ranks import run_torchrun
 from slow import slow_except
-from vision_models import check_equal, make, picture
+from vision_models import FORGETFUL, check_equal, make, picture, tool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
@@ -132,7 +132,7 @@ def test_a_resume_has_the_screenshots_of_unfinished_episodes(data, tmp_path):
             assert row[name] == expected[name], name
 
 
-AGENT_FLAGS = ["--max-environment-tokens", "560", "--environment-timeout", "300"]
+AGENT_FLAGS = ["--environment-timeout", "300"]
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,48 @@ def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
     again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape, agent=True)
     kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
     assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
+
+
+AGENT_LAYOUTS = {
+    "TP2 SP, engine TP2": "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2",
+    "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 1600",
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank_of_agents(data):
+    return run(data, 1, data / "agents", *AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf", agent=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", AGENT_LAYOUTS)
+def test_agents_in_layouts(data, one_rank_of_agents, tmp_path, layout):
+    flags = [*AGENT_FLAGS, *AGENT_LAYOUTS[layout].split(), "--no-save-hf"]
+    rows = run(data, 2, tmp_path / "run", *flags, agent=True)
+    check_equal(rows, one_rank_of_agents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["--partial-rollouts --vllm-max-num-seqs 16", "--rollout-ranks 1"])
+def test_interrupted_agents(data, tmp_path, more):
+    """Calls go on after their pictures under new weights, which hardly differ."""
+    ranks = 2 if "ranks" in more else 1
+    rows = run(data, ranks, tmp_path / "run", *AGENT_FLAGS, *STREAM.split(), *more.split(), agent=True)
+    assert len(rows) == 4 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
+    assert all(row["environment/failed"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl"])
+def test_split_episodes(data, tmp_path, shape):
+    """The template shows the first letter of the policy's turns: samples begin anew, with all screenshots so far."""
+    if not (data / shape).exists():
+        make(data / shape, shape=shape)
+    (tmp_path / "template").write_text(tool.TEMPLATE.replace(*FORGETFUL))
+    flags = ["--chat-template", tmp_path / "template", "--on-rewritten-history", "split", "--no-save-hf"]
+    flags += ["--max-prompt-length", "120", "--max-environment-tokens", "360", "--ledger", tmp_path / "run" / "ledger"]
+    rows = run(data, 1, tmp_path / "run", *flags, "--micro-batch-size", "4", shape=shape)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    assert all(row["environment/turns"] > 1.2 and row["environment/failed"] == 0 for row in rows)
+    budget = ["--context-parallel-size", "2", "--max-tokens-per-microbatch", "1600"]
+    check_equal(run(data, 2, tmp_path / "shared", *flags[:-2], *budget, shape=shape), rows)

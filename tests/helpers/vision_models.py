@@ -13,6 +13,13 @@ from ranks import REPO
 sys.path.insert(0, str(REPO / "tools"))
 import make_tiny_vision_model as tool
 
+# Of a chat template: earlier turns of the policy are shown by their first letter.
+FORGETFUL = (
+    "{% if message['content'] is string %}",
+    "{% if message['role'] == 'assistant' %}{{ message['content'][:1] }}<|im_end|>\n"
+    "{% elif message['content'] is string %}",
+)
+
 
 def make(directory: Path, tied: bool = False, layers: int = 4, shape: str = "qwen2_5_vl") -> torch.nn.Module:
     """Save a model whose parts all have an effect, in several shards, and its processor; return the model."""

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from test_episodes import Said, Script
 from toy_checkpoints import toy_args
-from vision_models import make, picture
+from vision_models import FORGETFUL, make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
@@ -25,7 +25,7 @@ from megatron_grpo.rollout.servers.pool import _same_job
 from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, divided, joined
-from megatron_grpo.vision.images import ImageReader
+from megatron_grpo.vision.images import ImageReader, ImageStore
 
 SCREENS = [picture(56, 84, 5), picture(112, 60, 6)]
 
@@ -234,3 +234,45 @@ def test_the_images_of_samples():
     for samples in [[]], [[], []], [[b"abc", b""]], [[b"a" * 99, b"b"], [b"b", b"a" * 99, b"b"], [], [b"c"]]:
         array = joined(samples)
         assert divided(array) == samples and array.tobytes().count(b"a" * 99) <= 1
+
+
+def test_split_episodes(tmp_path):
+    """A sample that the template begins anew has all images so far; its tokens are transformers'."""
+    world = World(tmp_path, "qwen2_5_vl")
+    world.tokenizer._tokenizer.chat_template = world.tokenizer._tokenizer.chat_template.replace(*FORGETFUL)
+    own = picture(84, 56, 1)
+    answers = [{"messages": says(SCREENS[0])}, {"messages": says(*SCREENS, text="both")}, {"done": True}]
+    given = {"images": [own], "on_rewritten_history": "split", "max_environment_tokens": 2000}
+    done = world.run(["go", "x", "stop"], answers, **given)
+    # "go" is rendered as "g", and "x" as it was sampled.
+    assert done.shown_images == [[], [SCREENS[0], *SCREENS]] and len(done.sample_starts) == 1
+    image, text = {"type": "image"}, lambda words: {"type": "text", "text": words}
+    conversation = [
+        {"role": "user", "content": [image, text("play")]},
+        {"role": "assistant", "content": "g"},
+        {"role": "user", "content": [image, text("and?")]},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": [image, image, text("both")]},
+    ]
+    processor = world.reader.processor
+    rendered = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    pictures = [Image.open(io.BytesIO(data)) for data in (own, SCREENS[0], *SCREENS)]
+    expected = [*processor(text=rendered, images=pictures)["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
+    (start,) = done.sample_starts
+    assert done.token_ids[start:] == expected
+    first, second = done.separated()
+    assert (first.shown_images, second.shown_images) == ([[]], [[SCREENS[0], *SCREENS]])
+
+    # A token of an image that the policy sampled has no image in the rendering.
+    sampled = [*world.tokenizer.encode("ab"), world.reader.of(()).token, world.end]
+    done = world.run([sampled], [{"messages": says(text="more")}], **given)
+    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 1, [[]]) and not world.failures
+
+
+def test_the_store_has_the_images_of_each_sample(world):
+    """Behind those of the row, and each once."""
+    row = world.reader.of([picture(84, 56, 1)])
+    store = ImageStore(world.reader, lambda number: row)
+    store.take_episodes({-3: (7, [[], SCREENS[:1], [*SCREENS, SCREENS[0]]])})
+    assert store.of(-3).sources == (row.sources[0], *SCREENS)
+    assert store.of(-3).samples == ((0,), (0, 1), (0, 1, 2, 1))
