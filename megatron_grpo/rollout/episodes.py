@@ -23,7 +23,7 @@ import base64
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.encoded import as_source
+from megatron_grpo.vision.encoded import as_one, as_source
 from megatron_grpo.vision.images import ImageReader
 
 _CONTINUES, _ENDS, _FAILS, _SPLITS, _STOPS, _RESUMES, _RESTARTS = range(7)
@@ -54,15 +54,22 @@ def _number_of(tokens: Sequence[int], images: Sequence[bytes]) -> int:
 
 
 def _without_images(messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
-    """Return the messages of an environment without their images, and these, encoded."""
+    """Return the messages of an environment without their images and videos, and these, encoded."""
     without, images = [], []
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
-            images += [as_source(part["image"], "an image") for part in content if part["type"] == "image"]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            images += [_encoded(part) for part in content if part["type"] != "text"]
+            content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
         without.append({**message, "content": content})
-    return without, [image for image in images if isinstance(image, bytes)]
+    return without, images
+
+
+def _encoded(part: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a part's image or video, which the environment's process has encoded."""
+    data = [as_source(uri, "an image") for uri in ([part["image"]] if part["type"] == "image" else part["frames"])]
+    frames = [image for image in data if isinstance(image, bytes)]
+    return frames[0] if part["type"] == "image" else as_one(frames, part["fps"])
 
 
 class FailureCounts:
@@ -432,6 +439,11 @@ class Episodes(Conversing):
                 )
             return self._render_text(episode, messages)
         new = self._images.of(images)
+        if new.has_videos and not environment_of(episode.request.row, self._args.environment).videos:
+            raise GrpoError(
+                "a message of the environment has a video: write `videos = True` in its class, so that vLLM reserves "
+                "memory for videos"
+            )
         if episode.trajectory is None:
             what, ids = self._render_text(episode, messages)
             return what, seen.followed_by(new).expand(ids)

@@ -17,6 +17,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 UInt8 = npt.NDArray[np.uint8]
 _SIZE = np.dtype("<i8")
+_VIDEO = b"\0video"  # no image begins so
 
 
 def as_source(value: Any, name: str) -> bytes | str:
@@ -91,6 +92,20 @@ def joined(samples: Sequence[Sequence[bytes]]) -> UInt8:
             numbers[image] = len(numbers)
             parts += [_number(len(image)), image]
     return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def as_one(frames: Sequence[bytes], fps: float) -> bytes:
+    """Return the encoded frames of a video, and their rate, as bytes that stand among those of images."""
+    return _VIDEO + np.array(fps, "<f8").tobytes() + joined([frames]).tobytes()
+
+
+def frames_of(data: bytes) -> tuple[list[bytes], float] | None:
+    """Undo `as_one`; None for an image."""
+    if not data.startswith(_VIDEO):
+        return None
+    begin = len(_VIDEO)
+    (frames,) = divided(np.frombuffer(data[begin + 8 :], np.uint8))
+    return frames, float(np.frombuffer(data[begin : begin + 8], "<f8")[0])
 
 
 def _number(value: int) -> bytes:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.encoded import as_source, source_of_part
+from megatron_grpo.vision.encoded import as_source, frames_of, source_of_part
 from megatron_grpo.vision.kinds import (
     Grid,
     Int64,
@@ -258,15 +258,27 @@ class ImageReader:
         if videos is not None:
             given["video"] = [as_video(value, f"video {i}") for i, value in enumerate(videos, 1)]
         prompt, sources = placed(prompt, given, self._texts)
-        if self._args.vllm_mode == "server" and any(isinstance(source, Video) for source in sources):
+        if self._args.vllm_mode == "server" and any(isinstance(v, Video) and v.path is not None for v in sources):
             raise GrpoError(
-                "the row has videos, which are not sent to servers yet: leave the row out, or give --vllm-mode colocate"
+                "the row has a video file, and a server takes the frames of all videos at one rate: give the list of "
+                "its frames (images) and their fps, or --vllm-mode colocate"
             )
         opened = [_within(directory, source, number) for source, number in _numbered(sources)]
         return prompt, replace(self.of(opened), prompt=prompt)
 
+    def _as_shown(self, source: Source) -> Source:
+        """Return the video that an environment showed for its bytes, and anything else as it is."""
+        with _named("a video", b""):
+            video = frames_of(source) if isinstance(source, bytes) else None
+        if video is None:
+            return source
+        if "video" not in self.media:
+            raise GrpoError(f"a message has a video, and model family {self._args.model_family} takes none")
+        return as_video({"frames": video[0], "fps": video[1]}, "a video")
+
     def of(self, sources: Sequence[Source]) -> RowImages:
         """Return images and videos from encoded bytes or files; GrpoError for one that cannot be read."""
+        sources = [self._as_shown(source) for source in sources]
         numbered, kind = _numbered(sources), self._kind
         grids = tuple(
             self._video_grid(source, number) if isinstance(source, Video) else self._grid(source, number)

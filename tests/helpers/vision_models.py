@@ -56,7 +56,7 @@ def check_equal(rows: list[dict], one_rank: list[dict], *more: str) -> None:
     for row, expected in zip(rows, one_rank, strict=True):
         assert row["mismatch/mean_abs"] < 1e-5
         for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss", *more):
-            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), (name, row[name], expected[name])
 
 
 def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
