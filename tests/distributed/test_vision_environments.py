@@ -29,12 +29,14 @@ def data(tmp_path_factory):
     return directory
 
 
-def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=False) -> list[dict]:
+def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=False, environment="screen") -> list[dict]:
     if not (data / shape).exists():
         make(data / shape, shape=shape)
     # Every tenth byte ends a turn, so that random weights have several.
     ends = ["--stop-token-ids", *range(10, 250, 10)]
-    program = f"--agent {AGENT}:play" if agent else f"--external-plugins {PLUGIN} --environment screen --max-turns 4"
+    program = (
+        f"--agent {AGENT}:play" if agent else f"--external-plugins {PLUGIN} --environment {environment} --max-turns 4"
+    )
     words = f"--load-hf {data}/{shape} --train-data-path {data}/train.jsonl {program} {FLAGS}"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *ends, "--save", save, *flags,
                  env={"SCREEN_CALLS": str(save) + ".calls"})  # fmt: skip
@@ -195,3 +197,15 @@ def test_split_episodes(data, tmp_path, shape):
     assert all(row["environment/turns"] > 1.2 and row["environment/failed"] == 0 for row in rows)
     budget = ["--context-parallel-size", "2", "--max-tokens-per-microbatch", "1600"]
     check_equal(run(data, 2, tmp_path / "shared", *flags[:-2], *budget, shape=shape), rows)
+
+
+@pytest.mark.parametrize("shape", slow_except(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))
+def test_an_environment_with_videos_and_its_replay(data, tmp_path, shape):
+    flags = ["--micro-batch-size", "4", "--no-save-hf", "--max-prompt-length", "160", "--max-environment-tokens", "320"]
+    more = {"shape": shape, "environment": "clip"}
+    rows = run(data, 1, tmp_path / "run", *flags, "--ledger", tmp_path / "run" / "ledger", **more)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    assert all(row["environment/turns"] > 1.5 and row["environment/failed"] == 0 for row in rows)
+    again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", **more)
+    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]

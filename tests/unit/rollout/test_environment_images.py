@@ -16,6 +16,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.environments.registry import _registry, get_environment
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.worker import _messages
 from megatron_grpo.rollout.collect import shown_images
@@ -276,3 +277,68 @@ def test_the_store_has_the_images_of_each_sample(world):
     store.take_episodes({-3: (7, [[], SCREENS[:1], [*SCREENS, SCREENS[0]]])})
     assert store.of(-3).sources == (row.sources[0], *SCREENS)
     assert store.of(-3).samples == ((0,), (0, 1), (0, 1, 2, 1))
+
+
+def shows(*frames: bytes, **more) -> list[dict]:
+    """An environment's message with a video, as it leaves its process."""
+    return _messages([{"role": "user", "content": [{"type": "video", "video": list(frames), **more}]}])
+
+
+FRAMES = [picture(56, 84, seed) for seed in (11, 12, 13)]
+
+
+@pytest.fixture
+def showing_videos(monkeypatch):
+    """The environment of `World.run` says that it shows videos."""
+    monkeypatch.setitem(_registry, "calculator", replace(get_environment("calculator"), videos=True))
+
+
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_of_environments(tmp_path, showing_videos, shape):
+    """Their tokens are transformers' for the whole conversation; ledgers and checkpoints hold frames and rate."""
+    world = World(tmp_path, shape)
+    answers = [{"messages": shows(*FRAMES, fps=4)}, {"messages": says(SCREENS[0])}, {"done": True}]
+    done = world.run(["go", "on", "stop"], answers, max_environment_tokens=900)
+    assert not world.failures and done.messages[2]["content"] == [{"type": "video"}]
+    part, text = lambda kind: {"type": kind}, lambda words: {"type": "text", "text": words}
+    conversation = [
+        {"role": "user", "content": "play"},
+        {"role": "assistant", "content": "go"},
+        {"role": "user", "content": [part("video")]},
+        {"role": "assistant", "content": "on"},
+        {"role": "user", "content": [part("image"), text("and?")]},
+    ]
+    processor = world.reader.processor
+    rendered = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    video = np.stack([np.asarray(Image.open(io.BytesIO(frame))) for frame in FRAMES])
+    metadata = {"total_num_frames": 3, "fps": 4.0, "frames_indices": [0, 1, 2]}
+    inputs = processor(text=[rendered], images=[Image.open(io.BytesIO(SCREENS[0]))], videos=[video],
+                       video_metadata=[metadata], do_sample_frames=False)  # fmt: skip
+    expected = [*inputs["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
+    assert [*done.prompt_ids, *done.token_ids] == expected
+    none = world.reader.of(())
+    store = ImageStore(world.reader, lambda row: none)
+    store.take_episodes({-1: (0, divided(joined(done.shown_images)))})
+    shown, image = store.of(-1).sources
+    assert (shown.frames, shown.fps, image) == (tuple(FRAMES), 4.0, SCREENS[0])
+
+
+def test_refused_videos(world, showing_videos, monkeypatch):
+    for part, reason in [
+        ({"fps": 0}, "the fps 0"),
+        ({"fps": "2"}, "the fps '2'"),
+        ({"video": []}, r"not .*its frames"),
+        ({"video": "a.mp4"}, r"not .*its frames"),
+    ]:
+        with pytest.raises(TypeError, match=reason):
+            shows(FRAMES[0], **part)
+    with pytest.raises(GrpoError, match="an image of the environment cannot be read"):
+        shows(FRAMES[0], b"")
+    sizes = shows(FRAMES[0], SCREENS[1])
+    done = world.run(["go"], [{"messages": sizes}])
+    reason = "give frames of one size" if world.family == "qwen2_5_vl" else f"model family {world.family} takes none"
+    assert done.finish_reason == "failed" and reason in world.failures[0]
+    monkeypatch.undo()
+    done = world.run(["go"], [{"messages": shows(*FRAMES)}])
+    reason = "`videos = True` in its class" if world.family == "qwen2_5_vl" else "takes none"
+    assert done.finish_reason == "failed" and reason in world.failures[0]
