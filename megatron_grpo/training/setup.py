@@ -172,10 +172,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     with memory.phase("the construction of model and optimizer"):
         model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
-        if images is not None:
-            # An agent shows the images of a row itself, in its messages.
-            none = images.of(())
-            image_store = attach_images(model, images, (lambda row: none) if args.agent else dataset.images_of)
+        if images is not None:  # an agent shows the images of a row itself, in its messages
+            image_store = attach_images(model, images, dataset.images_of, with_rows=not args.agent)
         teacher = None
         if teach_args is not None:
             load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)

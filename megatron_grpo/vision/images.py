@@ -548,11 +548,14 @@ def load_processor(args: Namespace) -> Any:
 class ImageStore:
     """The images of the completions that a rank computes, by `RolloutBatch.image_keys`: of rows, and of episodes.
 
-    The newest pixels are kept in memory.
+    The newest pixels are kept in memory. ``with_rows``: episodes begin with the images of their rows; those of agents
+    do not.
     """
 
-    def __init__(self, reader: ImageReader, of_row: Callable[[int], RowImages]):
+    def __init__(self, reader: ImageReader, of_row: Callable[[int], RowImages], with_rows: bool = True):
         self.reader, self._of_row = reader, of_row
+        none = reader.of(())
+        self._begins: Callable[[int], RowImages] = of_row if with_rows else lambda row: none
         self._episodes: dict[int, RowImages] = {}
         self._kept: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
@@ -560,11 +563,15 @@ class ImageStore:
         """Return the images with this key."""
         return self._of_row(key) if key >= 0 else self._episodes[key]
 
+    def of_episode(self, key: int) -> RowImages:
+        """Return the images of an episode with this key."""
+        return self._begins(key) if key >= 0 else self._episodes[key]
+
     def take_episodes(self, shown: Mapping[int, tuple[int, Sequence[Sequence[bytes]]]]) -> None:
         """Take, by key, the row of each episode of a new rollout and the encoded images that each of its samples has
         behind those of the row, in place of the last rollout's.
         """
-        self._episodes = {key: self._of_samples(self._of_row(row), samples) for key, (row, samples) in shown.items()}
+        self._episodes = {key: self._of_samples(self._begins(row), samples) for key, (row, samples) in shown.items()}
         for key in [key for key in self._kept if key < 0]:
             del self._kept[key]
 
@@ -591,9 +598,17 @@ class ImageStore:
         return self._kept[key]
 
 
-def attach(model: Sequence[torch.nn.Module], reader: ImageReader, images_of: Callable[[int], RowImages]) -> ImageStore:
-    """Give the vision tower, if this rank has one, the pixels of images; ``images_of`` returns those of a row."""
-    store = ImageStore(reader, images_of)
+def attach(
+    model: Sequence[torch.nn.Module],
+    reader: ImageReader,
+    images_of: Callable[[int], RowImages],
+    with_rows: bool = True,
+) -> ImageStore:
+    """Give the vision tower, if this rank has one, the pixels of images; ``images_of`` returns those of a row.
+
+    ``with_rows``: see `ImageStore`.
+    """
+    store = ImageStore(reader, images_of, with_rows)
     for wrapped in model:
         chunk: Any = wrapped
         while hasattr(chunk, "module"):

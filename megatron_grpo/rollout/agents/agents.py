@@ -9,6 +9,9 @@ All calls of a run may sample --max-completion-length tokens; prompts, counted o
 is too long, and the run's finish reason is "length". A program that fails (environments/pool.py) is repeated with a new
 URL; if that fails, its finish reason is "failed": not scored, and not in the loss.
 
+Messages for a vision-language model can have images. Their bytes go to all ranks of the replica with each call, and are
+recorded in the tree: a sample has those on its path.
+
 Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). The program does not see it: the call that is being
 generated goes on after its tokens under the new weights, and calls that come meanwhile wait. After a resume the program
 starts again from its row.

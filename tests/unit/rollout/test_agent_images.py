@@ -1,5 +1,7 @@
 """Images in the calls of agent programs: their tokens and positions (against transformers), refusals, branches."""
 
+import base64
+import io
 import itertools
 import math
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_environment_images import SCREENS, World
 from vision_models import make, picture
 
@@ -246,6 +249,24 @@ def test_no_picture_follows_a_sampled_image_token(qwen, pool, history):
     done, failures = qwen.play(pool, "more", answer=answer, uris=URIS, history=history)
     assert done.finish_reason == "length" and done.turns == 1 and not failures
     assert done.shown_images == [[SCREENS[0]]]
+
+
+def white(side):
+    """Return an encoded square of one bit for each pixel."""
+    file = io.BytesIO()
+    Image.new("1", (side, side), 1).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_hundred_megapixels(qwen, pool):
+    """A large picture is scaled down, as the processor says; a larger one is refused by Pillow."""
+    done, failures = qwen.play(pool, "many", uris=[as_data_uri(white(10000))])
+    most = qwen.reader.processor.image_processor.size["longest_edge"] // 28**2
+    assert not failures and 0 < done.prompt_ids.count(qwen.reader.of(()).token) <= most
+    uri = f"data:image/png;base64,{base64.b64encode(white(14000)).decode()}"
+    done, _ = qwen.play(pool, "refused", cases=[(broken(uri), "image 1 cannot be read: DecompressionBombError")])
+    assert done.environment_reward == 1
 
 
 def broken(url):
