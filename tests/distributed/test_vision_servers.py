@@ -59,7 +59,7 @@ def test_a_server_without_the_endpoint(data, tmp_path):
 
 
 VIDEOS = """--max-prompt-length 200 --max-completion-length 16 --num-generations 4 --global-batch-size 16
-    --train-iters 2 --micro-batch-size 4 --transformer-impl local --reward-funcs even --no-shuffle
+    --train-iters 2 --lr 1e-3 --micro-batch-size 4 --transformer-impl local --reward-funcs even --no-shuffle
     --vllm-mode server --vllm-server-timeout 300 --no-save-hf"""
 
 

@@ -277,6 +277,12 @@ def test_the_store_has_the_images_of_each_sample(world):
     store.take_episodes({-3: (7, [[], SCREENS[:1], [*SCREENS, SCREENS[0]]])})
     assert store.of(-3).sources == (row.sources[0], *SCREENS)
     assert store.of(-3).samples == ((0,), (0, 1), (0, 1, 2, 1))
+    assert store.of(7) is store.of_episode(7) is row
+    # An agent shows the images of a row itself; the probe of an engine has them.
+    store = ImageStore(world.reader, lambda number: row, with_rows=False)
+    store.take_episodes({-3: (7, [SCREENS[:1]])})
+    assert store.of(-3).sources == (SCREENS[0],) and store.of_episode(-3) is store.of(-3)
+    assert store.of_episode(7).sources == () and store.of(7) is row
 
 
 def shows(*frames: bytes, **more) -> list[dict]:
