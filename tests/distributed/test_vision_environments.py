@@ -159,16 +159,20 @@ AGENT_LAYOUTS = {
     "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 1600",
 }
 
+# Adam's first step has the sign of each gradient, also of one that is rounding: at 1e-3 the KL divergence after it, 0.3,
+# differs by 2e-5 of itself.
+SMALL_STEP = ["--lr", "1e-4", "--no-save-hf"]
+
 
 @pytest.fixture(scope="module")
 def one_rank_of_agents(data):
-    return run(data, 1, data / "agents", *AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf", agent=True)
+    return run(data, 1, data / "agents", *AGENT_FLAGS, *SMALL_STEP, "--micro-batch-size", "4", agent=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", AGENT_LAYOUTS)
 def test_agents_in_layouts(data, one_rank_of_agents, tmp_path, layout):
-    flags = [*AGENT_FLAGS, *AGENT_LAYOUTS[layout].split(), "--no-save-hf"]
+    flags = [*AGENT_FLAGS, *AGENT_LAYOUTS[layout].split(), *SMALL_STEP]
     rows = run(data, 2, tmp_path / "run", *flags, agent=True)
     check_equal(rows, one_rank_of_agents)
 
