@@ -159,8 +159,8 @@ AGENT_LAYOUTS = {
     "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 1600",
 }
 
-# Adam's first step has the sign of each gradient, also of one that is rounding: at 1e-3 the KL divergence after it, 0.3,
-# differs by 2e-5 of itself.
+# Adam's first step has the sign of each gradient, also of one that is rounding: at 1e-3 the KL divergence after it is
+# 0.3, and differs by 2e-5 of that.
 SMALL_STEP = ["--lr", "1e-4", "--no-save-hf"]
 
 
