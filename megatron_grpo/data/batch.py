@@ -119,7 +119,7 @@ class RolloutBatch:
     rope_positions: Annotated[Int32 | None, ArrayField("token", columns=1)] = None
     # Of a vision-language model: which of its completion's visual tokens a token is, in their order; -1 for text.
     visual_index: Annotated[Int32 | None, PER_TOKEN] = None
-    # Of episodes of a vision-language model: bytes of the images that the environment showed.
+    # Of episodes of a vision-language model: bytes of the images that the environment or the agent showed.
     image_sizes: Annotated[Int64 | None, PER_COMPLETION] = None
     # These images, encoded (`vision.encoded.joined`), of the held completions, one after the other.
     image_bytes: Annotated[UInt8 | None, ArrayField("byte")] = None

@@ -44,7 +44,8 @@ from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.utils.errors import GrpoError
 
 # {"role": "user", "content": "..."}, as chat templates expect them; a vision-language model's content can be parts:
-# [{"type": "image", "image": a PIL image, path, bytes or data URI}, {"type": "text", "text": "..."}].
+# [{"type": "image", "image": a PIL image, path, bytes or data URI}, {"type": "video", "video": [images], "fps": 2.0},
+# {"type": "text", "text": "..."}].
 Message = dict[str, Any]
 
 
@@ -83,6 +84,7 @@ class Environment:
     tools: ClassVar[Sequence[Callable | Mapping[str, Any]]] = ()  # functions, or JSON schemas of tools
     # True: answers take milliseconds and depend on nothing else, so that a rollout waits for them, and repeats exactly.
     immediate: ClassVar[bool] = False
+    videos: ClassVar[bool] = False  # messages have videos: vLLM reserves memory for them
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
         """Begin an episode of a data row; messages to add to the row's prompt, or None."""
@@ -107,6 +109,7 @@ class EnvironmentSpec:
     make: Callable[[], Environment]
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, for the chat template
     immediate: bool = False
+    videos: bool = False
 
 
 # Modules are imported on first use.
@@ -123,7 +126,8 @@ def register_environment(name: str) -> Callable[[type[Environment]], type[Enviro
     """Decorator: make a class available as ``--environment name``; each name is unique."""
 
     def register(made: type[Environment]) -> type[Environment]:
-        _register(EnvironmentSpec(name, made, [tool_schema(tool) for tool in made.tools], made.immediate))
+        schemas = [tool_schema(tool) for tool in made.tools]
+        _register(EnvironmentSpec(name, made, schemas, made.immediate, made.videos))
         return made
 
     return register
@@ -165,6 +169,11 @@ def get_environment(name: str) -> EnvironmentSpec:
 def environment_of(row: Mapping[str, Any], default: str) -> EnvironmentSpec:
     """Return the environment of a data row: that of its column "environment", or the ``default``."""
     return get_environment(row.get("environment") or default)
+
+
+def videos_are_shown() -> bool:
+    """Return whether a registered environment shows videos."""
+    return any(spec.videos for spec in _registry.values())
 
 
 def tools_of(row: Mapping[str, Any], default: str) -> list[Any] | None:

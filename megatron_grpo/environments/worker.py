@@ -16,9 +16,10 @@ Episodes run side by side: each call in a coroutine, or in a thread if it is no 
 import asyncio
 import inspect
 import json
+import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, begin
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, source_of_part
+from megatron_grpo.vision.videos import FPS
 
 _THREADS = 256  # calls at the same time that are no coroutines
 _MAX_LINE = 2**28  # bytes of a command
@@ -169,8 +171,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return [{**message, "content": _content(message["content"])} for message in messages]
 
 
-def _content(content: str | list[Any]) -> str | list[dict[str, str]]:
-    """Return a message's content in JSON's types: a text, or its parts with encoded images."""
+def _content(content: str | list[Any]) -> str | list[dict[str, Any]]:
+    """Return a message's content in JSON's types: a text, or its parts with encoded images and videos."""
     if isinstance(content, str):
         return _printable(content)
     parts = []
@@ -180,9 +182,27 @@ def _content(content: str | list[Any]) -> str | list[dict[str, str]]:
             parts.append({"type": "text", "text": _printable(part["text"])})
         elif kind in ("image", "image_url") and source_of_part(part) is not None:
             parts.append({"type": "image", "image": as_data_uri(source_of_part(part))})
+        elif kind == "video":
+            parts.append(
+                {"type": "video", "frames": [as_data_uri(frame) for frame in _frames(part)], "fps": _fps(part)}
+            )
         else:
-            raise TypeError(f'returned the part {part!r:.80}, not {{"type": "text", "text": ..}} or an image')
+            raise TypeError(f'returned the part {part!r:.80}, not {{"type": "text", "text": ..}}, an image or a video')
     return parts
+
+
+def _frames(part: dict[str, Any]) -> Sequence[Any]:
+    frames = part.get("frames") if part.get("video") is None else part["video"]
+    if not isinstance(frames, list | tuple) or not frames:
+        raise TypeError(f'returned the video {part!r:.80}, not {{"type": "video", "video": [its frames], "fps": ..}}')
+    return frames
+
+
+def _fps(part: dict[str, Any]) -> float:
+    fps = part.get("fps", FPS)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise TypeError(f"returned a video with the fps {fps!r}, not a number of frames for each second")
+    return float(fps)
 
 
 def _printable(text: str) -> str:

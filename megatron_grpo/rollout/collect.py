@@ -180,15 +180,21 @@ def to_batch(
         response_masks=[completion.response_mask for completion in completions],
         turns=[completion.turns for completion in completions],
         sample_starts=_sample_starts(completions),
-        images=[joined(c.shown_images) for c in completions if c.shown_images is not None] or None,
+        images=[
+            # none: the completion has the images of its row
+            joined(c.shown_images if any(c.shown_images) else ())
+            for c in completions
+            if c.shown_images is not None
+        ]
+        or None,
     )
     rewards = [c.turn_rewards for c in completions if c.turn_rewards is not None]
     states = [c.turn_states for c in completions if c.turn_states is not None]
     return replace(batch, turn_rewards=np.stack(rewards), turn_states=np.stack(states)) if rewards else batch
 
 
-def shown_images(batch: RolloutBatch) -> dict[int, tuple[int, list[bytes]]]:
-    """Return {key: (row, encoded images)} of the held episodes in which the environment showed images."""
+def shown_images(batch: RolloutBatch) -> dict[int, tuple[int, list[list[bytes]]]]:
+    """Return {key: (row, encoded images of each sample)} of the held episodes in which images were shown."""
     assert batch.image_bytes is not None
     return {
         int(batch.image_keys[i]): (int(batch.row_ids[i]), divided(batch.image_bytes[batch.image_slice(i)]))
@@ -204,7 +210,8 @@ def with_images(batch: RolloutBatch, images_of: Callable[[int], RowImages], mrop
     positions, index = [np.zeros((0, 3), np.int64)], [np.zeros(0, np.int64)]
     for number in np.flatnonzero(batch.held):
         start, end = batch.cu_seqlens[number : number + 2]
-        found, visual = images_of(int(batch.image_keys[number])).layout(batch.tokens[start:end])
+        starts = [] if batch.sample_starts is None else np.flatnonzero(batch.sample_starts[start:end]).tolist()
+        found, visual = images_of(int(batch.image_keys[number])).layout(batch.tokens[start:end], starts)
         index.append(visual)
         if found is not None:
             positions.append(found)

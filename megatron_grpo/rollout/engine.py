@@ -117,7 +117,8 @@ class Completion:
     environment_reward: float | None = None
     turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns] of RolloutBatch, which has them of all
     turn_states: npt.NDArray[np.int64] | None = None
-    shown_images: list[bytes] | None = None  # by the environment, encoded; None without a vision-language model
+    # Of each sample: what the environment or the agent showed, encoded; None without a vision-language model.
+    shown_images: list[list[bytes]] | None = None
     messages: list[dict[str, Any]] | None = None  # on the lead rank: all, the policy's last turn at the end
     # JSON, on the lead rank: what a resumed run needs to go on with an interrupted episode.
     episode_state: dict[str, Any] | None = None
@@ -156,18 +157,21 @@ class Completion:
         for sample in samples[1:]:
             begun = whole.with_environment_tokens(list(sample.prompt_ids or ()))
             starts = [*(whole.sample_starts or ()), len(whole.token_ids)]
-            whole = replace(sample.after(begun), prompt_ids=whole.prompt_ids, sample_starts=starts)
+            shown = None if whole.shown_images is None else [*whole.shown_images, *(sample.shown_images or [[]])]
+            prompt = whole.prompt_ids
+            whole = replace(sample.after(begun), prompt_ids=prompt, sample_starts=starts, shown_images=shown)
         return whole
 
     def separated(self) -> "list[Completion]":
         """Undo `joined`."""
         starts, samples = [0, *(self.sample_starts or ())], []
-        for begin, end in zip(starts, [*starts[1:], len(self.token_ids)], strict=True):
-            prompt = self.prompt_ids
+        for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(self.token_ids)], strict=True)):
+            prompt, shown = self.prompt_ids, self.shown_images and self.shown_images[number : number + 1]
             if begin > 0:
                 sampled = next((i for i in range(begin, end) if self.mask[i]), end)
                 prompt, begin = self.token_ids[begin:sampled], sampled
-            samples.append(replace(self.part(begin, end), prompt_ids=prompt, sample_starts=None))
+            part = self.part(begin, end)
+            samples.append(replace(part, prompt_ids=prompt, sample_starts=None, shown_images=shown))
         return samples
 
     def part(self, begin: int, end: int) -> "Completion":

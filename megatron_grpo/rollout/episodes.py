@@ -8,9 +8,9 @@ the prompt, with a response mask of 0 on those that the policy did not sample.
 A finished turn ends its episode when the environment says so, at --max-turns, and at the limits of sampled tokens
 (--max-completion-length) and of the environment's tokens (--max-environment-tokens), in which images have all their
 tokens. A turn of a vision-language model in which it has sampled an image token ends an episode like a limit if the
-answer has images: the engine would put the image in place of that token. An environment that fails
-(environments/pool.py) ends it with the finish reason "failed": no reward function scores it, and its tokens are not in
-the loss.
+answer has images, or could begin another sample: the engine would put an image in place of that token. An environment
+that fails (environments/pool.py) ends it with the finish reason "failed": no reward function scores it, and its tokens
+are not in the loss.
 
 Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). An interrupted episode stays here: its turn goes on
 after the tokens that it has, and its environment is not called again. Its completion so far is what others see of it.
@@ -23,7 +23,7 @@ import base64
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.encoded import as_source
+from megatron_grpo.vision.encoded import as_one, as_source
 from megatron_grpo.vision.images import ImageReader
 
 _CONTINUES, _ENDS, _FAILS, _SPLITS, _STOPS, _RESUMES, _RESTARTS = range(7)
@@ -54,15 +54,22 @@ def _number_of(tokens: Sequence[int], images: Sequence[bytes]) -> int:
 
 
 def _without_images(messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
-    """Return the messages of an environment without their images, and these, encoded."""
+    """Return the messages of an environment without their images and videos, and these, encoded."""
     without, images = [], []
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
-            images += [as_source(part["image"], "an image") for part in content if part["type"] == "image"]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            images += [_encoded(part) for part in content if part["type"] != "text"]
+            content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
         without.append({**message, "content": content})
-    return without, [image for image in images if isinstance(image, bytes)]
+    return without, images
+
+
+def _encoded(part: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a part's image or video, which the environment's process has encoded."""
+    data = [as_source(uri, "an image") for uri in ([part["image"]] if part["type"] == "image" else part["frames"])]
+    frames = [image for image in data if isinstance(image, bytes)]
+    return frames[0] if part["type"] == "image" else as_one(frames, part["fps"])
 
 
 class FailureCounts:
@@ -243,7 +250,7 @@ class Episodes(Conversing):
             again=replace(request, begun=None),
             **{name: state[name] for name in names},
         )
-        self._show(episode, so_far.shown_images or [])
+        self._show(episode, so_far.shown_images[-1] if so_far.shown_images else [])
         if state["generates"]:
             episode.interrupted = newest
             begin = max((i + 1 for i, sampled in enumerate(newest.mask) if not sampled), default=0)
@@ -332,9 +339,9 @@ class Episodes(Conversing):
             elif what == _STOPS or self._at_a_limit(episode, len(tokens)):
                 ended.append(self._end(number, "length"))
             elif what == _SPLITS:
+                self._begin_sample(episode, tokens)  # its last sample has not these images
                 self._take(episode, shown)
                 episode.environment_tokens += len(tokens)
-                self._begin_sample(episode, tokens)
                 continued.append(self._next_turn(episode, None))
             else:
                 assert episode.trajectory is not None
@@ -359,12 +366,11 @@ class Episodes(Conversing):
             episode.request = replace(episode.request, images=more)
             episode.shown_images += images
 
-    @staticmethod
-    def _begin_sample(episode: _Episode, prompt_ids: list[int]) -> None:
+    def _begin_sample(self, episode: _Episode, prompt_ids: list[int]) -> None:
         """Go on from another prompt, in a sample of its own."""
         assert episode.trajectory is not None
-        request, sampled = episode.request, episode.trajectory.num_sampled
-        episode.samples.append(replace(episode.trajectory, prompt_ids=request.prompt_ids))
+        request, sampled, shown = episode.request, episode.trajectory.num_sampled, self._shown_in(episode)
+        episode.samples.append(replace(episode.trajectory, prompt_ids=request.prompt_ids, shown_images=shown))
         episode.trajectory = None
         episode.request = replace(
             request,
@@ -433,13 +439,19 @@ class Episodes(Conversing):
                 )
             return self._render_text(episode, messages)
         new = self._images.of(images)
+        if new.has_videos and not environment_of(episode.request.row, self._args.environment).videos:
+            raise GrpoError(
+                "a message of the environment has a video: write `videos = True` in its class, so that vLLM reserves "
+                "memory for videos"
+            )
         if episode.trajectory is None:
             what, ids = self._render_text(episode, messages)
             return what, seen.followed_by(new).expand(ids)
-        if images and not seen.fits([*episode.request.prompt_ids, *episode.trajectory.token_ids]):
+        renders_again = self._args.on_rewritten_history == "split"
+        if (images or renders_again) and not seen.fits([*episode.request.prompt_ids, *episode.trajectory.token_ids]):
             return _STOPS, []
         what, ids = self._render_text(episode, messages)
-        return what, new.expand(ids)
+        return what, (seen.followed_by(new) if what == _SPLITS else new).expand(ids)
 
     def _render_text(self, episode: _Episode, messages: Sequence[Message]) -> tuple[int, list[int]]:
         """Return what `_render` does, with one token for each image."""
@@ -506,11 +518,15 @@ class Episodes(Conversing):
             trajectory,
             prompt_ids=episode.request.prompt_ids,
             finish_reason="abort",
-            shown_images=None if self._images is None else list(episode.shown_images),
+            shown_images=self._shown_in(episode),
         )
         if self._args.on_rewritten_history == "split":
             return Completion.joined([*episode.samples, trajectory])
         return trajectory
+
+    def _shown_in(self, episode: _Episode) -> list[list[bytes]] | None:
+        """Return `Completion.shown_images` of the newest sample."""
+        return None if self._images is None else [list(episode.shown_images)]
 
     def _forget(self, episode: _Episode) -> None:
         self._arrived.pop(episode.key, None)

@@ -18,7 +18,7 @@ from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
 from megatron_grpo.environments.pool import EnvironmentPool
-from megatron_grpo.environments.registry import tools_of
+from megatron_grpo.environments.registry import tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.estimate.dry_run import dry_run_report
@@ -121,7 +121,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
     args.engine_decodes |= args.agent is not None  # its calls can have stop words
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
-    args.engine_sees_videos = any(data.has_videos for data in (dataset, valid) if data)
+    args.engine_sees_videos = any(data.has_videos for data in (dataset, valid) if data) or (
+        images is not None and "video" in images.media and args.environment is not None and videos_are_shown()
+    )
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
         args.train_iters = rollouts * args.updates_per_rollout
@@ -166,10 +168,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     progress.step("model")
     memory = DeviceMemory(args)
     OutOfMemory.explain = memory.explanation
+    image_store = None
     with memory.phase("the construction of model and optimizer"):
         model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
-        image_store = attach_images(model, images, dataset.images_of) if images is not None else None
+        if images is not None:  # an agent shows the images of a row itself, in its messages
+            image_store = attach_images(model, images, dataset.images_of, with_rows=not args.agent)
         teacher = None
         if teach_args is not None:
             load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)

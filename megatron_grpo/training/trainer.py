@@ -187,7 +187,9 @@ class Trainer:
             for i in np.flatnonzero(batch.held & (batch.image_keys < 0)):
                 own[i] = flops.update(self.images.of(int(batch.image_keys[i])).grids)
             self.episode_flops = of_completions(batch, own)
-        return with_images(batch, self.images.of, bool(self.args.mrope_section))
+        # The probe of an engine (`_probe_engine`) has prompts of rows, even where the rollouts are episodes.
+        images_of = self.images.of if batch.image_bytes is None else self.images.of_episode
+        return with_images(batch, images_of, bool(self.args.mrope_section))
 
     def _collect(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         if plan.recorded is not None:
@@ -481,7 +483,8 @@ class Trainer:
         found = self.flops.update(batch.lengths[completions], batch.response_lengths[completions])
         if batch.visual_index is not None:
             keys = np.unique(batch.image_keys[completions])
-            of_rows = [self.dataset.images_of(row).grids for row in keys[keys >= 0].tolist()]
+            assert self.images is not None
+            of_rows = [self.images.of_episode(row).grids for row in keys[keys >= 0].tolist()]
             found += TowerFlops(self.args).update(chain.from_iterable(of_rows))
             if batch.image_sizes is not None:
                 assert self.episode_flops is not None

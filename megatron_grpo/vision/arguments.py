@@ -30,8 +30,6 @@ VISION: tuple[FlagRow, ...] = (
 _REFUSED = (
     ("rollout_engine", ("vllm",), "images are sent to vLLM only"),
     ("vllm_speculative_config", (None,), "drafts in a sequence with images are not tested"),
-    ("on_rewritten_history", ("keep", "refuse"), "the images of a split episode's samples are not sent twice"),
-    ("agent", (None,), "an agent's calls have no images"),
     ("teacher_load_hf", (None,), "a teacher model gets no images"),
     ("teacher_server", (None,), "a teacher server gets no images"),
     ("mtp_num_layers", (None, 0), "multi-token-prediction layers get no images"),

@@ -1,4 +1,4 @@
-"""Encoded images that environments show: read in the environment's process, sent as bytes, stored in ledgers.
+"""Encoded images that environments and agents show: forms that are read, and how they are sent and stored.
 
 This module imports no torch: processes of environments start fast.
 """
@@ -17,6 +17,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 UInt8 = npt.NDArray[np.uint8]
 _SIZE = np.dtype("<i8")
+_VIDEO = b"\0video"  # no image begins so
 
 
 def as_source(value: Any, name: str) -> bytes | str:
@@ -75,18 +76,54 @@ def as_data_uri(value: Any) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def joined(images: Sequence[bytes]) -> UInt8:
-    """Return encoded images as one flat array: the size of each, 8 bytes, and its bytes."""
-    parts = [part for image in images for part in (np.array(len(image), _SIZE).tobytes(), image)]
+def joined(samples: Sequence[Sequence[bytes]]) -> UInt8:
+    """Return the encoded images of each sample of a completion as one flat array.
+
+    An image is its size, 8 bytes, and its bytes; when it occurs again, a number of 8 bytes: -2 for the first image, -3
+    for the second. -1 stands between two samples.
+    """
+    parts, numbers = list[bytes](), dict[bytes, int]()
+    for place, images in enumerate(samples):
+        parts += [_number(-1)] * (place > 0)
+        for image in images:
+            if image in numbers:
+                parts.append(_number(-2 - numbers[image]))
+                continue
+            numbers[image] = len(numbers)
+            parts += [_number(len(image)), image]
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def divided(data: UInt8) -> list[bytes]:
+def as_one(frames: Sequence[bytes], fps: float) -> bytes:
+    """Return the encoded frames of a video, and their rate, as bytes that stand among those of images."""
+    return _VIDEO + np.array(fps, "<f8").tobytes() + joined([frames]).tobytes()
+
+
+def frames_of(data: bytes) -> tuple[list[bytes], float] | None:
+    """Undo `as_one`; None for an image."""
+    if not data.startswith(_VIDEO):
+        return None
+    begin = len(_VIDEO)
+    (frames,) = divided(np.frombuffer(data[begin + 8 :], np.uint8))
+    return frames, float(np.frombuffer(data[begin : begin + 8], "<f8")[0])
+
+
+def _number(value: int) -> bytes:
+    return np.array(value, _SIZE).tobytes()
+
+
+def divided(data: UInt8) -> list[list[bytes]]:
     """Undo `joined`."""
-    images, begin = [], 0
+    samples, different, begin = [list[bytes]()], list[bytes](), 0
     while begin < len(data):
         size = int(data[begin : begin + _SIZE.itemsize].view(_SIZE)[0])
         begin += _SIZE.itemsize
-        images.append(data[begin : begin + size].tobytes())
-        begin += size
-    return images
+        if size == -1:
+            samples.append([])
+        elif size < 0:
+            samples[-1].append(different[-2 - size])
+        else:
+            different.append(data[begin : begin + size].tobytes())
+            samples[-1].append(different[-1])
+            begin += size
+    return samples

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.encoded import as_source, source_of_part
+from megatron_grpo.vision.encoded import as_source, frames_of, source_of_part
 from megatron_grpo.vision.kinds import (
     Grid,
     Int64,
@@ -52,7 +53,7 @@ class RowImages:
     ``expansions``: the ids that stand for each in the model's input, in place of one. ``token``, ``video_token``: the
     ids that stand for a part of an image and of a video. ``merge``: patches along each side of its square. ``steps``:
     see `mrope_positions`. ``timestamps``: each frame of a video has positions of its own. ``mrope``: the model has
-    M-RoPE.
+    M-RoPE. ``samples``: which of them each sample of a completion has; empty if each sample has them all.
     """
 
     sources: tuple[Source, ...]
@@ -64,6 +65,7 @@ class RowImages:
     steps: tuple[float, ...] = ()
     timestamps: bool = False
     mrope: bool = True
+    samples: tuple[tuple[int, ...], ...] = ()
     where: str = ""  # the row: file and line
     prompt: str | Messages = ""  # of the row, with a place for each of its images and videos
 
@@ -152,17 +154,34 @@ class RowImages:
         """Return whether all image tokens of a sequence are of its images, so that a further image can follow."""
         return np.count_nonzero(self._is_visual(ids)) == sum(self.tokens)
 
-    def layout(self, ids: Sequence[int]) -> tuple[Int64 | None, Int64]:
-        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a sequence."""
-        index, places = np.full(len(ids), -1), self._places(ids)
-        index[places] = np.arange(len(places))
-        if not self.mrope:
-            return None, index
+    def layout(self, ids: Sequence[int], starts: Sequence[int] = ()) -> tuple[Int64 | None, Int64]:
+        """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a completion.
+
+        ``starts``: where its further samples begin. Each sample has positions of its own.
+        """
+        first = np.cumsum([0, *self.tokens])
+        index, positions = np.full(len(ids), -1), [np.zeros((0, 3), np.int64)]
+        for number, (begin, end) in enumerate(pairwise([0, *starts, len(ids)])):
+            chosen = self.samples[number] if self.samples else range(len(self.sources))
+            part = self._only(chosen) if self.samples else self
+            places = part._places(ids[begin:end])
+            within = np.full(end - begin, -1)
+            within[places] = np.arange(len(places))
+            tokens = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in chosen)])
+            index[begin + places] = tokens[: len(places)]
+            if self.mrope:
+                positions.append(part._rope_positions(within))
+        return np.concatenate(positions) if self.mrope else None, index
+
+    def _only(self, chosen: Sequence[int]) -> RowImages:
+        """Return the images and videos with these numbers, in this order."""
+        names = ("sources", "grids", "expansions", "steps")
+        return replace(self, samples=(), **{name: tuple(getattr(self, name)[i] for i in chosen) for name in names})
+
+    def _rope_positions(self, index: Int64) -> Int64:
         if self.timestamps:
-            return mrope_positions(
-                index, [(1, *grid[1:]) for grid in self.grids for _ in range(grid[0])], self.merge
-            ), index
-        return mrope_positions(index, self.grids, self.merge, self.steps), index
+            return mrope_positions(index, [(1, *grid[1:]) for grid in self.grids for _ in range(grid[0])], self.merge)
+        return mrope_positions(index, self.grids, self.merge, self.steps)
 
 
 def _name_of(source: Source) -> str:
@@ -239,15 +258,27 @@ class ImageReader:
         if videos is not None:
             given["video"] = [as_video(value, f"video {i}") for i, value in enumerate(videos, 1)]
         prompt, sources = placed(prompt, given, self._texts)
-        if self._args.vllm_mode == "server" and any(isinstance(source, Video) for source in sources):
+        if self._args.vllm_mode == "server" and any(isinstance(v, Video) and v.path is not None for v in sources):
             raise GrpoError(
-                "the row has videos, which are not sent to servers yet: leave the row out, or give --vllm-mode colocate"
+                "the row has a video file, and a server takes the frames of all videos at one rate: give the list of "
+                "its frames (images) and their fps, or --vllm-mode colocate"
             )
         opened = [_within(directory, source, number) for source, number in _numbered(sources)]
         return prompt, replace(self.of(opened), prompt=prompt)
 
+    def _as_shown(self, source: Source) -> Source:
+        """Return the video that an environment showed for its bytes, and anything else as it is."""
+        with _named("a video", b""):
+            video = frames_of(source) if isinstance(source, bytes) else None
+        if video is None:
+            return source
+        if "video" not in self.media:
+            raise GrpoError(f"a message has a video, and model family {self._args.model_family} takes none")
+        return as_video({"frames": video[0], "fps": video[1]}, "a video")
+
     def of(self, sources: Sequence[Source]) -> RowImages:
         """Return images and videos from encoded bytes or files; GrpoError for one that cannot be read."""
+        sources = [self._as_shown(source) for source in sources]
         numbered, kind = _numbered(sources), self._kind
         grids = tuple(
             self._video_grid(source, number) if isinstance(source, Video) else self._grid(source, number)
@@ -470,11 +501,16 @@ def _size_of(source: bytes | Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _named(name: str, source: bytes | Path) -> Iterator[None]:
     """Context that turns any error of an image into a GrpoError with its name and file."""
+    from PIL import UnidentifiedImageError
+
     name += "" if isinstance(source, bytes) else f" ({source})"
     try:
         yield
     except GrpoError as error:
         raise GrpoError(f"{name} {error}") from error
+    except UnidentifiedImageError as error:
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        raise GrpoError(f"{name} cannot be read: {size} bytes in no format of images that Pillow reads") from error
     except Exception as error:  # PIL's readers raise errors of many types for damaged files
         raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -512,11 +548,14 @@ def load_processor(args: Namespace) -> Any:
 class ImageStore:
     """The images of the completions that a rank computes, by `RolloutBatch.image_keys`: of rows, and of episodes.
 
-    The newest pixels are kept in memory.
+    The newest pixels are kept in memory. ``with_rows``: episodes begin with the images of their rows; those of agents
+    do not.
     """
 
-    def __init__(self, reader: ImageReader, of_row: Callable[[int], RowImages]):
+    def __init__(self, reader: ImageReader, of_row: Callable[[int], RowImages], with_rows: bool = True):
         self.reader, self._of_row = reader, of_row
+        none = reader.of(())
+        self._begins: Callable[[int], RowImages] = of_row if with_rows else lambda row: none
         self._episodes: dict[int, RowImages] = {}
         self._kept: OrderedDict[int, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
@@ -524,13 +563,24 @@ class ImageStore:
         """Return the images with this key."""
         return self._of_row(key) if key >= 0 else self._episodes[key]
 
-    def take_episodes(self, shown: Mapping[int, tuple[int, Sequence[bytes]]]) -> None:
-        """Take, by key, the row and the encoded images of each episode of a new rollout, in place of the last one's."""
-        self._episodes = {
-            key: self._of_row(row).followed_by(self.reader.of(images)) for key, (row, images) in shown.items()
-        }
+    def of_episode(self, key: int) -> RowImages:
+        """Return the images of an episode with this key."""
+        return self._begins(key) if key >= 0 else self._episodes[key]
+
+    def take_episodes(self, shown: Mapping[int, tuple[int, Sequence[Sequence[bytes]]]]) -> None:
+        """Take, by key, the row of each episode of a new rollout and the encoded images that each of its samples has
+        behind those of the row, in place of the last rollout's.
+        """
+        self._episodes = {key: self._of_samples(self._begins(row), samples) for key, (row, samples) in shown.items()}
         for key in [key for key in self._kept if key < 0]:
             del self._kept[key]
+
+    def _of_samples(self, own: RowImages, samples: Sequence[Sequence[bytes]]) -> RowImages:
+        """Return the images of a row and, each once, those that the samples have behind them."""
+        count = len(own.sources)
+        numbers = {image: count + i for i, image in enumerate(dict.fromkeys(chain.from_iterable(samples)))}
+        chosen = tuple((*range(count), *(numbers[image] for image in images)) for images in samples)
+        return replace(own.followed_by(self.reader.of(list(numbers))), samples=chosen)
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's input for the images with these keys: `ImageReader.pixels`, one after the other."""
@@ -548,9 +598,17 @@ class ImageStore:
         return self._kept[key]
 
 
-def attach(model: Sequence[torch.nn.Module], reader: ImageReader, images_of: Callable[[int], RowImages]) -> ImageStore:
-    """Give the vision tower, if this rank has one, the pixels of images; ``images_of`` returns those of a row."""
-    store = ImageStore(reader, images_of)
+def attach(
+    model: Sequence[torch.nn.Module],
+    reader: ImageReader,
+    images_of: Callable[[int], RowImages],
+    with_rows: bool = True,
+) -> ImageStore:
+    """Give the vision tower, if this rank has one, the pixels of images; ``images_of`` returns those of a row.
+
+    ``with_rows``: see `ImageStore`.
+    """
+    store = ImageStore(reader, images_of, with_rows)
     for wrapped in model:
         chunk: Any = wrapped
         while hasattr(chunk, "module"):

@@ -40,3 +40,20 @@ class Screen(Environment):
         self.steps += 1
         text = [{"role": "user", "content": "again"}]
         return Reply(text if self.steps % 3 == 2 else [self.screen()], reward=reward)
+
+
+@register_environment("clip")
+class Clip(Screen):
+    """The same, but every second screen is a video."""
+
+    videos = True
+
+    def screen(self):
+        """Return the message with the screenshot, or a video that ends with it."""
+        message = super().screen()
+        if self.steps % 2:
+            return message
+        last = message["content"][0]["image"]
+        frames = [Image.new("RGB", last.size, COLOURS[(self.seed + i) % 4]) for i in range(2 + self.seed % 2)]
+        video = {"type": "video", "video": [*frames, last], "fps": 2 if self.seed % 4 < 2 else 4}
+        return {"role": "user", "content": [video, {"type": "text", "text": "key?"}]}

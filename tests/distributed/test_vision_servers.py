@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from ranks import run_torchrun
 from test_vision_environments import data, run  # noqa: F401
 from test_vision_environments import make as make_model
+from test_vision_runs import PLUGIN as EVEN
 from vision_models import picture
 
 from tools.cpu_server import cpu_server
@@ -54,3 +56,33 @@ def test_a_server_without_the_endpoint(data, tmp_path):
         pytest.raises(pytest.fail.Exception, match=r"start it .* with --enable-scale-out"),
     ):
         run(data, 1, tmp_path / "run", *FLAGS.split(), "--vllm-server-base-url", url)
+
+
+VIDEOS = """--max-prompt-length 200 --max-completion-length 16 --num-generations 4 --global-batch-size 16
+    --train-iters 2 --lr 1e-3 --micro-batch-size 4 --transformer-impl local --reward-funcs even --no-shuffle
+    --vllm-mode server --vllm-server-timeout 300 --no-save-hf"""
+
+
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos(data, tmp_path, shape):
+    """The server gets all frames, at the rate of its flags; a video with another rate ends the run."""
+    if not (data / shape).exists():
+        make_model(data / shape, shape=shape)
+    for frame in range(5):
+        (tmp_path / f"{frame}.png").write_bytes(picture(84, 56, frame))
+    frames = [{"frames": [f"{n % 5}.png" for n in range(count)], "fps": 4} for count in (3, 4)]
+    rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "videos": frames[: 1 + n % 2]} for n in range(8)]
+    (tmp_path / "videos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[0]["videos"] = [{**frames[0], "fps": 2}]
+    (tmp_path / "slow.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = SERVER + ' --enable-scale-out --media-io-kwargs {"video":{"num_frames":-1,"fps":4}}'
+    (tmp_path / "plugin.py").write_text(EVEN)
+    with cpu_server(data / shape, tmp_path / "log", flags) as (url, _):
+        words = f"--load-hf {data}/{shape} --external-plugins {tmp_path}/plugin.py --vllm-server-base-url {url}".split()
+        words += VIDEOS.split()
+        run_torchrun(1, "pretrain_grpo.py", *words, "--train-data-path", tmp_path / "videos.jsonl", "--save", tmp_path)
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
+        with pytest.raises(pytest.fail.Exception, match=r"start it with --media-io-kwargs .* all videos need one fps"):
+            run_torchrun(1, "pretrain_grpo.py", *words, "--train-data-path", tmp_path / "slow.jsonl", "--save",
+                         tmp_path / "slow")  # fmt: skip

@@ -9,15 +9,20 @@ All calls of a run may sample --max-completion-length tokens; prompts, counted o
 is too long, and the run's finish reason is "length". A program that fails (environments/pool.py) is repeated with a new
 URL; if that fails, its finish reason is "failed": not scored, and not in the loss.
 
+Messages for a vision-language model can have images. Their bytes go to all ranks of the replica with each call, and are
+recorded in the tree: a sample has those on its path.
+
 Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). The program does not see it: the call that is being
 generated goes on after its tokens under the new weights, and calls that come meanwhile wait. After a resume the program
 starts again from its row.
 """
 
+import base64
 import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_grpo.environments.agent import URL
@@ -25,10 +30,11 @@ from megatron_grpo.environments.pool import Answer
 from megatron_grpo.environments.registry import Turn
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
-from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised
+from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised, without_hashes, without_images
 from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.images import RowImages
 
 _CALLS = 1 << 20  # of one run: ids of the engine's requests are id * _CALLS + number of the call, from 1
 _WAIT = 0.02  # s between looks at the programs while nothing generates
@@ -42,6 +48,11 @@ class _Prompt:
     ids: list[int]
     messages: list[Message] = field(default_factory=list)  # normalised
     tools: str = ""
+    images: list[bytes] = field(default_factory=list)  # encoded, in ``ids``
+
+
+class _AtLimit(GrpoError):
+    """A call cannot be answered, as at the limit of tokens."""
 
 
 @dataclass(eq=False)
@@ -58,6 +69,7 @@ class _Run:
     sampled: int = 0
     prompts: int = 0  # tokens of all samples that were not sampled in it
     over: bool = False  # a call was refused at a limit
+    decoded: set[bytes] = field(default_factory=set)  # images that are whole
 
     def begin_again(self, program: str) -> None:
         """Forget what an earlier program has said."""
@@ -135,12 +147,12 @@ class Agents(Conversing):
         new, calls, ended = [], [], []
         if self._requests:
             calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
-        for number, prompt_ids, max_tokens, stop in calls:
+        for number, prompt_ids, max_tokens, stop, shown in calls:
             run, call = divmod(number, _CALLS)
             request = self._requests[run]
             sampling = replace(request.sampling, max_tokens=max_tokens, stop=(*request.sampling.stop, *stop))
             seed = None if request.seed is None else request_seed(request.seed, call)
-            new.append(Request(number, prompt_ids, sampling, seed=seed))
+            new.append(Request(number, prompt_ids, sampling, seed=seed, images=self._read(request, shown)))
         self._ask(new)
         done = []
         if self._asked:
@@ -152,8 +164,15 @@ class Agents(Conversing):
                     self._answer(completion)
         return done + [self._end(number, reason, reward) for number, reason, reward in ended]
 
+    def _read(self, request: Request, shown: list[str]) -> RowImages | None:
+        """Return the images of a call, which come in base64."""
+        if self._images is None:
+            return None
+        where = "an agent's call" if request.images is None else f"{request.images.where}: an agent's call"
+        return replace(self._images.of([base64.b64decode(image) for image in shown]), where=where)
+
     def _news(self) -> tuple[list[Any], list[Any]]:
-        """Return what the ranks of a replica are told: ([id, prompt, tokens, stop words] of calls, ends of runs)."""
+        """Return what the ranks of a replica are told: (calls, as `_accept` returns them; ends of runs)."""
         calls, ended = self._new_calls(), self._new_ends()
         if not (calls or ended or self._asked):
             calls = self._new_calls(_WAIT)
@@ -201,8 +220,8 @@ class Agents(Conversing):
 
     # ---- calls
 
-    def _accept(self, run: _Run | None, call: Call) -> tuple[int, list[int], int, list[str]] | None:
-        """Return (id, prompt, most tokens, stop words) of a call, or refuse it."""
+    def _accept(self, run: _Run | None, call: Call) -> tuple[int, list[int], int, list[str], list[str]] | None:
+        """Return (id, prompt, most tokens, stop words, images in base64) of a call, or refuse it."""
         assert self._endpoint is not None
         if run is None or call.abandoned:
             self._endpoint.refuse(call, "this session has ended", "not_found", 404)
@@ -217,6 +236,10 @@ class Agents(Conversing):
             prompt = self._prompt(run, call)
             stop = self._stop_words(call.body)
             most = int(call.body.get("max_completion_tokens") or call.body.get("max_tokens") or left)
+        except _AtLimit as error:
+            run.over = True
+            self._endpoint.refuse(call, str(error), "context_length_exceeded")
+            return None
         except GrpoError as error:
             self._endpoint.refuse(call, str(error))
             return None
@@ -242,7 +265,8 @@ class Agents(Conversing):
         run.calls += 1
         number = run.request.id * _CALLS + run.calls
         self._calls[number] = _Asked(call, prompt, most, run)
-        return number, [*before, *prompt.ids], most, stop
+        shown = [*(prompt.parent.images_so_far if prompt.parent is not None else ()), *prompt.images]
+        return number, [*before, *prompt.ids], most, stop, [base64.b64encode(image).decode() for image in shown]
 
     def _prompt(self, run: _Run, call: Call) -> _Prompt:
         """Return what a call asks; GrpoError if it is malformed."""
@@ -254,23 +278,51 @@ class Agents(Conversing):
         given = call.body.get("messages")
         if not isinstance(given, list) or not all(isinstance(m, dict) and "role" in m for m in given) or not given:
             raise GrpoError("messages must be a list of objects with a role")
+        given, of_messages = map(list, zip(*(without_images(message) for message in given), strict=True))
+        images = list(chain.from_iterable(of_messages))
+        self._check_images(run, images)
         messages, tools = [normalised(message) for message in given], call.body.get("tools") or None
         shown = [self._shown(message) for message in given]
         variables = (self._args.chat_template_kwargs or {}) | (call.body.get("chat_template_kwargs") or {})
         key = json.dumps([tools, variables], sort_keys=True)
         parent = run.tree.continued_by(messages, key)
         if parent is not None:
-            before = len(parent.messages)
+            before, so_far = len(parent.messages), parent.ids
+            added = list(chain.from_iterable(of_messages[before:]))
+            if self._images is not None:
+                earlier = self._images.of(parent.images_so_far)
+                if (added or self._args.on_rewritten_history == "split") and not earlier.fits(so_far):
+                    raise _AtLimit("the policy has sampled the token of an image, behind which no image can follow")
+                so_far = earlier.collapse(so_far)
             if self._args.on_rewritten_history != "keep":
                 whole = self._renderer.whole(shown, tools, variables)
-                if not self._renderer.keeps(parent.ids, whole):
+                if not self._renderer.keeps(so_far, whole):
                     if self._args.on_rewritten_history == "refuse":
                         raise GrpoError("the chat template changes earlier turns (--on-rewritten-history refuse)")
-                    return _Prompt(None, whole, messages, key)
-            turn, last = shown[before - 1], parent.ids[-1]
+                    return self._expanded(None, whole, messages, key, images)
+            turn, last = shown[before - 1], so_far[-1]
             new = self._renderer.after_turn(shown[: before - 1], turn, shown[before:], last, tools, variables)
-            return _Prompt(parent, new, messages, key)
-        return _Prompt(None, self._renderer.whole(shown, tools, variables), messages, key)
+            return self._expanded(parent, new, messages, key, added)
+        return self._expanded(None, self._renderer.whole(shown, tools, variables), messages, key, images)
+
+    def _expanded(
+        self, parent: Node | None, ids: list[int], messages: list[Message], key: str, images: list[bytes]
+    ) -> _Prompt:
+        """Return the prompt in which each image has all its tokens."""
+        if self._images is not None:
+            ids = self._images.of(images).expand(ids)
+        return _Prompt(parent, ids, messages, key, images)
+
+    def _check_images(self, run: _Run, images: list[bytes]) -> None:
+        """Decode the images that the run shows for the first time: GrpoError for a damaged one."""
+        if images and self._images is None:
+            raise GrpoError(
+                f"a message has an image, and model family {self._args.model_family} takes texts only: send texts, or "
+                "train a vision-language model"
+            )
+        if self._images is not None and (new := [image for image in images if image not in run.decoded]):
+            self._images.of(images).open()
+            run.decoded.update(new)
 
     def _text_prompt(self, run: _Run, prompt: Any) -> _Prompt:
         if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
@@ -278,11 +330,12 @@ class Agents(Conversing):
                 raise GrpoError(
                     f"a token of the prompt is not below {self._args.vocab_size}, the size of the vocabulary"
                 )
-            return _Prompt(None, prompt)
+            return self._expanded(None, prompt, [], "", [])
         if not isinstance(prompt, str) or not prompt:
             raise GrpoError("prompt must be one text, or a list of token ids")
         parent = run.tree.continued_by_text(prompt)
-        return _Prompt(parent, self._tokenizer.encode(prompt if parent is None else prompt[len(parent.text) :]))
+        ids = self._tokenizer.encode(prompt if parent is None else prompt[len(parent.text) :])
+        return self._expanded(parent, ids, [], "", [])
 
     def _shown(self, message: Message) -> Message:
         """Return a message as the chat template gets it: as `normalised`, with the ids of tool calls."""
@@ -318,7 +371,8 @@ class Agents(Conversing):
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
                 for c in calls
             ]
-        node = Node(prompt.parent, prompt.ids, completion)
+        images = None if self._images is None else prompt.images
+        node = Node(prompt.parent, prompt.ids, completion, images=images)
         if call.chat:
             node.messages, node.tools = [*prompt.messages, normalised(reply)], prompt.tools
         else:
@@ -340,14 +394,19 @@ class Agents(Conversing):
         run = self._close(number)
         samples = run.tree.samples(number)
         if not samples:
-            return replace(Completion(number, [], None, reason, []), prompt_ids=request.prompt_ids, sample_starts=[])
+            return replace(
+                Completion(number, [], None, reason, []),
+                prompt_ids=request.prompt_ids,
+                sample_starts=[],
+                shown_images=None if self._images is None else [[]],
+            )
         messages = next((node.messages for node in reversed(run.tree.nodes) if node.messages), None)
         return replace(
             Completion.joined(samples),
             finish_reason=reason,
             turns=len(run.tree.nodes),
             environment_reward=reward,
-            messages=messages,
+            messages=None if messages is None else [without_hashes(message) for message in messages],
         )
 
     def _close(self, number: int) -> _Run:

@@ -6,6 +6,7 @@ tree of its own. At the end every leaf is a sample: the tokens from the root to 
 share is trained in the first of them only.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.encoded import as_source, source_of_part
 
 Message = dict[str, Any]
 
@@ -29,11 +32,17 @@ class Node:
     text: str = ""  # of all tokens, for calls without messages
     continued: bool = False  # by a call, whether it was answered or not
     trained: bool = False
+    images: list[bytes] | None = None  # encoded, in ``prompt_ids``; None without a vision-language model
 
     @property
     def ids(self) -> list[int]:
         """All tokens from the root on."""
         return [token for node in self.path for token in (*node.prompt_ids, *node.answer.token_ids)]
+
+    @property
+    def images_so_far(self) -> list[bytes]:
+        """All images from the root on."""
+        return [image for node in self.path for image in node.images or ()]
 
     @property
     def path(self) -> list["Node"]:
@@ -83,7 +92,8 @@ class Tree:
         whole = _part(root)
         for node in later:
             whole = _part(node).after(whole.with_environment_tokens(node.prompt_ids))
-        return replace(whole, id=number, prompt_ids=root.prompt_ids)
+        shown = None if leaf.images is None else [leaf.images_so_far]
+        return replace(whole, id=number, prompt_ids=root.prompt_ids, shown_images=shown)
 
 
 def _part(node: Node) -> Completion:
@@ -98,17 +108,55 @@ def _part(node: Node) -> Completion:
 
 
 def normalised(message: Message) -> Message:
-    """Return a message as calls are compared: without null fields, ids of calls, and differences of JSON text."""
+    """Return a message as calls are compared: without null fields, ids of calls, and differences of JSON text.
+
+    Images are those of `without_images`.
+    """
     calls = [
         {"type": "function", "function": {"name": call["function"]["name"], "arguments": _object(call["function"])}}
         for call in message.get("tool_calls") or ()
     ]
     content = message.get("content")
-    if isinstance(content, list):  # parts of OpenAI's protocol
+    if isinstance(content, list) and all(part.get("type") != "image" for part in content):  # OpenAI's parts of a text
         content = "".join(part.get("text", "") for part in content)
     made = {"role": message["role"], "content": content or ""}
     made |= {key: message[key] for key in ("name", "reasoning_content") if message.get(key)}
     return made | ({"tool_calls": calls} if calls else {})
+
+
+def without_images(message: Message) -> tuple[Message, list[bytes]]:
+    """Return a message with a hash in place of each image, and these, encoded; GrpoError for what is no image or text.
+
+    An image is a part ``image_url`` of OpenAI's protocol with a data URI.
+    """
+    if not isinstance(message.get("content"), list):
+        return message, []
+    parts, images = [], []
+    for part in message["content"]:
+        kind, value = part.get("type"), source_of_part(part)
+        if kind == "image_url":
+            if not isinstance(value, str) or not value.startswith("data:"):
+                raise GrpoError(
+                    f"the image_url {str(value)[:80]!r} is no data URI: this endpoint downloads nothing and reads no "
+                    "files; send the encoded image itself, as data:image/png;base64,..."
+                )
+            data = as_source(value, "an image_url")
+            assert isinstance(data, bytes)
+            images.append(data)
+            parts.append({"type": "image", "hash": hashlib.blake2b(data, digest_size=16).hexdigest()})
+        elif isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise GrpoError(f"a message has a part of the type {kind!r}: send text and image_url")
+    return message | {"content": parts}, images
+
+
+def without_hashes(message: Message) -> Message:
+    """Return a message as rewards and ledgers get it: ``{"type": "image"}`` in the place of each image."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+    return message | {"content": content}
 
 
 def _object(function: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
@@ -39,6 +40,8 @@ from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 from megatron_grpo.vision.encoded import as_data_uri
+from megatron_grpo.vision.images import Source
+from megatron_grpo.vision.videos import Video
 
 _GENERATE = "/inference/v1/generate"
 
@@ -71,6 +74,7 @@ class VllmServer(Server):
         self._args = args
         self.model = ""  # the model's name at the server
         self.adapter: str | None = None  # name of the adapter that completes requests
+        self._video_flags: dict[str, Any] = {}  # of its --media-io-kwargs
 
     async def check(self) -> None:
         args = self._args
@@ -91,6 +95,8 @@ class VllmServer(Server):
         self._check_config(info["vllm_config"], info.get("vllm_env", {}))
         await self._check_model()
         if args.vision_config:
+            multimodal = info["vllm_config"]["model_config"].get("multimodal_config") or {}
+            self._video_flags = (multimodal.get("media_io_kwargs") or {}).get("video") or {}
             paths = (await self.call("GET", "/openapi.json", timeout=PROBE_TIMEOUT))["paths"]
             if _GENERATE not in paths:
                 raise Fault("it takes no images beside token ids: start it (vLLM 0.32) with --enable-scale-out")
@@ -263,10 +269,9 @@ class VllmServer(Server):
             given["structured_outputs"] = json.loads(sampling.structured_outputs)
         # The server keeps embeddings of images by these names: those of an earlier tower have others.
         names = [f"{name} {weight_tag(self.version)}" for name in images.names]
-        # Decoded images: the server puts transparent parts on white, the trainer drops the transparency.
         parts = [
-            {"type": "image_url", "url": as_data_uri(image), "uuid": name}
-            for image, name in zip(images.open(), names, strict=True)
+            self._part(source, decoded) | {"uuid": name}
+            for source, decoded, name in zip(images.sources, images.open(), names, strict=True)
         ]
         return {
             "model": self.adapter or self.model,
@@ -275,6 +280,24 @@ class VllmServer(Server):
             "sampling_params": sampling_parameters(sampling) | given,
             "return_token_ids": True,
         }
+
+    def _part(self, source: Source, decoded: Any) -> dict[str, str]:
+        """Return an image or video, decoded by the trainer.
+
+        The server would put transparent parts on white, where the trainer drops the transparency. It takes the frames
+        of a video as images of any format, and the rate from its own flags.
+        """
+        if not isinstance(source, Video):
+            return {"type": "image_url", "url": as_data_uri(decoded)}
+        if (rate := self._video_flags.get("fps", 1)) != source.fps or self._video_flags.get("num_frames", 32) != -1:
+            raise Fault(
+                f"it takes up to {self._video_flags.get('num_frames', 32)} frames of a video (-1: all) at {rate:g} "
+                f"frames a second, and a video has {len(source.frames)} at {source.fps:g}: start it with "
+                f"""--media-io-kwargs '{{"video": {{"num_frames": -1, "fps": {source.fps:g}}}}}'; all videos need """
+                "one fps"
+            )
+        frames = [as_data_uri(Image.fromarray(frame)).partition(",")[2] for frame in decoded]
+        return {"type": "video_url", "url": f"data:video/jpeg;base64,{','.join(frames)}"}
 
     def _completion(self, request: Request, choice: dict[str, Any], prompt: list[int], version: int) -> Completion:
         sampling, ids, reason = request.sampling, choice["token_ids"], choice["finish_reason"]

@@ -76,7 +76,7 @@ OTHERS += (
     "--model --dtype --max-model-len --max-logprobs --logprobs-mode --weight-transfer-config --hf-overrides".split()
 )
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
-OTHERS += "--enable-scale-out --skip-mm-profiling --mm-processor-kwargs".split()
+OTHERS += "--enable-scale-out --skip-mm-profiling --media-io-kwargs --mm-processor-kwargs".split()
 REMOVED = {"CHANGELOG.md": ["--shuffle-completions"]}  # flags of earlier versions
 
 

@@ -10,12 +10,13 @@ import pytest
 from PIL import Image
 from test_episodes import Said, Script
 from toy_checkpoints import toy_args
-from vision_models import make, picture
+from vision_models import FORGETFUL, make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.environments.registry import _registry, get_environment
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.worker import _messages
 from megatron_grpo.rollout.collect import shown_images
@@ -25,7 +26,7 @@ from megatron_grpo.rollout.servers.pool import _same_job
 from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, divided, joined
-from megatron_grpo.vision.images import ImageReader
+from megatron_grpo.vision.images import ImageReader, ImageStore
 
 SCREENS = [picture(56, 84, 5), picture(112, 60, 6)]
 
@@ -102,7 +103,7 @@ def test_the_tokens_are_transformers(world):
     pictures = [Image.open(io.BytesIO(data)) for data in shown]
     expected = [*processor(text=rendered, images=pictures)["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
     assert [*done.prompt_ids, *done.token_ids] == expected
-    assert done.finish_reason == "stop" and done.shown_images == [SCREENS[0], *SCREENS]
+    assert done.finish_reason == "stop" and done.shown_images == [[SCREENS[0], *SCREENS]]
     sampled = [token for token, mask in zip(done.token_ids, done.response_mask, strict=True) if mask]
     assert world.tokenizer.decode(sampled) == "goleftstop"
     # What the conversation shows to rewards and ledgers has a place for each image.
@@ -115,7 +116,7 @@ def test_image_tokens_count_at_the_limit(world):
     whole = world.run(["a", "b", "c"], [*answers, {"done": True}])
     of_both = whole.response_mask.count(0)
     done = world.run(["a", "b"], answers, max_environment_tokens=of_both - 1)
-    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 2, [SCREENS[0]])
+    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 2, [[SCREENS[0]]])
     assert done.response_mask.count(0) == of_both / 2
 
 
@@ -124,7 +125,7 @@ def test_a_screenshot_cannot_follow_a_sampled_image_token(world):
     (token,) = {world.reader.of([picture(56, 56)]).token}
     spoken = [[9, token, world.end], "b"]
     done = world.run(spoken, [{"messages": says(SCREENS[0]), "reward": 1.0}])
-    assert (done.finish_reason, done.turns, done.shown_images, done.environment_reward) == ("length", 1, [], 1.0)
+    assert (done.finish_reason, done.turns, done.shown_images, done.environment_reward) == ("length", 1, [[]], 1.0)
     done = world.run(spoken, [{"messages": says(text="more")}, {"done": True}])
     assert (done.finish_reason, done.turns) == ("stop", 2)
 
@@ -142,7 +143,7 @@ def test_answers_differ_by_their_images(world):
 def test_a_reset_with_images(world):
     """Its messages are part of the prompt, and its images of the first turn's; a prompt that is too long fails."""
     done = world.run(["a", "b"], [{"messages": says(SCREENS[1])}, {"done": True}], reset=says(SCREENS[0]))
-    assert done.shown_images == SCREENS and done.prompt_ids[-1] != world.end
+    assert done.shown_images == [SCREENS] and done.prompt_ids[-1] != world.end
     images = world.reader.of(SCREENS[:1])
     assert list(done.prompt_ids).count(images.token) == images.tokens[0]
     failed = world.run([], [], reset=says(SCREENS[0]), max_prompt_length=len(done.prompt_ids) - 1)
@@ -176,7 +177,7 @@ def test_groups_keep_their_images(world):
     without = world.run(["a"], [{"done": True}])
     group = Group(prompt, 0, (made, without, None))
     (again,) = from_arrays(to_arrays({3: group}), lambda row, ids: prompt).values()
-    assert [c and c.shown_images for c in again.completions] == [SCREENS, [], None]
+    assert [c and c.shown_images for c in again.completions] == [[SCREENS], [[]], None]
 
 
 def test_batches_keep_their_images():
@@ -184,14 +185,13 @@ def test_batches_keep_their_images():
     shown = [[], [b"abc", b""], [b"d" * 300]]
     batch = RolloutBatch.from_completions(
         [[1]] * 3, [[2]] * 3, [None] * 3, 0, [0, 1, 2], [7, 7, 8], [4, 5, 6], [FinishReason.STOP] * 3,
-        images=[joined(images) for images in shown],
+        images=[joined([images]) for images in shown],
     )  # fmt: skip
     assert batch.image_keys.tolist() == [7, -6, -7]
     turned = RolloutBatch.concatenate([batch.select([2]), batch.select([1, 0])])
     turned.validate()
-    assert shown_images(turned) == {-7: (8, shown[2]), -6: (7, shown[1])}
-    assert shown_images(turned.sorted_by_sample()) == {-6: (7, shown[1]), -7: (8, shown[2])}
-    assert all(divided(joined(images)) == images for images in shown)
+    assert shown_images(turned) == {-7: (8, [shown[2]]), -6: (7, [shown[1]])}
+    assert shown_images(turned.sorted_by_sample()) == {-6: (7, [shown[1]]), -7: (8, [shown[2]])}
     assert np.array_equal(turned.sorted_by_sample().image_bytes, batch.image_bytes)
 
 
@@ -228,3 +228,123 @@ def test_wrong_images(case):
 def test_wrong_contents(content):
     with pytest.raises(TypeError, match="returned"):
         _messages([{"role": "user", "content": content}])
+
+
+def test_the_images_of_samples():
+    """As one array: each image is in it once."""
+    for samples in [[]], [[], []], [[b"abc", b""]], [[b"a" * 99, b"b"], [b"b", b"a" * 99, b"b"], [], [b"c"]]:
+        array = joined(samples)
+        assert divided(array) == samples and array.tobytes().count(b"a" * 99) <= 1
+
+
+def test_split_episodes(tmp_path):
+    """A sample that the template begins anew has all images so far; its tokens are transformers'."""
+    world = World(tmp_path, "qwen2_5_vl")
+    world.tokenizer._tokenizer.chat_template = world.tokenizer._tokenizer.chat_template.replace(*FORGETFUL)
+    own = picture(84, 56, 1)
+    answers = [{"messages": says(SCREENS[0])}, {"messages": says(*SCREENS, text="both")}, {"done": True}]
+    given = {"images": [own], "on_rewritten_history": "split", "max_environment_tokens": 2000}
+    done = world.run(["go", "x", "stop"], answers, **given)
+    # "go" is rendered as "g", and "x" as it was sampled.
+    assert done.shown_images == [[], [SCREENS[0], *SCREENS]] and len(done.sample_starts) == 1
+    image, text = {"type": "image"}, lambda words: {"type": "text", "text": words}
+    conversation = [
+        {"role": "user", "content": [image, text("play")]},
+        {"role": "assistant", "content": "g"},
+        {"role": "user", "content": [image, text("and?")]},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": [image, image, text("both")]},
+    ]
+    processor = world.reader.processor
+    rendered = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    pictures = [Image.open(io.BytesIO(data)) for data in (own, SCREENS[0], *SCREENS)]
+    expected = [*processor(text=rendered, images=pictures)["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
+    (start,) = done.sample_starts
+    assert done.token_ids[start:] == expected
+    first, second = done.separated()
+    assert (first.shown_images, second.shown_images) == ([[]], [[SCREENS[0], *SCREENS]])
+
+    # A token of an image that the policy sampled has no image in the rendering.
+    sampled = [*world.tokenizer.encode("ab"), world.reader.of(()).token, world.end]
+    done = world.run([sampled], [{"messages": says(text="more")}], **given)
+    assert (done.finish_reason, done.turns, done.shown_images) == ("length", 1, [[]]) and not world.failures
+
+
+def test_the_store_has_the_images_of_each_sample(world):
+    """Behind those of the row, and each once."""
+    row = world.reader.of([picture(84, 56, 1)])
+    store = ImageStore(world.reader, lambda number: row)
+    store.take_episodes({-3: (7, [[], SCREENS[:1], [*SCREENS, SCREENS[0]]])})
+    assert store.of(-3).sources == (row.sources[0], *SCREENS)
+    assert store.of(-3).samples == ((0,), (0, 1), (0, 1, 2, 1))
+    assert store.of(7) is store.of_episode(7) is row
+    # An agent shows the images of a row itself; the probe of an engine has them.
+    store = ImageStore(world.reader, lambda number: row, with_rows=False)
+    store.take_episodes({-3: (7, [SCREENS[:1]])})
+    assert store.of(-3).sources == (SCREENS[0],) and store.of_episode(-3) is store.of(-3)
+    assert store.of_episode(7).sources == () and store.of(7) is row
+
+
+def shows(*frames: bytes, **more) -> list[dict]:
+    """An environment's message with a video, as it leaves its process."""
+    return _messages([{"role": "user", "content": [{"type": "video", "video": list(frames), **more}]}])
+
+
+FRAMES = [picture(56, 84, seed) for seed in (11, 12, 13)]
+
+
+@pytest.fixture
+def showing_videos(monkeypatch):
+    """The environment of `World.run` says that it shows videos."""
+    monkeypatch.setitem(_registry, "calculator", replace(get_environment("calculator"), videos=True))
+
+
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_of_environments(tmp_path, showing_videos, shape):
+    """Their tokens are transformers' for the whole conversation; ledgers and checkpoints hold frames and rate."""
+    world = World(tmp_path, shape)
+    answers = [{"messages": shows(*FRAMES, fps=4)}, {"messages": says(SCREENS[0])}, {"done": True}]
+    done = world.run(["go", "on", "stop"], answers, max_environment_tokens=900)
+    assert not world.failures and done.messages[2]["content"] == [{"type": "video"}]
+    part, text = lambda kind: {"type": kind}, lambda words: {"type": "text", "text": words}
+    conversation = [
+        {"role": "user", "content": "play"},
+        {"role": "assistant", "content": "go"},
+        {"role": "user", "content": [part("video")]},
+        {"role": "assistant", "content": "on"},
+        {"role": "user", "content": [part("image"), text("and?")]},
+    ]
+    processor = world.reader.processor
+    rendered = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    video = np.stack([np.asarray(Image.open(io.BytesIO(frame))) for frame in FRAMES])
+    metadata = {"total_num_frames": 3, "fps": 4.0, "frames_indices": [0, 1, 2]}
+    inputs = processor(text=[rendered], images=[Image.open(io.BytesIO(SCREENS[0]))], videos=[video],
+                       video_metadata=[metadata], do_sample_frames=False)  # fmt: skip
+    expected = [*inputs["input_ids"][0], *world.tokenizer.encode("stop"), world.end]
+    assert [*done.prompt_ids, *done.token_ids] == expected
+    none = world.reader.of(())
+    store = ImageStore(world.reader, lambda row: none)
+    store.take_episodes({-1: (0, divided(joined(done.shown_images)))})
+    shown, image = store.of(-1).sources
+    assert (shown.frames, shown.fps, image) == (tuple(FRAMES), 4.0, SCREENS[0])
+
+
+def test_refused_videos(world, showing_videos, monkeypatch):
+    for part, reason in [
+        ({"fps": 0}, "the fps 0"),
+        ({"fps": "2"}, "the fps '2'"),
+        ({"video": []}, r"not .*its frames"),
+        ({"video": "a.mp4"}, r"not .*its frames"),
+    ]:
+        with pytest.raises(TypeError, match=reason):
+            shows(FRAMES[0], **part)
+    with pytest.raises(GrpoError, match="an image of the environment cannot be read"):
+        shows(FRAMES[0], b"")
+    sizes = shows(FRAMES[0], SCREENS[1])
+    done = world.run(["go"], [{"messages": sizes}])
+    reason = "give frames of one size" if world.family == "qwen2_5_vl" else f"model family {world.family} takes none"
+    assert done.finish_reason == "failed" and reason in world.failures[0]
+    monkeypatch.undo()
+    done = world.run(["go"], [{"messages": shows(*FRAMES)}])
+    reason = "`videos = True` in its class" if world.family == "qwen2_5_vl" else "takes none"
+    assert done.finish_reason == "failed" and reason in world.failures[0]

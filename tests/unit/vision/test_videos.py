@@ -267,8 +267,8 @@ def test_every_bad_video_is_named(args, tmp_path, name):
 
 def test_other_refusals(args, tmp_path):
     row = user("what?", videos=[uris(2)])
-    with pytest.raises(GrpoError, match=r"jsonl:1: .*not sent to servers"):
-        dataset_of(args, tmp_path, row, vllm_mode="server")
+    with pytest.raises(GrpoError, match=r"jsonl:1: .*a video file, and a server takes the frames"):
+        dataset_of(args, tmp_path, user("what?", videos=["a.mp4"]), vllm_mode="server")
     args.vllm_mode = "colocate"
     with pytest.raises(GrpoError, match=r"jsonl:1: .*more than --max-prompt-length 40"):
         dataset_of(args, tmp_path, row, max_prompt_length=40)

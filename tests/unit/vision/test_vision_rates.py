@@ -55,10 +55,8 @@ def test_a_frozen_part_has_no_rate(world, tmp_path, rate, frozen):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"on_rewritten_history": "split"}, "--on-rewritten-history split does not work with model family qwen2_5_vl"),
         ({"vllm_mode": "server", "lora_weight_sync": "adapter"}, "give --lora-weight-sync merged"),
         ({"rollout_engine": "sglang"}, "images are sent to vLLM only"),
-        ({"agent": "a.py:run"}, "an agent's calls have no images"),
     ],
 )
 def test_refused_with_images(world, tmp_path, flags, message):
