@@ -11,6 +11,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import contextlib
 import copy
 import functools
+import gc
+import importlib
 import json
 import logging
 import random
@@ -63,6 +65,7 @@ class VllmColocate(TakesTurns):
             hf_config |= {"bos_token_id": None, "eos_token_id": None}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
+        _import_vllm()
         self._directory = _config_directory(args, hf_config)  # vLLM 0.26 reads the processor at the first image
         with _preserve_random_state(), _rank_of_role(), _private_shared_memory():
             self._llm = _build(args, self._directory.name)
@@ -370,6 +373,18 @@ class _UnderWay:
         for end, before in self.seams:
             found += [before] * (end - len(found))
         return found + [version] * (tokens - len(found))
+
+
+def _import_vllm() -> None:
+    """Import vLLM without garbage collections, and leave the imported objects out of later ones.
+
+    vLLM calls the garbage collector before and after each part of its start.
+    """
+    gc.collect()  # frozen garbage would stay
+    gc.disable()
+    importlib.import_module("vllm.entrypoints.llm")
+    gc.freeze()
+    gc.enable()
 
 
 def _build(args, directory: str):
