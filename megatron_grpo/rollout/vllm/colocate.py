@@ -11,6 +11,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import contextlib
 import copy
 import functools
+import gc
+import hashlib
+import importlib
 import json
 import logging
 import random
@@ -63,9 +66,10 @@ class VllmColocate(TakesTurns):
             hf_config |= {"bos_token_id": None, "eos_token_id": None}
         if torch.cuda.is_available():
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
-        self._directory = _config_directory(args, hf_config)  # vLLM 0.26 reads the processor at the first image
+        _import_vllm()
+        directory = str(_config_directory(args, hf_config))
         with _preserve_random_state(), _rank_of_role(), _private_shared_memory():
-            self._llm = _build(args, self._directory.name)
+            self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._speculates = args.vllm_speculative_config is not None
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
@@ -348,7 +352,6 @@ class VllmColocate(TakesTurns):
             with contextlib.suppress(Exception):
                 self._sleep()
         destroy_model_parallel()
-        self._directory.cleanup()
 
 
 @dataclass
@@ -370,6 +373,18 @@ class _UnderWay:
         for end, before in self.seams:
             found += [before] * (end - len(found))
         return found + [version] * (tokens - len(found))
+
+
+def _import_vllm() -> None:
+    """Import vLLM without garbage collections, and leave the imported objects out of later ones.
+
+    vLLM calls the garbage collector before and after each part of its start.
+    """
+    gc.collect()  # frozen garbage would stay
+    gc.disable()
+    importlib.import_module("vllm.entrypoints.llm")
+    gc.freeze()
+    gc.enable()
 
 
 def _build(args, directory: str):
@@ -397,7 +412,7 @@ def _build(args, directory: str):
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=args.vllm_max_model_len,
             max_num_seqs=args.vllm_max_num_seqs,
-            # A CPU has no CUDA graphs, and compilation takes 40 s of CPU time per rank at every start.
+            # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start.
             enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
@@ -591,12 +606,31 @@ def _private_shared_memory() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _config_directory(args, hf_config: dict) -> tempfile.TemporaryDirectory:
+def _config_directory(args, hf_config: dict) -> Path:
     """Return a directory that holds ``config.json``, from which vLLM reads the architecture, and the processor of a
     model with images, with the sizes of the flags.
+
+    It is in vLLM's cache, under a hash of its files: with another path vLLM would not find what it compiled in earlier
+    runs of this model.
     """
-    directory = tempfile.TemporaryDirectory(prefix="megatron_grpo_")
-    if args.vision_config:
-        load_processor(args).save_pretrained(directory.name)
-    Path(directory.name, "config.json").write_text(json.dumps(hf_config))
+    from vllm import envs
+
+    cache = Path(envs.VLLM_CACHE_ROOT, "megatron_grpo")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+            made = Path(temporary, "model")
+            made.mkdir()
+            if args.vision_config:
+                load_processor(args).save_pretrained(made)
+            Path(made, "config.json").write_text(json.dumps(hf_config))
+            files = sorted(path for path in made.rglob("*") if path.is_file())
+            content = [(str(path.relative_to(made)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+            directory = cache / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+            with contextlib.suppress(OSError):  # it exists: of another rank, or of an earlier run
+                made.rename(directory)
+    except OSError as error:
+        raise GrpoError(
+            f"vLLM's cache {cache} cannot be written: {error}; set VLLM_CACHE_ROOT to another directory"
+        ) from error
     return directory

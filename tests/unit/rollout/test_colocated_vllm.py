@@ -1,5 +1,8 @@
-"""A vLLM in this process that fails: what is said, what the ranks do next, and what of the trainer's stream is left."""
+"""A vLLM in this process: the directory of its model; when it fails, the message, what the ranks do next, and what is
+left of the trainer's stream.
+"""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -91,3 +94,19 @@ def test_what_is_no_failure_of_the_engine_passes():
     assert not isinstance(caught.value, EngineLost)
     with pytest.raises(RuntimeError, match="closed by peer"), lost_on_failure("vLLM's step"):
         raise RuntimeError("Connection closed by peer")
+
+
+def test_the_same_model_has_the_same_directory_in_every_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    args = SimpleNamespace(vision_config=None)
+    first, again, other = (colocate._config_directory(args, {"num_layers": layers}) for layers in (2, 2, 3))
+    assert first == again != other
+    assert json.loads((first / "config.json").read_text()) == {"num_layers": 2}
+    assert sorted(first.parent.iterdir()) == sorted([first, other])  # nothing else is left
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
+    with pytest.raises(GrpoError, match=r"file/megatron_grpo cannot be written: .*; set VLLM_CACHE_ROOT to another"):
+        colocate._config_directory(SimpleNamespace(vision_config=None), {})
