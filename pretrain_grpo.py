@@ -26,7 +26,7 @@ from megatron_grpo.utils.process_tree import end_with_launcher
 if __name__ == "__main__":
     end_with_launcher()
     check_flags(sys.argv[1:])  # a wrong flag ends the run here: the imports below take ten seconds
-    gc.disable()  # Python's garbage collector, until main: what is imported stays
+    gc.disable()  # Python's garbage collector, until run(main): what is imported stays
 
 import numpy as np
 import torch
@@ -234,8 +234,6 @@ def train(args, trainer: Trainer) -> None:
 
 
 def main() -> None:
-    gc.freeze()  # no collection goes over the imported objects again
-    gc.enable()
     args = parse_args()
     trainer = setup(args, model_provider, forward_step)
     if trainer is not None:  # None after --dry-run

@@ -1,5 +1,6 @@
 """Exit of a run: one message for a GrpoError, a traceback for any other error, and an immediate exit."""
 
+import gc
 import os
 import sys
 import time
@@ -33,6 +34,8 @@ def run(main) -> None:
     is closed; they print nothing. The printed message is the root cause in torchrun's report.
     """
     end_with_launcher()
+    gc.freeze()  # no garbage collection goes over the imported objects again
+    gc.enable()
     code = 0
     try:
         main()

@@ -1,6 +1,7 @@
 """Runs of the real entry points in this process as ``__main__``, with a stub for vLLM; see test_bad_input.py."""
 
 import contextlib
+import gc
 import hashlib
 import os
 import re
@@ -69,6 +70,7 @@ def launch(script, words, world_size=1):
         patch.setattr(sys, "argv", [script, *words])
         patch.setattr(sys, "path", list(sys.path))
         patch.setattr(os, "_exit", sys.exit)
+        patch.setattr(gc, "freeze", lambda: None)  # the garbage of earlier runs of this process would stay
         patch.setattr(registry, "_registry", dict(registry._registry))
         patch.setattr(registry, "_loaded", set())
         patch.setattr(vllm_colocate, "VllmColocate", StubEngine)
