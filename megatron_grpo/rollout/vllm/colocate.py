@@ -30,7 +30,9 @@ from megatron_grpo.parallel.agreement import device_answers, raised_on_every_ran
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.speculation import draft_directory, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
+from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
@@ -68,6 +70,10 @@ class VllmColocate(TakesTurns):
             self._llm = _build(args, self._directory.name)
         self._engine = self._llm.llm_engine
         self._speculates = args.vllm_speculative_config is not None
+        self._mtp_prefixes = mtp_prefixes(args)
+        if directory := draft_directory(args):
+            with raised_on_every_rank(), lost_on_failure("vLLM's loading of the draft model"):
+                self._llm.collective_rpc(draft.load_draft, args=(directory,))
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
@@ -216,7 +222,10 @@ class VllmColocate(TakesTurns):
         with raised_on_every_rank():
             try:
                 with lost_on_failure("vLLM's update of the weights"):
-                    self._llm.collective_rpc(load_weights, args=(weights,))
+                    if self._mtp_prefixes:
+                        self._llm.collective_rpc(draft.load_with_mtp, args=(weights, self._mtp_prefixes))
+                    else:
+                        self._llm.collective_rpc(load_weights, args=(weights,))
             except EngineLost:
                 if device_answers():  # iterating is collective, so this rank must reach the end
                     for _ in weights:
@@ -297,7 +306,11 @@ class VllmColocate(TakesTurns):
         with raised_on_every_rank(), lost_on_failure("vLLM's comparison of the weights"):
             if not all(self._llm.collective_rpc(can_compare)):
                 return None
-            return [line for lines in self._llm.collective_rpc(compare_weights, args=(weights,)) for line in lines]
+            if self._mtp_prefixes:
+                found = self._llm.collective_rpc(draft.compare_with_mtp, args=(weights, self._mtp_prefixes))
+            else:
+                found = self._llm.collective_rpc(compare_weights, args=(weights,))
+            return [line for lines in found for line in lines]
 
     def wake_weights(self) -> None:
         if self._sleep_level:
