@@ -348,7 +348,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
     _check_log_probs(args)
-    check_speculation(args, replays_top_k(args))
+    check_speculation(args)
     if args.rollout_balancing == "dynamic" and (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
         raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
     if args.check_weight_sync and args.rollout_engine == "megatron":

@@ -33,7 +33,7 @@ def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
     return tuple(f"model.layers.{args.num_layers + layer}." for layer in range(args.mtp_num_layers))
 
 
-def check_speculation(args: Namespace, replays_top_k: bool) -> None:
+def check_speculation(args: Namespace) -> None:
     """Raise GrpoError for a method that cannot draft, and for flags that do not work with drafts."""
     config = args.vllm_speculative_config
     if not config:
@@ -49,19 +49,12 @@ def check_speculation(args: Namespace, replays_top_k: bool) -> None:
     if method != "ngram":
         _check_model_that_drafts(args, config)
     for dest, given, reason in (
-        ("top_k", replays_top_k, "the kept tokens of accepted drafts have not been checked; add --no-top-k-replay"),
         ("min_p", args.min_p, "vLLM has no min_p with drafts"),
         ("stop_words", args.stop_words, "vLLM keeps tokens of a draft behind a stop word"),
         (
             "router_replay_mode",
             args.router_replay_mode == "R3",
             "experts of rejected drafts are reported, too; give R2",
-        ),
-        ("partial_rollouts", args.partial_rollouts, "interrupted drafts have not been checked"),
-        (
-            "max_staleness",
-            args.max_staleness and args.weight_update != "drain",
-            "interrupted drafts have not been checked; give --weight-update drain",
         ),
     ):
         if given:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import initialize_distributed
-from megatron_grpo.rollout.engine import Completion, Request, generate
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
@@ -55,7 +55,8 @@ def disturbed(engine, sampling: Sampling, load) -> dict:
             engine.submit(requests)
             done = engine.poll()
             begun = {completion.id: completion for completion in engine.interrupt()}
-            done += generate(engine, [replace(r, begun=begun[r.id]) for r in requests if r.id in begun])
+            engine.submit([replace(r, begun=begun[r.id]) for r in requests if r.id in begun])
+            done += rest(engine, len(begun))
         results["interrupted"] += done
         with engine.rollout(SAMPLES + number):
             engine.submit(requests)
@@ -63,10 +64,17 @@ def disturbed(engine, sampling: Sampling, load) -> dict:
             tokens = {completion.id: len(completion.token_ids) for completion in engine.unfinished()}
             old = 2 + number // 64
             load(old + 1)
-            done += generate(engine, [])
+            done += rest(engine, len(tokens))
         seams += [[tokens[c.id], list(c.weight_versions).count(old)] for c in done if c.id in tokens]
         results["kept"] += done
     return {name: as_lists(done) for name, done in results.items()} | {"seams": seams}
+
+
+def rest(engine, count: int) -> list[Completion]:
+    done: list[Completion] = []
+    while len(done) < count:
+        done += engine.poll()
+    return done
 
 
 def as_lists(done: list[Completion]) -> dict:
@@ -110,8 +118,9 @@ def main() -> None:
         "top_k": ask(engine, [Request(i, PROMPTS[0], truncated) for i in range(SAMPLES)]),
         "differences": engine.compare_weights(iter(tensors(model).items())),
     }
-    load(2)
-    found |= disturbed(engine, sampled, load)
+    if not wrong:
+        load(2)
+        found |= disturbed(engine, sampled, load)
     engine.close()
     Path(out).write_text(json.dumps(found))
 

@@ -454,6 +454,16 @@ def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replac
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
+def _apply_top_k_top_p(logits, k, p):
+    """Truncate the distributions ``logits`` of draft tokens.
+
+    Replaces vLLM 0.32's function of this name on a CPU, which fails with top-k in a step without draft tokens.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
 def _cpu_options(args) -> dict:
     """Return vLLM's options for a CPU; GrpoError for what its CPU build lacks and would report in the first rollout."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -480,6 +490,7 @@ def _cpu_options(args) -> dict:
         from vllm.v1.sample import rejection_sampler
 
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+        rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
     if args.vision_config:
@@ -525,7 +536,10 @@ def _cache_bytes_on_a_cpu(args) -> int:
     channels = args.kv_channels
     if args.multi_latent_attention:  # keys and values are expanded
         heads, channels = args.num_attention_heads, args.qk_head_dim + args.qk_pos_emb_head_dim
-    return min(tokens * args.num_layers * 2 * heads * channels * 4, 2**30)
+    layers = args.num_layers + len(mtp_prefixes(args))
+    if draft_directory(args):  # a model that is at most as large
+        layers *= 2
+    return min(tokens * layers * 2 * heads * channels * 4, 2**30)
 
 
 @functools.lru_cache(1024)  # every row can have its own sampling

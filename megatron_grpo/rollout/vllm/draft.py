@@ -24,12 +24,15 @@ def load_draft(worker, directory: str) -> None:
     def weights() -> Weights:
         return ((name, source.read(name)) for name in source.names())
 
-    _load(worker, weights())
-    lines = compare_model(draft_model(worker), weights())
+    try:
+        _load(worker, weights())
+        lines = compare_model(draft_model(worker), weights())
+    except (KeyError, ValueError, AssertionError) as error:  # of vLLM's loaders
+        lines = [f"its loader raises {error!r}"]
     if lines:
         raise GrpoError(
-            f"vLLM did not load the draft model {directory} (--vllm-speculative-config): {lines[0]} ({len(lines)} such "
-            "tensors); give a directory with all tensors of the architecture in its config.json"
+            f"vLLM did not load the draft model {directory} of --vllm-speculative-config: {lines[0]} ({len(lines)} "
+            "such lines); give a directory with all tensors of the architecture in its config.json, and no others"
         )
 
 
