@@ -27,7 +27,8 @@ from tools import made_up
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
 GREEDY = Sampling(max_tokens=20, temperature=0.0, log_probs=True)
-SAMPLES, SAMPLED_TOKENS = 4096, 3  # of the first prompt
+SAMPLES, SAMPLED_TOKENS = 4000, 3  # of the first prompt
+DISTURBED = 1024  # of them in `disturbed`, each way
 TOP_K = 4
 
 
@@ -49,7 +50,7 @@ def disturbed(engine, sampling: Sampling, load) -> dict:
     """
     results: dict[str, list] = {"interrupted": [], "kept": []}
     seams: list[list[int]] = []  # of the kept ones: their tokens at the new weights, and with the old version
-    for number in range(0, SAMPLES, 64):
+    for number in range(0, DISTURBED, 64):
         requests = [Request(i, PROMPTS[0], sampling) for i in range(number, number + 64)]
         with engine.rollout(number):
             engine.submit(requests)
@@ -58,7 +59,7 @@ def disturbed(engine, sampling: Sampling, load) -> dict:
             engine.submit([replace(r, begun=begun[r.id]) for r in requests if r.id in begun])
             done += rest(engine, len(begun))
         results["interrupted"] += done
-        with engine.rollout(SAMPLES + number):
+        with engine.rollout(DISTURBED + number):
             engine.submit(requests)
             done = engine.poll()
             tokens = {completion.id: len(completion.token_ids) for completion in engine.unfinished()}

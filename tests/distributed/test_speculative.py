@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_torchrun
-from speculative_worker import GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPLES, TOP_K
+from speculative_worker import DISTURBED, GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPLES, TOP_K
 from toy_checkpoints import add_mtp, make
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -165,7 +165,8 @@ def p_value(found, samples: dict, kept: int = VOCABULARY) -> float:
     tables = np.where(tables < np.sort(tables, -1)[..., -kept, None], -np.inf, tables)
     tables -= np.log(np.exp(tables).sum(-1, keepdims=True))
     log_probs = dict(zip(every, of_tokens(tables, every), strict=True))
-    assert len(samples["ids"]) == SAMPLES
+    count = len(samples["ids"])
+    assert count >= DISTURBED
     expected = [log_probs[tuple(sample)] for sample in samples["ids"]]
     assert np.abs(np.array(samples["log_probs"]) - expected).max() < TOLERANCE
     if kept < VOCABULARY:
@@ -177,12 +178,12 @@ def p_value(found, samples: dict, kept: int = VOCABULARY) -> float:
     sampled = Counter(map(tuple, samples["ids"]))
     statistic, cells, expected, observed = 0.0, 0, 0.0, 0
     for sample in sorted(probability, key=probability.__getitem__):
-        expected += SAMPLES * probability[sample]
+        expected += count * probability[sample]
         observed += sampled[sample]
         if expected >= 5:
             statistic += (observed - expected) ** 2 / expected
             cells, expected, observed = cells + 1, 0.0, 0
-    assert cells > kept**SAMPLED_TOKENS / 2.5
+    assert cells > kept**SAMPLED_TOKENS / (2.5 if count == SAMPLES else 6)
     half = torch.tensor([cells - 1, statistic], dtype=torch.float64) / 2
     return float(torch.special.gammaincc(half[0], half[1]))
 
@@ -202,7 +203,7 @@ def test_disturbed_samples_have_the_distribution_of_the_model(found, disturbance
 
 
 def test_tokens_before_new_weights_have_the_old_version(found):
-    assert len({before for before, _ in found.seams}) > 1  # some have accepted a draft by then
+    assert len(found.seams) == DISTURBED
     assert all(before == old for before, old in found.seams)
 
 
