@@ -12,6 +12,7 @@ from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
+from megatron_grpo.rollout.speculation import check_speculation
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
@@ -85,7 +86,7 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "--vllm-speculative-config",
         dict,
         None,
-        "speculative decoding of a colocated engine, as vllm serve --speculative-config; ngram only",
+        "speculative decoding of a colocated engine, as vllm serve --speculative-config: ngram, draft_model or mtp",
     ),
     ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM; they override the flags"),
     ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU"),
@@ -347,7 +348,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
     _check_log_probs(args)
-    _check_speculation(args)
+    check_speculation(args)
     if args.rollout_balancing == "dynamic" and (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
         raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
     if args.check_weight_sync and args.rollout_engine == "megatron":
@@ -356,48 +357,6 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
-
-
-def _check_speculation(args: Namespace) -> None:
-    """Raise GrpoError for flags with which speculative decoding would change a rollout, or has not been checked."""
-    config = args.vllm_speculative_config
-    if not config:
-        return
-    method = config.get("method", "draft_model" if config.get("model") else None)
-    if method == "draft_model":
-        raise GrpoError(
-            "--vllm-speculative-config: method is draft_model, but vLLM gives a draft model random weights where the "
-            "policy's come from the trainer: give ngram, or a server that is started with the draft model"
-        )
-    if method != "ngram":
-        raise GrpoError(f"--vllm-speculative-config: method is {method!r}: give ngram")
-    if (acceptance := config.get("rejection_sample_method", "standard")) != "standard":
-        raise GrpoError(
-            f"--vllm-speculative-config: rejection_sample_method is {acceptance!r}: leave it out, because only the "
-            "standard method is known to keep the distribution of the samples"
-        )
-    for dest, given, reason in (
-        (
-            "top_k",
-            replays_top_k(args),
-            "the kept tokens of accepted drafts have not been checked; add --no-top-k-replay",
-        ),
-        ("min_p", args.min_p, "vLLM has no min_p with drafts"),
-        ("stop_words", args.stop_words, "vLLM keeps tokens of a draft behind a stop word"),
-        (
-            "router_replay_mode",
-            args.router_replay_mode == "R3",
-            "experts of rejected drafts are reported, too; give R2",
-        ),
-        ("partial_rollouts", args.partial_rollouts, "interrupted drafts have not been checked"),
-        (
-            "max_staleness",
-            args.max_staleness and args.weight_update != "drain",
-            "interrupted drafts have not been checked; give --weight-update drain",
-        ),
-    ):
-        if given:
-            raise GrpoError(f"{flag(dest)} and --vllm-speculative-config cannot both be given: {reason}")
 
 
 def check_lora_weight_sync(args: Namespace) -> None:

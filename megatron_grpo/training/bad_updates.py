@@ -6,6 +6,7 @@ They are found between the backward pass and the optimizer, so the parameters ar
 import json
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,7 @@ class BadUpdates:
         self.norms: deque[float] = deque(maxlen=WINDOW)
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.problem: str | None = None  # of the newest update
+        self.further_norm = 0.0  # of the newest update
         self.in_a_row = 0
         self.restore_due = False  # at the end of the rollout; its other updates are skipped, too
 
@@ -52,9 +54,10 @@ class BadUpdates:
         self.losses.extend(state.get("losses", []))
         self.in_a_row = state.get("in_a_row", 0)
 
-    def step(self, optimizer, loss: float) -> tuple[bool, float]:
+    def step(self, optimizer, loss: float, clip_more: Callable[[float], float] | None = None) -> tuple[bool, float]:
         """Run ``optimizer.step()`` unless the update is bad; return (done, gradient norm) and set ``problem``.
 
+        ``clip_more`` clips gradients that the norm leaves out, and returns their norm (``further_norm``).
         Collective. megatron-core computes the norm within the step, so this replaces two methods of the object for one
         call.
         """
@@ -71,7 +74,9 @@ class BadUpdates:
             return function
 
         def step_unless_bad() -> bool:
-            self.problem = self._agreed(self._judge(loss, found[-1] if found else 0.0))
+            norm = found[-1] if found else 0.0
+            self.further_norm = clip_more(norm) if clip_more else 0.0
+            self.problem = self._agreed(self._judge(loss, norm))
             return whole["step_with_ready_grads"]() if self.problem is None else False
 
         optimizer.get_grad_norm, optimizer.clip_grad_norm = noted("get_grad_norm"), noted("clip_grad_norm")
@@ -95,7 +100,8 @@ class BadUpdates:
         """Return what is wrong with an update, or None."""
         if self.restore_due:
             return "it follows a bad update of the same rollout"
-        for name, value in (("loss", loss), ("gradient norm", norm)):
+        further = "gradient norm of the multi-token-prediction layers"
+        for name, value in (("loss", loss), ("gradient norm", norm), (further, self.further_norm)):
             if not math.isfinite(value):
                 return f"the {name} is {value}"
         if self.factor is None or len(self.norms) < ENOUGH:

@@ -51,6 +51,7 @@ from megatron_grpo.rollout.arguments import has_servers, lora_note, not_measured
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Conversing, Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.speculation import check_draft_tokenizer
 from megatron_grpo.rollout.stream.messages import wait_for_trainers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
@@ -111,6 +112,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     args.end_token_ids = end_token_ids(args, tokenizer)
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
+    check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
     images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
     dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam, multi_tensor
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.mtp_clip import clip_mtp, is_mtp, mark_mtp, trains_mtp
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
@@ -41,6 +43,7 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
     ]
     fused_adam.install()
     multi_tensor.install()
+    mark_mtp(model)
     optimizer_config = optimizer_config_from_args(args)
     groups = get_standard_config_overrides(optimizer_config) | _own_rates(args)
     optimizer = get_megatron_optimizer(optimizer_config, model, groups)
@@ -120,12 +123,15 @@ def train_step(
     reports = run_schedule(forward_step, packs, model, forward_only=False)
     metrics = update_metrics(_combine_reports(packs, reports))
     progress.step("optimizer")
-    updated, grad_norm = bad_updates.step(optimizer, metrics["loss"])
+    own_clip = partial(clip_mtp, optimizer) if trains_mtp(get_model_config(model[0])) else None
+    updated, grad_norm = bad_updates.step(optimizer, metrics["loss"], own_clip)
     progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups if group["lr_mult"] == 1.0)
     if updated:
         scheduler.step(increment=1)
     metrics |= {"grad_norm": grad_norm, "lr": learning_rate, "update/skipped": float(bad_updates.problem is not None)}
+    if own_clip:
+        metrics["mtp/grad_norm"] = bad_updates.further_norm
     balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
     return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
 
@@ -203,7 +209,8 @@ def params_norm(model: Model) -> float:
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
         of_experts = not getattr(parameter, "allreduce", True)
-        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, groups[of_experts]):
+        counted = param_is_not_shared(parameter) or is_mtp(parameter)
+        if counted and param_is_not_tensor_parallel_duplicate(parameter, groups[of_experts]):
             squares[int(of_experts)] += parameter.detach().float().square().sum()
     dist.all_reduce(squares[0], group=parallel_state.get_model_parallel_group())
     dist.all_reduce(squares[1], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())

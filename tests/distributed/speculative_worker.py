@@ -1,9 +1,9 @@
 """What test_speculative.py runs: completions of vLLM with --vllm-speculative-config.
 
-    torchrun --nproc-per-node 1 tests/distributed/speculative_worker.py MODEL OUT [FLAGS]
+    torchrun --nproc-per-node N tests/distributed/speculative_worker.py MODEL OUT FLAGS [--wrong-acceptance]
 
 The engine starts with other weights than those of the Hugging Face directory MODEL, which a weight sync then brings.
-OUT gets the completions and the number of engine steps.
+OUT gets the completions, the number of engine steps, and the differences between the engine's weights and MODEL's.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import initialize_distributed
-from megatron_grpo.rollout.engine import Request
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
@@ -28,6 +28,8 @@ from tools import made_up
 PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
 GREEDY = Sampling(max_tokens=20, temperature=0.0, log_probs=True)
 SAMPLES, SAMPLED_TOKENS = 4000, 3  # of the first prompt
+DISTURBED = 1024  # of them in `disturbed`, each way
+TOP_K = 4
 
 
 def ask(engine, requests: list[Request]) -> dict:
@@ -38,22 +40,88 @@ def ask(engine, requests: list[Request]) -> dict:
         while len(done) < len(requests):
             done += engine.poll()
             steps += 1
-    done.sort(key=lambda completion: completion.id)
-    return {"ids": [c.token_ids for c in done], "log_probs": [c.log_probs for c in done], "steps": steps}
+    return as_lists(done) | {"steps": steps}
+
+
+def disturbed(engine, sampling: Sampling, load) -> dict:
+    """Return samples of completions that are interrupted and continued, and of others that get new weights meanwhile.
+
+    Each is disturbed after its first step, with a draft under way. ``load(version)`` loads the same weights again.
+    """
+    results: dict[str, list] = {"interrupted": [], "kept": []}
+    seams: list[list[int]] = []  # of the kept ones: their tokens at the new weights, and with the old version
+    for number in range(0, DISTURBED, 64):
+        requests = [Request(i, PROMPTS[0], sampling) for i in range(number, number + 64)]
+        with engine.rollout(number):
+            engine.submit(requests)
+            done = engine.poll()
+            begun = {completion.id: completion for completion in engine.interrupt()}
+            engine.submit([replace(r, begun=begun[r.id]) for r in requests if r.id in begun])
+            done += rest(engine, len(begun))
+        results["interrupted"] += done
+        with engine.rollout(DISTURBED + number):
+            engine.submit(requests)
+            done = engine.poll()
+            tokens = {completion.id: len(completion.token_ids) for completion in engine.unfinished()}
+            old = 2 + number // 64
+            load(old + 1)
+            done += rest(engine, len(tokens))
+        seams += [[tokens[c.id], list(c.weight_versions).count(old)] for c in done if c.id in tokens]
+        results["kept"] += done
+    return {name: as_lists(done) for name, done in results.items()} | {"seams": seams}
+
+
+def rest(engine, count: int) -> list[Completion]:
+    done: list[Completion] = []
+    while len(done) < count:
+        done += engine.poll()
+    return done
+
+
+def as_lists(done: list[Completion]) -> dict:
+    done = sorted(done, key=lambda completion: completion.id)
+    kept = [None if c.kept_token_ids is None else c.kept_token_ids.tolist() for c in done]
+    return {"ids": [c.token_ids for c in done], "log_probs": [c.log_probs for c in done], "kept_token_ids": kept}
+
+
+def accept_too_many() -> None:
+    """Make vLLM accept a draft with twice the right probability."""
+    from vllm.v1.sample import rejection_sampler
+
+    uniform = rejection_sampler.generate_uniform_probs
+    rejection_sampler.generate_uniform_probs = lambda *arguments: uniform(*arguments) / 2
+
+
+def tensors(directory: str) -> dict:
+    return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def main() -> None:
     model, out, *flags = sys.argv[1:]
+    wrong = "--wrong-acceptance" in flags
+    flags = [flag for flag in flags if flag != "--wrong-acceptance"]
     sizes = "--max-prompt-length 12 --max-completion-length 20 --vllm-max-num-seqs 64".split()
     args = made_up.parse(["--load-hf", model, *sizes, "--make-vocab-size-divisible-by", "1", *flags], 1)
     initialize_distributed(args)
     engine = VllmColocate(args, hf.read_config(model))
-    engine.update_weights(iter(load_file(Path(model, "model.safetensors")).items()), version=1)
+    if wrong:
+        accept_too_many()
+
+    def load(version: int) -> None:
+        engine.update_weights(iter(tensors(model).items()), version)
+
+    load(1)
     sampled = replace(GREEDY, max_tokens=SAMPLED_TOKENS, temperature=args.temperature)
+    truncated = replace(sampled, top_k=TOP_K, kept_token_ids=True)
     found = {
-        "greedy": ask(engine, [Request(i, ids, GREEDY) for i, ids in enumerate(PROMPTS)]),
+        "greedy": [ask(engine, [Request(0, ids, GREEDY)]) for ids in PROMPTS],
         "sampled": ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(SAMPLES)]),
+        "top_k": ask(engine, [Request(i, PROMPTS[0], truncated) for i in range(SAMPLES)]),
+        "differences": engine.compare_weights(iter(tensors(model).items())),
     }
+    if not wrong:
+        load(2)
+        found |= disturbed(engine, sampled, load)
     engine.close()
     Path(out).write_text(json.dumps(found))
 

@@ -1,26 +1,29 @@
 """Drafts change no completion: --vllm-speculative-config against the exact probabilities of transformers' model."""
 
+import copy
 import json
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_torchrun
-from speculative_worker import GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPLES
+from speculative_worker import DISTURBED, GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPLES, TOP_K
+from toy_checkpoints import add_mtp, make
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 VOCABULARY, TEMPERATURE = 6, 0.8
 TOLERANCE = 1e-5  # nats
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFTS = 2  # tokens of a draft
+METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A model of six tokens whose distributions are neither flat nor nearly certain."""
+def qwen3(directory):
+    """Return a model of six tokens whose distributions are neither flat nor nearly certain."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -40,17 +43,73 @@ def model(tmp_path_factory):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(5)
-    model.name_or_path = str(tmp_path_factory.mktemp("speculative"))
-    model.save_pretrained(model.name_or_path)
+    model.save_pretrained(directory)
     return model
 
 
-@pytest.fixture(scope="module")
-def found(model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("found") / "found.json"
-    flags = ["--vllm-speculative-config", json.dumps(DRAFTS), "--temperature", str(TEMPERATURE)]
-    run_torchrun(1, "tests/distributed/speculative_worker.py", model.name_or_path, out, *flags)
-    return json.loads(out.read_text())
+@torch.no_grad()
+def near(model, directory):
+    """Return a model that agrees with another one on some tokens only."""
+    torch.manual_seed(1)
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        if parameter.ndim > 1:
+            parameter.add_(0.2 * parameter.std() * torch.randn(parameter.shape))
+    other.save_pretrained(directory)
+    return other
+
+
+@torch.no_grad()
+def run(tmp, method: str, *flags: str) -> SimpleNamespace:
+    """Return what the engine gave with a method, the policy, and a function from a text to its greedy draft."""
+    name, *sampled = method.split(", ")
+    config = {"method": name, "num_speculative_tokens": DRAFTS}
+    draft = None
+    if name == "mtp":
+        model = make(tmp / "policy", "glm4_moe", False, vocab_size=VOCABULARY, head_dim=32).eval()
+        layer = add_mtp(tmp / "policy", model)
+        draft = lambda ids: mtp_draft(model, layer, ids)  # noqa: E731
+    else:
+        model = qwen3(tmp / "policy")
+    if name == "ngram":
+        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if name == "draft_model":
+        other = near(model, tmp / "draft")
+        config |= {"model": str(tmp / "draft")} | ({"draft_sample_method": "probabilistic"} if sampled else {})
+        draft = lambda ids: greedy(other, ids, DRAFTS)  # noqa: E731
+    flags = ("--vllm-speculative-config", json.dumps(config), "--temperature", str(TEMPERATURE), *flags)
+    run_torchrun(1, "tests/distributed/speculative_worker.py", tmp / "policy", tmp / "found.json", *flags)
+    return SimpleNamespace(**json.loads((tmp / "found.json").read_text()), model=model, draft=draft)
+
+
+def greedy(model, ids: list[int], count: int) -> list[int]:
+    text = list(ids)
+    for _ in range(count):
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(ids) :]
+
+
+def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
+    """Return the tokens that a multi-token-prediction layer of transformers proposes after ``ids``.
+
+    As in vLLM, the layer gets no embedding at position 0, and reads its own output for every token but the first.
+    """
+    layer, text = mtp.layers[0], list(ids)
+    hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
+    for _ in range(DRAFTS):
+        embedded, positions = mtp.embed_tokens(torch.tensor([text[1:]])), torch.arange(len(text) - 1)[None]
+        embedded[:, 0] = 0
+        causal = torch.full((len(text) - 1,) * 2, -torch.inf).triu(1)[None, None]
+        rotary = mtp.rotary_emb(embedded, positions)
+        out = layer(embedded, hidden[None, : len(text) - 1], rotary, causal, positions, None)
+        text.append(int(mtp.shared_head(out)[0, -1].argmax()))
+        hidden = torch.cat([hidden[: len(ids) - 1], out[0, len(ids) - 2 :]])
+    return text[len(ids) :]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def found(request, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("speculative"), request.param)
 
 
 def exact(model, sequences, prompt_length: int) -> np.ndarray:
@@ -64,31 +123,90 @@ def of_tokens(tables: np.ndarray, ids) -> np.ndarray:
     return np.take_along_axis(tables, np.array(ids)[..., None], axis=-1)[..., 0]
 
 
-def test_greedy_completions_and_their_log_probs_are_those_of_the_model(found, model):
-    for prompt, ids, log_probs in zip(PROMPTS, found["greedy"]["ids"], found["greedy"]["log_probs"], strict=True):
-        table = exact(model, [[*prompt, *ids]], len(prompt))[0]
+def test_greedy_completions_and_their_log_probs_are_those_of_the_model(found):
+    for prompt, asked in zip(PROMPTS, found.greedy, strict=True):
+        (ids,), (log_probs,) = asked["ids"], asked["log_probs"]
+        table = exact(found.model, [[*prompt, *ids]], len(prompt))[0]
         assert ids == table.argmax(-1).tolist() and len(ids) == GREEDY.max_tokens
         at_temperature_1 = np.log(np.exp(table.max(-1) * TEMPERATURE) / np.exp(table * TEMPERATURE).sum(-1))
         assert np.abs(np.array(log_probs) - at_temperature_1).max() < TOLERANCE  # greedy decoding has none
-    assert found["greedy"]["steps"] < GREEDY.max_tokens  # one token a step without drafts
+    assert sum(asked["steps"] for asked in found.greedy) < len(PROMPTS) * GREEDY.max_tokens  # a token a step, else
+    assert found.differences == []  # between the weights of the engine, also of its drafting layers, and the policy's
 
 
-def test_samples_have_the_distribution_of_the_model(found, model):
-    """Pearson's chi-square test over all sequences of three tokens; cells of less than five expected are merged."""
+@torch.no_grad()
+def test_drafts_are_those_of_the_model_that_drafts(found):
+    """The drafts of transformers' model give the number of engine steps."""
+    if found.draft is None:
+        pytest.skip("no model drafts")
+    accepted, rejected = 0, 0
+    for prompt, asked in zip(PROMPTS, found.greedy, strict=True):
+        (ids,) = asked["ids"]
+        sampled, count = 1, 1  # the step of the prompt
+        while sampled < len(ids):
+            proposed = found.draft([*prompt, *ids[:sampled]])
+            right = 0
+            while right < DRAFTS and sampled + right < len(ids) and proposed[right] == ids[sampled + right]:
+                right += 1
+            sampled, count = sampled + right + 1, count + 1
+            accepted, rejected = accepted + right, rejected + DRAFTS - right
+        assert asked["steps"] == count
+    assert accepted > 5 and rejected > 5
+
+
+def p_value(found, samples: dict, kept: int = VOCABULARY) -> float:
+    """Return that of Pearson's chi-square test over all sequences of three tokens.
+
+    ``kept`` is the number of likeliest tokens that are sampled from. Cells of less than five expected sequences are
+    merged. The log-probabilities are compared, too.
+    """
     every = list(product(range(VOCABULARY), repeat=SAMPLED_TOKENS))
-    tables = exact(model, [[*PROMPTS[0], *ids] for ids in every], len(PROMPTS[0]))
+    tables = exact(found.model, [[*PROMPTS[0], *ids] for ids in every], len(PROMPTS[0]))
+    tables = np.where(tables < np.sort(tables, -1)[..., -kept, None], -np.inf, tables)
+    tables -= np.log(np.exp(tables).sum(-1, keepdims=True))
     log_probs = dict(zip(every, of_tokens(tables, every), strict=True))
-    ids, of_engine = (found["sampled"][name] for name in ("ids", "log_probs"))
-    assert np.abs(np.array(of_engine) - [log_probs[tuple(sample)] for sample in ids]).max() < TOLERANCE
+    count = len(samples["ids"])
+    assert count >= DISTURBED
+    expected = [log_probs[tuple(sample)] for sample in samples["ids"]]
+    assert np.abs(np.array(samples["log_probs"]) - expected).max() < TOLERANCE
+    if kept < VOCABULARY:
+        likeliest = {ids: np.argsort(table, -1)[:, -kept:] for ids, table in zip(every, tables, strict=True)}
+        for ids, tokens in zip(samples["ids"], samples["kept_token_ids"], strict=True):
+            assert np.array_equal(np.sort(tokens, -1), np.sort(likeliest[tuple(ids)], -1))
     probability = {sample: np.exp(values.sum()) for sample, values in log_probs.items()}
     assert sum(probability.values()) == pytest.approx(1)
-    sampled = Counter(map(tuple, ids))
+    sampled = Counter(map(tuple, samples["ids"]))
     statistic, cells, expected, observed = 0.0, 0, 0.0, 0
     for sample in sorted(probability, key=probability.__getitem__):
-        expected += SAMPLES * probability[sample]
+        expected += count * probability[sample]
         observed += sampled[sample]
         if expected >= 5:
             statistic += (observed - expected) ** 2 / expected
             cells, expected, observed = cells + 1, 0.0, 0
+    assert cells > kept**SAMPLED_TOKENS / (2.5 if count == SAMPLES else 6)
     half = torch.tensor([cells - 1, statistic], dtype=torch.float64) / 2
-    assert cells > 100 and torch.special.gammaincc(half[0], half[1]) > 1e-3
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def test_samples_have_the_distribution_of_the_model(found):
+    assert p_value(found, found.sampled) > 1e-3
+
+
+def test_truncated_samples_have_their_distribution_and_kept_tokens(found):
+    assert p_value(found, found.top_k, kept=TOP_K) > 1e-3
+
+
+@pytest.mark.parametrize("disturbance", ["interrupted", "kept"])
+def test_disturbed_samples_have_the_distribution_of_the_model(found, disturbance):
+    """Interrupted and continued with a new KV cache; or under way at new weights, with the old one."""
+    assert p_value(found, getattr(found, disturbance)) > 1e-3
+
+
+def test_tokens_before_new_weights_have_the_old_version(found):
+    assert len(found.seams) == DISTURBED
+    assert all(before == old for before, old in found.seams)
+
+
+def test_a_wrong_acceptance_of_drafts_is_found(tmp_path):
+    found = run(tmp_path, "draft_model", "--wrong-acceptance")
+    assert p_value(found, found.sampled) < 1e-6

@@ -33,7 +33,9 @@ from megatron_grpo.parallel.agreement import device_answers, raised_on_every_ran
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.speculation import draft_directory, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
+from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
@@ -72,6 +74,10 @@ class VllmColocate(TakesTurns):
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._speculates = args.vllm_speculative_config is not None
+        self._mtp_prefixes = mtp_prefixes(args)
+        if directory := draft_directory(args):
+            with raised_on_every_rank(), lost_on_failure("vLLM's loading of the draft model"):
+                self._llm.collective_rpc(draft.load_draft, args=(directory,))
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
@@ -220,7 +226,10 @@ class VllmColocate(TakesTurns):
         with raised_on_every_rank():
             try:
                 with lost_on_failure("vLLM's update of the weights"):
-                    self._llm.collective_rpc(load_weights, args=(weights,))
+                    if self._mtp_prefixes:
+                        self._llm.collective_rpc(draft.load_with_mtp, args=(weights, self._mtp_prefixes))
+                    else:
+                        self._llm.collective_rpc(load_weights, args=(weights,))
             except EngineLost:
                 if device_answers():  # iterating is collective, so this rank must reach the end
                     for _ in weights:
@@ -301,7 +310,11 @@ class VllmColocate(TakesTurns):
         with raised_on_every_rank(), lost_on_failure("vLLM's comparison of the weights"):
             if not all(self._llm.collective_rpc(can_compare)):
                 return None
-            return [line for lines in self._llm.collective_rpc(compare_weights, args=(weights,)) for line in lines]
+            if self._mtp_prefixes:
+                found = self._llm.collective_rpc(draft.compare_with_mtp, args=(weights, self._mtp_prefixes))
+            else:
+                found = self._llm.collective_rpc(compare_weights, args=(weights,))
+            return [line for lines in found for line in lines]
 
     def wake_weights(self) -> None:
         if self._sleep_level:
@@ -456,6 +469,16 @@ def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replac
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
+def _apply_top_k_top_p(logits, k, p):
+    """Truncate the distributions ``logits`` of draft tokens.
+
+    Replaces vLLM 0.32's function of this name on a CPU, which fails with top-k in a step without draft tokens.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
 def _cpu_options(args) -> dict:
     """Return vLLM's options for a CPU; GrpoError for what its CPU build lacks and would report in the first rollout."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -482,6 +505,7 @@ def _cpu_options(args) -> dict:
         from vllm.v1.sample import rejection_sampler
 
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+        rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
     if args.vision_config:
@@ -527,7 +551,10 @@ def _cache_bytes_on_a_cpu(args) -> int:
     channels = args.kv_channels
     if args.multi_latent_attention:  # keys and values are expanded
         heads, channels = args.num_attention_heads, args.qk_head_dim + args.qk_pos_emb_head_dim
-    return min(tokens * args.num_layers * 2 * heads * channels * 4, 2**30)
+    layers = args.num_layers + len(mtp_prefixes(args))
+    if draft_directory(args):  # a model that is at most as large
+        layers *= 2
+    return min(tokens * layers * 2 * heads * channels * 4, 2**30)
 
 
 @functools.lru_cache(1024)  # every row can have its own sampling

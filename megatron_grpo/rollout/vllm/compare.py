@@ -5,7 +5,7 @@ comparison: vLLM's loaders thus map each tensor to its part of a fused parameter
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,17 +28,19 @@ def compare_weights(worker, weights: Weights) -> list[str]:
     Adapters are not compared.
     """
     with base_model(worker) as model:
-        return _compare(model, weights)
+        return compare_model(model, weights)
 
 
-def _compare(model: torch.nn.Module, weights: Weights) -> list[str]:
+def compare_model(model: torch.nn.Module, weights: Weights, without: Container[int] = ()) -> list[str]:
+    """Return the lines of `compare_weights` for a model of vLLM, except for parameters ``without`` (storages)."""
     lines = _stale_copies(model)
     with torch.no_grad(), _loading_shapes(model) as names, _Compare(names) as compare:
         model.load_weights(by_expert(model, compare.naming(weights)))
     counts = {name: int(torch.stack(parts).sum()) for name, parts in compare.differing.items()}
     lines += [f"{name}: {count:,} of its elements differ" for name, count in counts.items() if count]
     # The stream may be incomplete: a parameter that no tensor reaches keeps its old content.
-    lines += [f"{name} (vLLM's name): no tensor reaches it" for name in names.values() if name not in compare.reached]
+    needed = [name for storage, name in names.items() if storage not in without and name not in compare.reached]
+    lines += [f"{name} (vLLM's name): no tensor reaches it" for name in needed]
     return lines
 
 

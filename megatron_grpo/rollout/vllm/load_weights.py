@@ -1,6 +1,6 @@
 """Loading of new weights into a running vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,33 +15,35 @@ def load_weights(worker, weights: Weights) -> None:
 
     Adapters of the model are lost. GrpoError if vLLM has rearranged gpt-oss's experts in a way that cannot be repeated.
     """
-    with base_model(worker):
-        _load_base(worker.model_runner, weights)
+    runner = worker.model_runner
+    with base_model(worker) as model:
+        load_model(model, lambda weights: runner.reload_weights(weights_iterator=weights), weights)
 
 
-def _load_base(runner, weights: Weights) -> None:
-    is_gpt_oss = _is_gpt_oss(runner.get_model())
+def load_model(model: torch.nn.Module, reload: Callable[[Weights], None], weights: Weights) -> None:
+    """Load ``weights`` into a model of vLLM; ``reload`` does it by vLLM's reload, which repeats all processing."""
+    is_gpt_oss = _is_gpt_oss(model)
     if torch.cuda.is_available():
         if is_gpt_oss:
-            _check_plain_experts(runner.get_model())
-            runner.get_model().load_weights(weights)  # in place: a reload would lose the sinks (`_without_sinks`)
-        elif _can_load_in_place(runner.get_model()):
-            runner.get_model().load_weights(weights)  # a reload would hold each layer twice
+            _check_plain_experts(model)
+            model.load_weights(weights)  # in place: a reload would lose the sinks (`_without_sinks`)
+        elif _can_load_in_place(model):
+            model.load_weights(weights)  # a reload would hold each layer twice
         else:
-            runner.reload_weights(weights_iterator=weights)
+            reload(weights)
         return
     # The CPU build (0.32) packs experts when it creates their kernel, so only once: after a reload the kernel would
     # read plain weights as packed ones. Without a kernel, a reload packs again and creates the kernel again. The
     # kernels of GPU builds (0.26) keep no state, and these builds rearrange the weights at every load.
-    for method in _expert_methods(runner.get_model()):
+    for method in _expert_methods(model):
         method.moe_kernel = None
     sinks: list[tuple[str, torch.Tensor]] = []
-    # Unlike model.load_weights, reload_weights repeats vLLM's processing after loading (packing on a CPU).
-    weights = by_expert(runner.get_model(), weights)
-    runner.reload_weights(weights_iterator=_without_sinks(weights, sinks) if is_gpt_oss else weights)
+    # Unlike model.load_weights, a reload repeats vLLM's processing after loading (packing on a CPU).
+    weights = by_expert(model, weights)
+    reload(_without_sinks(weights, sinks) if is_gpt_oss else weights)
     if sinks:
-        runner.get_model().load_weights(sinks)
-    _pack_tied_head(runner.get_model())
+        model.load_weights(sinks)
+    _pack_tied_head(model)
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

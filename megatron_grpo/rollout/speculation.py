@@ -1,0 +1,114 @@
+"""Speculative decoding of a colocated vLLM (``--vllm-speculative-config``): its methods, and what it excludes."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_config
+from megatron_grpo.utils.rules import flag
+
+FLAG = "--vllm-speculative-config"
+METHODS = ("ngram", "draft_model", "mtp")
+# Keys that are known to keep the distribution of the samples, for methods with a model that drafts.
+_KEYS = {"method", "model", "num_speculative_tokens", "draft_sample_method"}
+
+
+def method_of(args: Namespace) -> str | None:
+    """Return the method of drafting; None without speculative decoding."""
+    config = args.vllm_speculative_config
+    return config.get("method", "draft_model" if config.get("model") else None) if config else None
+
+
+def draft_directory(args: Namespace) -> str | None:
+    """Return the directory of the draft model; None if no other model drafts."""
+    return args.vllm_speculative_config["model"] if method_of(args) == "draft_model" else None
+
+
+def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
+    """Return the prefixes of the names of multi-token-prediction tensors, if these layers draft; else ()."""
+    if method_of(args) != "mtp":
+        return ()
+    return tuple(f"model.layers.{args.num_layers + layer}." for layer in range(args.mtp_num_layers))
+
+
+def check_speculation(args: Namespace) -> None:
+    """Raise GrpoError for a method that cannot draft, and for flags that do not work with drafts."""
+    config = args.vllm_speculative_config
+    if not config:
+        return
+    method = method_of(args)
+    if method not in METHODS:
+        raise GrpoError(f"{FLAG}: method is {method!r}: give one of {', '.join(METHODS)}")
+    if (acceptance := config.get("rejection_sample_method", "standard")) != "standard":
+        raise GrpoError(
+            f"{FLAG}: rejection_sample_method is {acceptance!r}: leave it out, because only the standard method is "
+            "known to keep the distribution of the samples"
+        )
+    if method != "ngram":
+        _check_model_that_drafts(args, config)
+    for dest, given, reason in (
+        ("min_p", args.min_p, "vLLM has no min_p with drafts"),
+        ("stop_words", args.stop_words, "vLLM keeps tokens of a draft behind a stop word"),
+        (
+            "router_replay_mode",
+            args.router_replay_mode == "R3",
+            "experts of rejected drafts are reported, too; give R2",
+        ),
+    ):
+        if given:
+            raise GrpoError(f"{flag(dest)} and {FLAG} cannot both be given: {reason}")
+
+
+def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
+    method = method_of(args)
+    if others := sorted(config.keys() - _KEYS):
+        raise GrpoError(f"{FLAG}: {', '.join(others)} is not known to work with method {method}: leave it out")
+    if args.sleep_level == 2:
+        raise GrpoError(
+            f"--sleep-level 2 and {FLAG} with method {method} cannot both be given: vLLM would drop the weights that "
+            "draft; give --sleep-level 1"
+        )
+    if args.vllm_quantization:
+        raise GrpoError(
+            f"--vllm-quantization and {FLAG} with method {method} cannot both be given: drafts of quantized weights "
+            "have not been checked; leave one of them out"
+        )
+    if method == "mtp":
+        if config.get("model"):
+            raise GrpoError(f"{FLAG}: method mtp drafts with layers of the policy: leave model out")
+        if not args.mtp_num_layers:
+            raise GrpoError(
+                f"{FLAG}: method is mtp, but the model has no multi-token-prediction layers (--mtp-num-layers): give "
+                "ngram or draft_model"
+            )
+        return
+    directory = config.get("model")
+    if not isinstance(directory, str) or not Path(directory, "config.json").is_file():
+        raise GrpoError(
+            f"{FLAG}: model is {directory!r}: give the local directory of the draft model, with config.json and "
+            "safetensors files (hf download NAME --local-dir DIR)"
+        )
+    sizes = read_config(directory)
+    if sizes.get("quantization_config"):
+        raise GrpoError(
+            f"{FLAG}: the draft model {directory} is quantized, which has not been checked: give one in 16 bits"
+        )
+    if sizes.get("vocab_size") != args.vocab_size:
+        raise GrpoError(
+            f"{FLAG}: the draft model {directory} has vocab_size {sizes.get('vocab_size')}, the policy has "
+            f"{args.vocab_size}: give a draft model with the policy's tokenizer"
+        )
+
+
+def check_draft_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
+    """Raise GrpoError if the draft model's directory holds a tokenizer with other token ids than the policy's."""
+    directory = draft_directory(args)
+    if not directory or not isinstance(tokenizer, HuggingFaceTokenizer) or not HuggingFaceTokenizer.is_in(directory):
+        return
+    if HuggingFaceTokenizer(directory).vocabulary() != tokenizer.vocabulary():
+        raise GrpoError(
+            f"{FLAG}: the draft model {directory} has another tokenizer than {tokenizer.directory}: give a draft model "
+            "with the same token ids"
+        )

@@ -1,0 +1,51 @@
+"""A draft model that does not fit the policy is refused at the start."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.rollout.speculation import check_draft_tokenizer
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.errors import GrpoError
+from tools import made_up
+
+MODEL = """--num-layers 1 --hidden-size 64 --num-attention-heads 2 --vocab-size 61 --max-position-embeddings 64
+    --model-family qwen3 --qk-layernorm --swiglu --normalization RMSNorm --disable-bias-linear""".split()
+
+
+def arguments(directory, **config):
+    (directory / "config.json").write_text(json.dumps(config))
+    drafts = {"model": str(directory), "num_speculative_tokens": 2}
+    return made_up.parse([*MODEL, "--vllm-speculative-config", json.dumps(drafts)], 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"vocab_size": 7}, r"has vocab_size 7, the policy has \d+: give a draft model with the policy's tokenizer"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized, which has not been checked: give one in 16"),
+    ],
+)
+def test_sizes(tmp_path, config, error):
+    with pytest.raises(GrpoError, match=error):
+        arguments(tmp_path, **config)
+
+
+def tokenizer(directory, *words: str) -> HuggingFaceTokenizer:
+    vocabulary = {word: number for number, word in enumerate(("<unk>", "</s>", *words))}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>").save_pretrained(directory)
+    return HuggingFaceTokenizer(directory)
+
+
+def test_another_tokenizer(tmp_path):
+    policys = tokenizer(tmp_path / "policy", "a", "b")
+    args = parse_args(["--vllm-speculative-config", json.dumps({"model": str(tmp_path / "draft")})])
+    tokenizer(tmp_path / "draft", "a", "b")
+    check_draft_tokenizer(args, policys)
+    tokenizer(tmp_path / "draft", "b", "a")
+    with pytest.raises(GrpoError, match=r"has another tokenizer than .*policy: give a draft model with the same"):
+        check_draft_tokenizer(args, policys)
