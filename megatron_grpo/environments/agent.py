@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.environments.arguments import UNDER
+from megatron_grpo.environments.environment import Environment, Reply, Turn
 from megatron_grpo.environments.libraries.interpreter import Interpreter
-from megatron_grpo.environments.registry import Environment, Reply, Turn
 from megatron_grpo.rewards.registry import run_file
 from megatron_grpo.utils.errors import GrpoError
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.environments.registry import Turn
+from megatron_grpo.environments.environment import Turn
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import end_supervised, start_supervised

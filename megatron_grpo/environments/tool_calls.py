@@ -4,7 +4,7 @@ import json
 import logging
 from typing import Any
 
-from megatron_grpo.environments.registry import ToolCall
+from megatron_grpo.environments.environment import ToolCall
 from megatron_grpo.utils.errors import GrpoError
 
 

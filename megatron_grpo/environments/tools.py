@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.environments.registry import Environment, Message, Reply, ToolCall, Turn
+from megatron_grpo.environments.environment import Environment, Message, Reply, ToolCall, Turn
 
 
 class ToolEnvironment(Environment):

@@ -25,7 +25,8 @@ from typing import Any
 
 from megatron_grpo.environments.agent import load
 from megatron_grpo.environments.arguments import AGENT
-from megatron_grpo.environments.registry import Environment, Reply, ToolCall, Turn, get_environment
+from megatron_grpo.environments.environment import Environment, Reply, ToolCall, Turn
+from megatron_grpo.environments.registry import get_environment
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, begin
 from megatron_grpo.utils.errors import GrpoError

@@ -31,8 +31,9 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools
+from megatron_grpo.environments.environment import Message, ToolCall, Turn
 from megatron_grpo.environments.pool import Answer, EnvironmentPool
-from megatron_grpo.environments.registry import Message, ToolCall, Turn, environment_of, tools_of
+from megatron_grpo.environments.registry import environment_of, tools_of
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from megatron_grpo.environments.registry import Environment, Message, Reply, ToolCall, Turn
+from megatron_grpo.environments.environment import Environment, Message, Reply, ToolCall, Turn
 from megatron_grpo.utils.errors import GrpoError
 
 _START_LIMIT = 60.0  # s

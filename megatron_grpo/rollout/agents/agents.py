@@ -26,8 +26,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_grpo.environments.agent import URL
+from megatron_grpo.environments.environment import Turn
 from megatron_grpo.environments.pool import Answer
-from megatron_grpo.environments.registry import Turn
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
 from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised, without_hashes, without_images
