@@ -28,6 +28,7 @@ async def run(base_url, row, **metadata):
     elif row["do"] == "end":
         os._exit(3)
     elif row["do"] == "hang":
+        open(row["file"] + " begun", "w").close()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -68,7 +69,8 @@ def test_runs(interpreter, tmp_path):
             await asyncio.gather(run("end"))
         assert (await run("go"))["prefix"] == 1.0  # a new process
         hangs = asyncio.create_task(run("hang"))
-        await run("go")  # its command is behind the one that hangs
+        while not (tmp_path / "file begun").exists():  # a run that is cancelled before it begins notices nothing
+            await run("go")
         hangs.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hangs
