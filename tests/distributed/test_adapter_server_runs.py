@@ -25,7 +25,9 @@ def test_the_servers_log_probabilities_are_the_trainers(tmp_path):
         --save {tmp_path}/run --lora-rank 6 --lora-alpha 48 --lr 0.03 --lora-weight-sync adapter --train-iters 4
         --temperature 1 --check-weight-sync --vllm-server-timeout 300"""
     options = "--logprobs-mode raw_logprobs --enable-lora --max-lora-rank 8"
-    with cpu_server(tmp_path / "model", tmp_path / "log", options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (url, _):
+    # The level is given, because an earlier test of this process can have changed it.
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with cpu_server(tmp_path / "model", tmp_path / "log", options, **variables) as (url, _):
         done = run_torchrun(2, "pretrain_grpo.py", *COMMON, *flags.split(), "--vllm-server-base-url", url)
     assert "LoRA: the servers load the adapter from files" in done.stdout
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
