@@ -1,5 +1,6 @@
 """Trainer and engine replicas as with --rollout-ranks, each in a thread of this process, with made-up engines."""
 
+import ast
 import contextlib
 import datetime
 import json
@@ -225,7 +226,15 @@ class Launch:
 @pytest.fixture
 def launch(monkeypatch):
     """Make launches, which end with the test."""
-    made = []
+    made, one_at_a_time, parse = [], threading.Lock(), ast.parse
+
+    def locked_parse(*words, **more):
+        with one_at_a_time:
+            return parse(*words, **more)
+
+    # The replicas are threads here. numpy parses the header of an array, and Python 3.11's parser can raise a
+    # SystemError where two threads parse (cpython#106905).
+    monkeypatch.setattr(ast, "parse", locked_parse)
 
     def make(flags="", **more):
         made.append(Launch(monkeypatch, flags, **more))
