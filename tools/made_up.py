@@ -218,6 +218,19 @@ def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:
     return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
 
 
+def size_flags(completions: int, tokens: int) -> list[str]:
+    """Return the flags of a run with one update of ``completions``, each of ``tokens`` with its prompt of one token."""
+    size = ["--max-prompt-length", "1", "--max-completion-length", str(tokens - 1), "--beta", "0"]
+    return [*size, "--global-batch-size", str(completions), "--num-generations", "2", "--steps-per-generation", "1"]
+
+
+def one_update(args, lengths: int | Sequence[int]) -> tuple[RolloutBatch, np.ndarray]:
+    """Return a rollout as this rank has it for the first update, and the completions of that update."""
+    batch = rollout(args, lengths)
+    chosen = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[0]
+    return share(args, batch, [chosen]), chosen
+
+
 def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, RolloutBatch]:
     """Divide the rollout into two updates, and run them.
 

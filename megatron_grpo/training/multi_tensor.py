@@ -33,7 +33,7 @@ def scale(_chunk_size: int, _overflow, lists: Sequence[Tensors], factor: float) 
 
 
 def copy(this: Tensors, that: Tensors, overflow_buf: torch.Tensor | None = None) -> None:
-    """Copy the tensors ``this`` to ``that``, whose dtype may be another one."""
+    """Copy the tensors ``this`` to ``that``; the dtypes may differ."""
     if this:
         torch._foreach_copy_(that, this)
 

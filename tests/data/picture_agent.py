@@ -1,4 +1,4 @@
-"""An agent whose calls have images: a key is right if its code, modulo 4, is the number of the picture's colour."""
+"""An agent whose calls have images: a key is right if its code modulo 4 is the number of the colour."""
 
 import base64
 import io

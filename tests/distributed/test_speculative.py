@@ -23,7 +23,7 @@ METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp")
 
 
 def qwen3(directory):
-    """Return a model of six tokens whose distributions are neither flat nor nearly certain."""
+    """Return a model of six tokens; no token is nearly certain, and no distribution is flat."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

@@ -33,8 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import pretrain_grpo
-from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.models import attention, forward, head, norm, self_attention
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.entry_point import run
@@ -64,7 +62,7 @@ class Phases:
         self.operations: dict[str, Counter] = defaultdict(Counter)
         self.seconds: Counter = Counter()
         self.name, self.since = "packs", time.perf_counter()
-        self.inside = 0  # depth of regions, whose operations do not count
+        self.inside = 0  # depth of regions: their operations do not count
 
     def begin(self, name: str) -> str:
         """Begin a phase; return the name of the one that ends."""
@@ -102,7 +100,7 @@ class Operations(TorchDispatchMode):
 
 
 class Region(torch.autograd.Function):
-    """A function whose forward and backward pass are one operation each."""
+    """A function of which the forward pass counts as one operation, and the backward pass as another."""
 
     @staticmethod
     def forward(ctx, name, function, spec, *inputs):
@@ -193,14 +191,11 @@ def main() -> None:
     )
     parser.add_argument("--top", type=int, default=0, metavar="N", help="operations to list for each phase [0]")
     options, flags = parser.parse_known_args()
-    size = ["--max-prompt-length", "1", "--max-completion-length", str(options.tokens - 1), "--beta", "0"]
-    size += ["--global-batch-size", str(options.completions), "--num-generations", "2", "--steps-per-generation", "1"]
+    size = made_up.size_flags(options.completions, options.tokens)
     args = made_up.parse([*size, *flags], int(os.environ.get("WORLD_SIZE", "1")))
     initialize_distributed(args)
     trainer = made_up.trainer(args)
-    batch = made_up.rollout(args, options.tokens)
-    chosen = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[0]
-    batch = made_up.share(args, batch, [chosen])
+    batch, chosen = made_up.one_update(args, options.tokens)
     mark_phases()
 
     def update() -> Counter:

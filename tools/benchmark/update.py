@@ -27,8 +27,6 @@ from check_parallel import flags_of
 from torch.profiler import ProfilerActivity, profile
 
 import pretrain_grpo
-from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
@@ -59,9 +57,7 @@ def measured(flags: list[str], lengths: int | list[int], options: argparse.Names
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     rows, seconds = [], []
-    batch = made_up.rollout(args, lengths)
-    chosen = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[0]
-    batch = made_up.share(args, batch, [chosen])
+    batch, chosen = made_up.one_update(args, lengths)
 
     def update() -> None:
         rows.append(pretrain_grpo.update(args, trainer, batch, chosen))
@@ -103,8 +99,7 @@ def main() -> None:
         parser.error("--kernels needs a GPU")
     if (options.median is None) != (options.mean is None) or (options.median and options.mean <= options.median):
         parser.error("--median and --mean go together, and the mean is the larger one")
-    size = ["--max-prompt-length", "1", "--max-completion-length", str(options.tokens - 1), "--beta", "0"]
-    size += ["--global-batch-size", str(options.completions), "--num-generations", "2", "--steps-per-generation", "1"]
+    size = made_up.size_flags(options.completions, options.tokens)
     lengths = options.tokens
     if options.median:
         lengths = made_up.lognormal_lengths(options.completions, options.median, options.mean, options.tokens)
