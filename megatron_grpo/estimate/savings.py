@@ -4,6 +4,7 @@ from argparse import Namespace
 
 from megatron_grpo.data.arguments import smallest_budget
 from megatron_grpo.estimate.memory import GIB, Plan
+from megatron_grpo.utils.errors import GrpoError
 
 SMALL = 2**28  # bytes; smaller differences are not worth a flag
 
@@ -13,7 +14,10 @@ def savings(args: Namespace, stage: int) -> list[tuple[str, float]]:
     now = Plan(args).memory(stage).total
     found = []
     for flags, changes in _changes(args):
-        less = now - Plan(Namespace(**{**vars(args), **changes})).memory(stage).total
+        try:
+            less = now - Plan(Namespace(**{**vars(args), **changes})).memory(stage).total
+        except GrpoError:  # megatron-core refuses the change for this model, such as experts with biases at ETP 2
+            continue
         if less >= SMALL:
             found.append((flags, less / GIB))
     return sorted(found, key=lambda row: -row[1])

@@ -64,8 +64,52 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
 
+PART = 2**28  # parameters
+
+
+def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return Transformer Engine's Adam ``adam`` with steps of at most `PART` parameters, or of one larger tensor.
+
+    Its step makes float32 copies of all moments of a group that are stored in another dtype (--exp-avg-dtype,
+    --exp-avg-sq-dtype, --main-params-dtype), 8 bytes for each parameter: more than these dtypes save.
+    """
+
+    class AdamInParts(adam):
+        def step(self, closure=None, **options):
+            if all(dtype == torch.float32 for dtype in self.name_to_dtype_map.values()):
+                return super().step(closure, **options)
+            loss = closure() if closure is not None else None
+            groups = self.param_groups
+            try:
+                for group in groups:
+                    done = {}
+                    for params in _parts(group["params"]):
+                        part = group | {"params": params}  # the step counts from the group's own number in each
+                        self.param_groups = [part]
+                        super().step(**options)
+                        done = {"step": part["step"]} if "step" in part else {}
+                    group.update(done)
+            finally:
+                self.param_groups = groups
+            return loss
+
+    return AdamInParts
+
+
+def _parts(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Cut a list of parameters into lists of at most `PART` elements, or of one parameter."""
+    parts, size = [], 0
+    for param in params:
+        if not parts or size + param.numel() > PART:
+            parts.append([])
+            size = 0
+        parts[-1].append(param)
+        size += param.numel()
+    return parts
+
+
 def install() -> None:
-    """Register `FusedAdam` in megatron-core if it found neither Transformer Engine nor apex; otherwise do nothing.
+    """Register `FusedAdam` in megatron-core if it found neither Transformer Engine nor apex, else `in_parts`.
 
     Two modules of megatron-core hold the class as an attribute and its kind as flags set at import. This function sets
     the flags to apex's kind: the step count in the group, ``adam_w_mode`` as an argument.
@@ -74,6 +118,8 @@ def install() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     if not factory.USING_PYTORCH_OPTIMIZER:
+        if factory.Adam.__module__.startswith("transformer_engine"):  # not apex's, nor what an earlier call has set
+            factory.Adam = distrib_optimizer.Adam = in_parts(factory.Adam)
         return
     factory.Adam = distrib_optimizer.Adam = FusedAdam
     factory.USING_PYTORCH_OPTIMIZER = False

@@ -172,7 +172,16 @@ def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
             for group in inner.param_groups:
                 yield from group["params"]
             for state in inner.state.values():
-                yield from (value for value in state.values() if torch.is_tensor(value))
+                for value in filter(torch.is_tensor, state.values()):
+                    yield from _with_memory(value)
+
+
+def _with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with the memory of a tensor: one in 8 bits of Transformer Engine has no memory itself."""
+    if hasattr(tensor, "get_data_tensors"):
+        yield from (part for part in tensor.get_data_tensors() if part is not None)
+    else:
+        yield tensor
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

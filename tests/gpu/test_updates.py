@@ -4,9 +4,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from launch import REPO
+
+from megatron_grpo.training import fused_adam
+from megatron_grpo.training.offload import optimizer_tensors
 
 MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8
     --group-query-attention --num-query-groups 2 --kv-channels 64 --qk-layernorm --normalization RMSNorm --swiglu
@@ -55,3 +60,38 @@ def test_two_gpus_with_transformer_engine():
 @pytest.mark.gpus(2)
 def test_experts_on_two_gpus():
     check("TP1", "EP2", "TP2 SP EP2 ETP1", flags=EXPERTS)
+
+
+@needs_te
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])  # uint8: FP8
+def test_adam_in_parts_has_the_same_numbers_and_a_smaller_peak(moments, monkeypatch):
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    size, count = 2**24, 8
+    monkeypatch.setattr(fused_adam, "PART", 2 * size)
+
+    def trained(kind) -> tuple[list[torch.Tensor], list[int], int]:
+        draws = torch.Generator("cuda").manual_seed(0)
+        made = [torch.randn(size, generator=draws, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        params = [torch.nn.Parameter(tensor) for tensor in made]
+        optimizer = kind(
+            params, lr=1e-2, master_weights=True, use_decoupled_grad=True, exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments, store_param_remainders=True,
+        )  # fmt: skip
+        for step in range(3):
+            for param in params:
+                param.decoupled_grad = torch.randn(size, generator=draws, device="cuda", dtype=torch.bfloat16)
+            if step == 2:  # the state exists
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            optimizer.step()
+        held = optimizer_tensors(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]))
+        sizes = [tensor.untyped_storage().nbytes() for tensor in held]
+        return [param.detach() for param in params], sizes, torch.cuda.max_memory_allocated() - before
+
+    whole, _, peak = trained(FusedAdam)
+    parts, sizes, small_peak = trained(fused_adam.in_parts(FusedAdam))
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert peak >= count * size * 8 and small_peak < 0.4 * peak
+    # a parameter, its remainder, two moments
+    assert sum(sizes) == count * size * (2 + 2 + 2 * moments.itemsize)

@@ -18,6 +18,7 @@ import json
 import logging
 import random
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -446,8 +447,15 @@ def _build(args, directory: str):
         if is_out_of_memory(error):
             raise
         raise GrpoError(
-            f"vLLM could not be started: {error}. Check the --vllm-* flags and the model's config.json"
+            f"vLLM could not be started: {error} (in {_innermost(error)}). Check the --vllm-* flags and the model's "
+            "config.json"
         ) from error
+
+
+def _innermost(error: Exception) -> str:
+    """Return the function, file and line in which an error of vLLM was raised: its message alone may say nothing."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.name}, {frame.filename}:{frame.lineno}"
 
 
 def _seeds_requests(vllm_config) -> bool:
@@ -638,11 +646,13 @@ def _config_directory(args, hf_config: dict) -> Path:
     model with images, with the sizes of the flags.
 
     It is in vLLM's cache, under a hash of its files: with another path vLLM would not find what it compiled in earlier
-    runs of this model.
+    runs of this model. Compiled code runs only on the GPU of the number that it was compiled on. vLLM keeps it by the
+    rank in the engine's group, which has another GPU in another layout: hence a directory for each number.
     """
     from vllm import envs
 
-    cache = Path(envs.VLLM_CACHE_ROOT, "megatron_grpo")
+    device = f"gpu_{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    cache = Path(envs.VLLM_CACHE_ROOT, "megatron_grpo", device)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as temporary:

@@ -35,3 +35,19 @@ def test_flags_in_use_are_not_offered():
     found = by_flag(f"--micro-batch-size 1 {used}", world_size=2)
     assert not [flag for flag in found if flag.startswith(("--recompute", "--use-distributed-optimizer"))]
     assert "--tensor-model-parallel-size 2 --sequence-parallel" in found
+
+
+def test_what_megatron_core_refuses_is_not_offered():
+    # gpt-oss: experts with biases, which megatron-core does not split between tensor-parallel ranks
+    shape = (
+        "--model-family gpt_oss --softmax-type learnable --activation-func-clamp-value 7.0 --glu-linear-offset 1.0 "
+        "--quick-geglu --normalization RMSNorm --add-qkv-bias --num-layers 4 --hidden-size 2880 --ffn-hidden-size 2880 "
+        "--num-attention-heads 64 --group-query-attention --num-query-groups 8 --vocab-size 201088 --kv-channels 64 "
+        "--max-position-embeddings 131072 --untie-embeddings-and-output-weights --num-experts 32 --moe-router-topk 4 "
+        "--moe-ffn-hidden-size 2880 --expert-model-parallel-size 2 --moe-router-dtype fp32 --moe-grouped-gemm "
+        "--transformer-impl local --rotary-base 150000 "
+        '--rope-scaling {"rope_type":"yarn","factor":32.0,"beta_fast":32.0,"beta_slow":1.0,'
+        '"original_max_position_embeddings":4096}'
+    )
+    found = savings(arguments(f"{shape} --bf16 --micro-batch-size 2 {LONG} --generation-batch-size 16 --dry-run", 2), 0)
+    assert found and not any(flags.startswith("--tensor-model-parallel-size") for flags, _ in found)

@@ -3,6 +3,7 @@ left of the trainer's stream.
 """
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -105,8 +106,30 @@ def test_the_same_model_has_the_same_directory_in_every_run(tmp_path, monkeypatc
     assert sorted(first.parent.iterdir()) == sorted([first, other])  # nothing else is left
 
 
+def test_a_gpu_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    # vLLM would load code for another GPU: it tells ranks apart, and a rank of engines may have any GPU
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = []
+    for number in (0, 1):
+        monkeypatch.setattr("torch.cuda.current_device", lambda number=number: number)
+        found.append(colocate._config_directory(SimpleNamespace(vision_config=None), {}))
+    assert found[0] != found[1]
+
+
+def test_a_failed_start_names_its_place():
+    def compiled():
+        raise RuntimeError("invalid argument")
+
+    with pytest.raises(RuntimeError) as caught:
+        compiled()
+    assert re.fullmatch(r"compiled, .*test_colocated_vllm.py:\d+", colocate._innermost(caught.value))
+
+
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
-    with pytest.raises(GrpoError, match=r"file/megatron_grpo cannot be written: .*; set VLLM_CACHE_ROOT to another"):
+    with pytest.raises(
+        GrpoError, match=r"file/megatron_grpo/cpu cannot be written: .*; set VLLM_CACHE_ROOT to another"
+    ):
         colocate._config_directory(SimpleNamespace(vision_config=None), {})

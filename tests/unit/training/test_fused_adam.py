@@ -110,11 +110,28 @@ def test_install_replaces_torchs_adam_in_megatron_core(monkeypatch):
     assert distrib_optimizer.HAVE_APEX_OR_TE and distrib_optimizer.USING_APEX_OPTIMIZER
 
 
-def test_install_leaves_transformer_engines_adam_alone(monkeypatch):
+def test_install_has_transformer_engines_adam_step_in_parts(monkeypatch):
     import megatron.core.optimizer as factory
+    from megatron.core.optimizer import distrib_optimizer
 
-    marker = object()
-    monkeypatch.setattr(factory, "Adam", marker)
+    theirs = type(
+        "FusedAdam", (torch.optim.Optimizer,), {"__module__": "transformer_engine.pytorch.optimizers.fused_adam"}
+    )
+    for module in factory, distrib_optimizer:
+        monkeypatch.setattr(module, "Adam", theirs)
     monkeypatch.setattr(factory, "USING_PYTORCH_OPTIMIZER", False)
     fused_adam.install()
-    assert factory.Adam is marker
+    mine = factory.Adam
+    assert mine is distrib_optimizer.Adam and mine.__base__ is theirs
+    fused_adam.install()
+    assert factory.Adam is mine
+
+
+def test_install_leaves_apexs_adam_alone(monkeypatch):
+    import megatron.core.optimizer as factory
+
+    apexs = type("FusedAdam", (torch.optim.Optimizer,), {"__module__": "apex.optimizers.fused_adam"})
+    monkeypatch.setattr(factory, "Adam", apexs)
+    monkeypatch.setattr(factory, "USING_PYTORCH_OPTIMIZER", False)
+    fused_adam.install()
+    assert factory.Adam is apexs
