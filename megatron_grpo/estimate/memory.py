@@ -382,7 +382,9 @@ def _optimizer_bytes(args: Namespace, half: bool) -> tuple[float, float]:
         main = DTYPES[args.main_params_dtype].itemsize
         if args.bf16 and main == 4 and args.store_param_remainders:
             main = 2  # the parameter itself holds the other 16 bits
-    return main + DTYPES[args.exp_avg_dtype].itemsize + DTYPES[args.exp_avg_sq_dtype].itemsize, 0
+    # Transformer Engine's tensors in FP8 hold their transpose, too.
+    moments = [max(DTYPES[dtype].itemsize, 2) for dtype in (args.exp_avg_dtype, args.exp_avg_sq_dtype)]
+    return main + sum(moments), 0
 
 
 def _sequence_split(args: Namespace) -> int:

@@ -93,5 +93,5 @@ def test_adam_in_parts_has_the_same_numbers_and_a_smaller_peak(moments, monkeypa
     parts, sizes, small_peak = trained(fused_adam.in_parts(FusedAdam))
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
     assert peak >= count * size * 8 and small_peak < 0.4 * peak
-    # a parameter, its remainder, two moments
-    assert sum(sizes) == count * size * (2 + 2 + 2 * moments.itemsize)
+    # a parameter, its remainder, two moments (those in FP8 with their transposes), 2 bytes each
+    assert sum(sizes) == count * size * 8

@@ -3,12 +3,12 @@
 #
 #   NPROC=2 bash tools/benchmark/full_shape.sh local RUN_DIR DIRECTORY_WITH_CONFIG_JSON [more flags of pretrain_grpo.py]
 #
-# The run is that of step.sh: random weights, 128 completions of 512 tokens. By the estimate two H200s take Qwen3-30B-A3B
-# and gpt-oss-20b with all weights trained, if the optimizer's state is small (Adam is Transformer Engine's):
+# The run is that of step.sh: random weights, 128 completions of 512 tokens. Two H200s take gpt-oss-20b with all weights
+# trained, if the optimizer's state is small (Adam is Transformer Engine's):
 #
 #   --expert-model-parallel-size 2 --vllm-tensor-parallel-size 2 --moe-grouped-gemm --moe-router-dtype fp32
 #   --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --grad-reduce-in-bf16
-#   --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --recompute-granularity selective --recompute-modules moe
+#   --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
 set -euo pipefail
 impl=${1:?local or transformer_engine} run=${2:?folder for the results} SHAPE=${3:?folder with config.json}; shift 3
 here=$(cd "$(dirname "$0")" && pwd)

@@ -201,7 +201,7 @@ def test_frozen_prediction_layers_have_no_gradient_and_no_state():
         ("--optimizer-cpu-offload --bf16 --optimizer-offload-fraction 0.5", 8, 8),
         ("--optimizer-cpu-offload", 0, 16),
         ("--use-precision-aware-optimizer --bf16", 2 + 8, 0),  # the other 2 bytes are the parameter's
-        ("--use-precision-aware-optimizer --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 2 + 2 + 1, 0),
+        ("--use-precision-aware-optimizer --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 2 + 2 + 2, 0),
         ("--use-precision-aware-optimizer --bf16 --main-params-dtype fp16", 2 + 8, 0),
         ("--use-precision-aware-optimizer --bf16 --optimizer-cpu-offload", 0, 16),
     ],
