@@ -82,13 +82,11 @@ def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             groups = self.param_groups
             try:
                 for group in groups:
-                    done = {}
+                    before = group.copy()  # each part counts the same step
                     for params in _parts(group["params"]):
-                        part = group | {"params": params}  # the step counts from the group's own number in each
-                        self.param_groups = [part]
+                        self.param_groups = [before | {"params": params}]
                         super().step(**options)
-                        done = {"step": part["step"]} if "step" in part else {}
-                    group.update(done)
+                        group["step"] = self.param_groups[0]["step"]
             finally:
                 self.param_groups = groups
             return loss

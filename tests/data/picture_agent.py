@@ -1,4 +1,4 @@
-"""An agent whose calls have images: a key is right if its code modulo 4 is the number of the colour."""
+"""An agent with an image in each turn. The number of a colour decides which letters are right."""
 
 import base64
 import io

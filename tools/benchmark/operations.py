@@ -100,7 +100,7 @@ class Operations(TorchDispatchMode):
 
 
 class Region(torch.autograd.Function):
-    """A function of which the forward pass counts as one operation, and the backward pass as another."""
+    """A function whose forward pass counts as one operation. Its backward pass counts as one more."""
 
     @staticmethod
     def forward(ctx, name, function, spec, *inputs):

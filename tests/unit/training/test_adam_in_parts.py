@@ -7,7 +7,7 @@ from megatron_grpo.training import fused_adam
 
 
 class StandIn(torch.optim.Optimizer):
-    """Adam with moments in bf16; a step makes float32 copies of those of a whole group, as Transformer Engine."""
+    """Adam with moments in bf16. ``copied`` has the elements of each group that Transformer Engine would copy."""
 
     def __init__(self, params, moments=torch.bfloat16):
         super().__init__(params, {"lr": 0.1})
@@ -25,8 +25,8 @@ class StandIn(torch.optim.Optimizer):
                 state = self.state.setdefault(param, {})
                 first = state.get("exp_avg", torch.zeros_like(param)).float().lerp(param.grad, 0.1)
                 second = state.get("exp_avg_sq", torch.zeros_like(param)).float().lerp(param.grad.square(), 0.01)
-                wide = 1 - 0.9 ** group["step"], 1 - 0.99 ** group["step"]
-                param -= group["lr"] * (first / wide[0]) / ((second / wide[1]).sqrt() + 1e-8)
+                first_sum, second_sum = 1 - 0.9 ** group["step"], 1 - 0.99 ** group["step"]  # of the weights so far
+                param -= group["lr"] * (first / first_sum) / ((second / second_sum).sqrt() + 1e-8)
                 state["exp_avg"], state["exp_avg_sq"] = first.bfloat16(), second.bfloat16()
 
 
