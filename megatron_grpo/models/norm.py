@@ -23,6 +23,10 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and torch.is_grad_enabled() and not self.zero_centered and x.dtype == self.weight.dtype:
+            from megatron_grpo.models.gpu_kernels import RootMeanSquareNorm  # Triton exists with a GPU only
+
+            return RootMeanSquareNorm.apply(x, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 

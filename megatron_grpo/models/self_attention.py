@@ -1,5 +1,6 @@
 """Self-attention of packs for the ``local`` layer spec: few kernels between the projection and attention on a GPU."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.norm import RMSNorm, rms_norm
 from megatron_grpo.models.rope import cosines_and_sines, rotate, rows_of_pack
@@ -51,19 +53,48 @@ class PackedSelfAttention(SelfAttention):
         heads = projected.view(
             len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
-        rows = rows_of_pack(projected, packed.cu_seqlens_q_padded, freqs, self.pg_collection.cp)
+        cos, sin = rotation_of_pack(projected, packed, freqs, self.config, self.pg_collection.cp)
         interleaved = self.config.rotary_interleaved
-        cos, sin = cosines_and_sines(freqs, rows, attention_factor(self.config), interleaved, projected.dtype)
         norms = [
             Norm(norm.weight, norm.eps, norm.zero_centered) if isinstance(norm, RMSNorm) else None
             for norm in (self.q_layernorm, self.k_layernorm)
         ]
-        compute = queries_keys_values
-        if projected.is_cuda:
-            compute = _compiled()
-            for tensor in (heads, cos, sin):  # packs differ in their tokens
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        compute = _function(heads, cos, interleaved)
         return tuple(part[:, None] for part in compute(heads, *norms, cos, sin, interleaved))
+
+
+def _function(heads: torch.Tensor, cos: torch.Tensor, interleaved: bool) -> Callable:
+    """Return `queries_keys_values`, or what computes the same on a GPU: a kernel, or the compiled function."""
+    if not heads.is_cuda:
+        return queries_keys_values
+    size = heads.shape[-1]
+    return _compiled if interleaved or cos.shape[-1] < size or size & (size - 1) else _by_kernel
+
+
+def _by_kernel(heads, of_queries: Norm | None, of_keys: Norm | None, cos, sin, interleaved):
+    from megatron_grpo.models.gpu_kernels import HeadsOfPack  # Triton exists with a GPU only
+
+    if of_queries is None:
+        return HeadsOfPack.apply(heads, None, None, cos, sin, 0.0, 0.0)
+    one = float(of_queries.zero_centered)
+    return HeadsOfPack.apply(heads, of_queries.weight, of_keys.weight, cos, sin, of_queries.eps, one)
+
+
+def _compiled(heads, of_queries: Norm | None, of_keys: Norm | None, cos, sin, interleaved):
+    for tensor in (heads, cos, sin):  # packs differ in their tokens
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compile()(heads, of_queries, of_keys, cos, sin, interleaved)
+
+
+def rotation_of_pack(
+    tokens: torch.Tensor, packed: PackedSeqParams, freqs: torch.Tensor, config: TransformerConfig, cp_group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `cosines_and_sines` of a rank's ``tokens`` ``[t, ...]`` of a pack; those of a `StaticPack` are its own."""
+    own = getattr(packed, "rotation", None)
+    if own is not None:
+        return own
+    rows = rows_of_pack(tokens, packed.cu_seqlens_q_padded, freqs, cp_group)
+    return cosines_and_sines(freqs, rows, attention_factor(config), config.rotary_interleaved, tokens.dtype)
 
 
 def queries_keys_values(
@@ -87,5 +118,5 @@ def queries_keys_values(
 
 
 @cache
-def _compiled():
+def _compile() -> Callable:
     return torch.compile(queries_keys_values)
