@@ -9,6 +9,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
+from megatron_grpo.models.layer_graphs import LayerGraphs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.softcap import soft_cap
@@ -204,6 +205,8 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     if args.vision_config and pre_process:
         model.vision = VisionTower(args, config)
         model.vision.enter(model.decoder.layers)
+    if args.cuda_graphs:
+        model.decoder.forward = LayerGraphs(model)
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature

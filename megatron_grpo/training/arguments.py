@@ -52,6 +52,12 @@ from megatron_grpo.weights.arguments import MODEL_FAMILY
 BATCH_AND_DURATION: tuple[FlagRow, ...] = (
     ("--micro-batch-size", COUNT, 1, "completions in a micro-batch of one data-parallel rank"),
     ("--max-tokens-per-microbatch", COUNT, None, "token budget of a packed micro-batch; replaces --micro-batch-size"),
+    (
+        "--cuda-graphs",
+        bool,
+        False,
+        "record the layers of a micro-batch as CUDA graphs, so that the GPU does not wait for launches",
+    ),
     ("--global-batch-size", COUNT, None, "completions in an update [generation batch / steps, or micro batch x DP]"),
     ("--num-generations", COUNT, 8, "completions of each prompt: the size of GRPO's group"),
     ("--steps-per-generation", COUNT, 1, "updates per pass over a rollout, each on its own share of the completions"),
