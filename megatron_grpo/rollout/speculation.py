@@ -65,17 +65,17 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
     method = method_of(args)
     if others := sorted(config.keys() - _KEYS):
         raise GrpoError(f"{FLAG}: {', '.join(others)} is not known to work with method {method}: leave it out")
-    if args.sleep_level == 2:
-        raise GrpoError(
-            f"--sleep-level 2 and {FLAG} with method {method} cannot both be given: vLLM would drop the weights that "
-            "draft; give --sleep-level 1"
-        )
     if args.vllm_quantization:
         raise GrpoError(
             f"--vllm-quantization and {FLAG} with method {method} cannot both be given: drafts of quantized weights "
             "have not been checked; leave one of them out"
         )
     if method == "mtp":
+        if args.sleep_level == 2:
+            raise GrpoError(
+                f"--sleep-level 2 and {FLAG} with method mtp cannot both be given: vLLM would drop the buffers of "
+                "these layers; give --sleep-level 1"
+            )
         if config.get("model"):
             raise GrpoError(f"{FLAG}: method mtp drafts with layers of the policy: leave model out")
         if not args.mtp_num_layers:

@@ -33,6 +33,7 @@ from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
+from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.speculation import draft_directory, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
@@ -75,10 +76,14 @@ class VllmColocate(TakesTurns):
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._speculates = args.vllm_speculative_config is not None
+        if self._speculates:
+            self.drafts = no_drafts()
+            _count_drafts(self._engine, self.drafts)
         self._mtp_prefixes = mtp_prefixes(args)
-        if directory := draft_directory(args):
+        self._draft_directory = draft_directory(args)
+        if self._draft_directory:
             with raised_on_every_rank(), lost_on_failure("vLLM's loading of the draft model"):
-                self._llm.collective_rpc(draft.load_draft, args=(directory,))
+                self._llm.collective_rpc(draft.load_draft, args=(self._draft_directory,))
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
@@ -220,6 +225,8 @@ class VllmColocate(TakesTurns):
             if torch.cuda.is_available():
                 torch.cuda.manual_seed(seed + self.replica)
             self._drop_prefix_cache()
+            if self.drafts is not None:
+                self.drafts[:] = 0
             yield
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -322,6 +329,8 @@ class VllmColocate(TakesTurns):
             with raised_on_every_rank(), lost_on_failure("vLLM's wake_up for the weights"):
                 self._awake = True
                 self._llm.wake_up(tags=["weights"])
+                if self._draft_directory and self._sleep_level == 2:
+                    self._llm.collective_rpc(draft.reload_draft, args=(self._draft_directory,))
 
     def wake_cache(self) -> None:
         if self._sleep_level:
@@ -456,6 +465,19 @@ def _innermost(error: Exception) -> str:
     """Return the function, file and line in which an error of vLLM was raised: its message alone may say nothing."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}, {frame.filename}:{frame.lineno}"
+
+
+def _count_drafts(engine, counts: DraftCounts) -> None:
+    """Add all drafts from now on to ``counts``: vLLM's scheduler forgets them without its own logging of statistics."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    make = scheduler.make_spec_decoding_stats
+
+    def counting(stats, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens, request_id: str):
+        if num_draft_tokens:
+            counts[:] += 1, num_draft_tokens, num_accepted_tokens
+        return make(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+    scheduler.make_spec_decoding_stats = counting
 
 
 def _seeds_requests(vllm_config) -> bool:
