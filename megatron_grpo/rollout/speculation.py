@@ -1,5 +1,6 @@
 """Speculative decoding of a colocated vLLM (``--vllm-speculative-config``): its methods, and what it excludes."""
 
+import copy
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
+from megatron_grpo.weights import families
+from megatron_grpo.weights.arguments import default_architecture, merge_architecture
 
 FLAG = "--vllm-speculative-config"
 METHODS = ("ngram", "draft_model", "mtp")
@@ -24,6 +27,24 @@ def method_of(args: Namespace) -> str | None:
 def draft_directory(args: Namespace) -> str | None:
     """Return the directory of the draft model; None if no other model drafts."""
     return args.vllm_speculative_config["model"] if method_of(args) == "draft_model" else None
+
+
+def draft_args(args: Namespace) -> Namespace | None:
+    """Return the arguments of the draft model's architecture; None if no other model drafts, or for another family."""
+    directory = draft_directory(args)
+    if not directory:
+        return None
+    own, config = copy.copy(args), read_config(directory)
+    own.explicit, own.vllm_speculative_config, own.lora_rank = frozenset(), None, None
+    try:
+        theirs = families.for_hf_config(config).args_from_hf(config)
+    except GrpoError:  # vLLM runs more families than the trainer
+        return None
+    vars(own).update(default_architecture())
+    merge_architecture(own, theirs, f"{directory}/config.json")
+    own.kv_channels = own.kv_channels or own.hidden_size // own.num_attention_heads
+    own.padded_vocab_size = -(-own.vocab_size // 64) * 64  # as vLLM pads it
+    return own
 
 
 def mtp_prefixes(args: Namespace) -> tuple[str, ...]:

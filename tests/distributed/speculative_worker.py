@@ -20,12 +20,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.speculation import draft_directory
+from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
-from megatron_grpo.rollout.vllm.compare import compare_model
+from megatron_grpo.rollout.vllm.compare import _loading_shapes, compare_model
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
 from tools import made_up
@@ -97,6 +98,16 @@ def accept_too_many() -> None:
     rejection_sampler.generate_uniform_probs = lambda *arguments: uniform(*arguments) / 2
 
 
+def draft_size(worker) -> tuple[int, float]:
+    """Return the parameters of the model that drafts, without those of the policy, and its share of the cache."""
+    model, policy = draft.draft_model(worker), worker.model_runner.get_model()
+    with _loading_shapes(policy), _loading_shapes(model):
+        shared = {id(parameter) for parameter in policy.parameters()}
+        size = sum(p.numel() for p in model.parameters() if id(p) not in shared)
+    elements = [sum(m.kv_cache.numel() for m in one.modules() if hasattr(m, "kv_cache")) for one in (model, policy)]
+    return size, elements[0] / sum(elements)
+
+
 @torch.no_grad()
 def lose_and_reload(worker, directory: str) -> list[int]:
     """Return how many of a draft model's tensors differ from the files after sleep level 2, and after a wake-up."""
@@ -136,6 +147,10 @@ def main() -> None:
             found["differences"] += engine.compare_adapter(adapter)
 
     found: dict = {"differences": []}
+    if method_of(args) != "ngram":
+        plan = Plan(args)
+        found["estimated size"] = [plan.drafts(), plan.drafts_share_of_cache()]
+        found["size"] = engine._llm.collective_rpc(draft_size)[0]
     load(1)
     if args.lora_rank:
         found["differences"] += engine.probe_adapter()

@@ -190,6 +190,15 @@ def test_a_draft_model_returns_after_sleep(found):
     assert lost > 10 and returned == 0
 
 
+def test_the_dry_run_counts_the_memory_of_drafts(found):
+    if not hasattr(found, "size"):
+        pytest.skip("no model drafts")
+    parameters, share = getattr(found, "estimated size")
+    # The dry run does not count the biases of a router: of the layer of multi-token prediction.
+    assert parameters + getattr(found.model.config, "n_routed_experts", 0) == found.size[0]
+    assert share == pytest.approx(found.size[1])
+
+
 def test_a_draft_model_that_is_the_policy_is_always_accepted(tmp_path):
     policy = tmp_path / "policy"
     qwen3(policy)
