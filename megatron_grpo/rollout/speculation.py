@@ -47,6 +47,20 @@ def draft_args(args: Namespace) -> Namespace | None:
     return own
 
 
+def longest_of_engine(args: Namespace) -> int:
+    """Return the engine's longest sequence: --vllm-max-model-len, and room behind it for drafts where the model has it.
+
+    vLLM lets nothing draft for a whole batch while a single sequence of it, with its draft, is nearer than a draft to
+    the engine's longest one: without the room, every completion that nears its limit would stop the drafts of all.
+    """
+    tokens = (args.vllm_speculative_config or {}).get("num_speculative_tokens")
+    room = 2 * tokens if isinstance(tokens, int) else 0
+    most = args.max_position_embeddings
+    if (args.rope_scaling or {}).get("rope_type") == "longrope":  # as `check_rope` says
+        most = min(most, args.rope_scaling["original_max_position_embeddings"])
+    return max(args.vllm_max_model_len, min(args.vllm_max_model_len + room, most))
+
+
 def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
     """Return the prefixes of the names of multi-token-prediction tensors, if these layers draft; else ()."""
     if method_of(args) != "mtp":

@@ -31,7 +31,7 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
 from tools import made_up
 
-PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
+PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]]  # the last one as long as may be
 GREEDY = Sampling(max_tokens=20, temperature=0.0, log_probs=True)
 SAMPLES, SAMPLED_TOKENS = 4000, 3  # of the first prompt
 DISTURBED = 1024  # of them in `disturbed`, each way

@@ -35,7 +35,7 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
-from megatron_grpo.rollout.speculation import draft_directory, mtp_prefixes
+from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
@@ -433,7 +433,7 @@ def _build(args, directory: str):
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            max_model_len=args.vllm_max_model_len,
+            max_model_len=longest_of_engine(args),
             max_num_seqs=args.vllm_max_num_seqs,
             # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start.
             enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
@@ -576,7 +576,7 @@ def _cache_bytes_on_a_cpu(args) -> int:
     vLLM fills the whole cache with zeros at its start. VLLM_CPU_KVCACHE_SPACE in the environment (GiB) overrides it.
     """
     block = 128  # vLLM's block size on a CPU, tokens
-    tokens = (args.vllm_max_num_seqs + 1) * -(-args.vllm_max_model_len // block) * block
+    tokens = (args.vllm_max_num_seqs + 1) * -(-longest_of_engine(args) // block) * block
     heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     channels = args.kv_channels
     if args.multi_latent_attention:  # keys and values are expanded
