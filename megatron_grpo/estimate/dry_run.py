@@ -12,6 +12,7 @@ from megatron_grpo.parallel.roles import role_of
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_servers
+from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.rules import flag
 
@@ -165,9 +166,13 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
         return [
             f"engine: {engine:.2f} of weights on each of {args.rollout_ranks} GPUs of its own (--rollout-ranks, "
             f"--vllm-tensor-parallel-size {width}); weights and cache use {utilization:g} of the GPU's memory",
+            *_draft_lines(plan),
             f"a GPU must have {most:.1f} for a trainer, {engine / utilization:.1f} and its cache for an engine",
         ]
-    lines = [f"engine: {engine:.2f} of weights on each rank (--vllm-tensor-parallel-size {width}); {share}"]
+    lines = [
+        f"engine: {engine:.2f} of weights on each rank (--vllm-tensor-parallel-size {width}); {share}",
+        *_draft_lines(plan),
+    ]
     if engine / utilization > most and (wider := _wider_engines(plan)):
         lines.append(f"engine: its weights need more than the trainer; {wider}")
     if args.sleep_level:  # an awake engine shares the GPU with the trainer's remaining tensors
@@ -180,6 +185,20 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
         needed = max(most / (1 - utilization), engine / utilization)
         lines.append(f"a GPU must have {needed:.1f}, for the engine's share and the trainer's")
     return lines
+
+
+def _draft_lines(plan: Plan) -> list[str]:
+    """Return the line about what speculative decoding takes of the engine's memory, if a model or layers draft."""
+    method = method_of(plan.args)
+    if method not in ("draft_model", "mtp"):
+        return []
+    if not (parameters := plan.drafts()):
+        return [
+            f"drafts: not counted: {draft_directory(plan.args)} is of a model family that the trainer does not know"
+        ]
+    size = parameters * params_dtype(plan.args).itemsize / GIB
+    share = plan.drafts_share_of_cache()
+    return [f"drafts ({method}): {size:.2f} of the engine's weights, and {share:.0%} of its cache"]
 
 
 def _wider_engines(plan: Plan) -> str:

@@ -7,6 +7,7 @@ pipeline stages, so the counts are those of the built models. No process group i
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from megatron_grpo.models.config import moe_layers, params_dtype, transformer_co
 from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
+from megatron_grpo.rollout.speculation import draft_args, method_of
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
 from megatron_grpo.vision.kinds import is_trained, patches_per_token
@@ -104,12 +106,16 @@ class Plan:
 
     def __init__(self, args: Namespace):
         self.args = args
-        self.stages = pipeline(args)
         self.weights = _by_place(model_weights.table(args))
         # With adapters nothing else is trained, except these.
         self.adapters = _by_place(adapter_table(args)) if args.lora_rank else {}
         self.saved = {weight.name for weight in saved_weights(args)} if args.lora_rank else set()
         self.in_8_bits = fp8_weights(args)
+
+    @cached_property
+    def stages(self) -> list[list[Chunk]]:
+        """See `pipeline`."""
+        return pipeline(self.args)
 
     def parameters(self, stage: int) -> Count:
         """Return the parameters on one rank of a pipeline stage."""
@@ -123,13 +129,30 @@ class Plan:
         return sum(self._copies(weight) * prod(shape) for weight in weights for shape in weight.part_shapes)
 
     def engine(self, width: int | None = None) -> int:
-        """Return the parameters on one of ``width`` ranks of the engine [--vllm-tensor-parallel-size].
+        """Return the parameters on one of ``width`` ranks of the engine [--vllm-tensor-parallel-size], with `drafts`.
 
         The engine shards experts by tensor parallelism, too.
         """
         width = width or self.args.vllm_tensor_parallel_size
         places = [place for place in self.weights if place != MTP]
-        return self._count(places, width, width, 1, with_adapters=False).total
+        return self._count(places, width, width, 1, with_adapters=False).total + self.drafts(width)
+
+    def drafts(self, width: int | None = None) -> int:
+        """Return the parameters of the model or the layers that draft, on one of ``width`` ranks of the engine."""
+        width = width or self.args.vllm_tensor_parallel_size
+        if method_of(self.args) == "mtp":
+            return self._count([MTP], width, width, 1).total
+        own = draft_args(self.args)
+        return 0 if own is None else Plan(own).engine(width)
+
+    def drafts_share_of_cache(self) -> float:
+        """Return the share of the engine's key-value cache that the drafts' layers take."""
+        args, own = self.args, draft_args(self.args)
+        policys = _cache_per_token(args, args.num_layers)
+        drafts = _cache_per_token(args, args.mtp_num_layers or 0) if method_of(args) == "mtp" else 0
+        if own is not None:
+            drafts = _cache_per_token(own, own.num_layers)
+        return drafts / (policys + drafts)
 
     def cache(self, stage: int) -> int:
         """Return the bytes of the key-value cache on a rank of a pipeline stage (--rollout-engine megatron)."""
@@ -342,6 +365,13 @@ class Plan:
         forward = chunk * (4 + size * early) + max(kept - chunk * size, 0)
         backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * (4 + size) * trained
         return max(forward, backward) + 3 * tokens * args.hidden_size * size
+
+
+def _cache_per_token(args: Namespace, layers: int) -> int:
+    """Return the elements of a token in the cache of one rank of the engine, for so many layers."""
+    if args.multi_latent_attention:  # every rank has the latents of all heads
+        return layers * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    return layers * 2 * max(query_groups(args) // args.vllm_tensor_parallel_size, 1) * args.kv_channels
 
 
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:

@@ -31,6 +31,9 @@ METRICS = {
     "stream/trainer_wait": "seconds that the trainer waited for a batch of the engines of --rollout-ranks",
     "stream/engine_idle": "seconds since the last batch in which an engine had nothing to generate, mean over replicas",
     "stream/replaced_groups": "groups without learning signal that --dynamic-sample replaced since the first batch",
+    "drafts/proposed": "tokens that speculative decoding proposed in the rollout; a stream: since the last batch",
+    "drafts/accepted": "those of them that the model accepted",
+    "drafts/acceptance_length": "tokens of a completion for each draft: 1 + accepted tokens / drafts",
     "environment/turns": "turns of the policy in an episode (--environment), mean",
     "environment/tokens": "tokens that the environment said in an episode, mean",
     "environment/failed": "fraction of episodes whose environment failed: not scored, and not in the loss",
@@ -113,6 +116,7 @@ HEADINGS = {
     "completion": "Completions",
     "sampling": "Completions",
     "staleness": "Completions",
+    "drafts": "Completions",
     "environment": "Completions",
     "stream": "Time",
     "mismatch": "Trainer and engine",
@@ -144,6 +148,9 @@ REMEDIES = {
     "reward/failures": "Above 0: the log names the function and the completion. Fix the function, or raise "
     "--reward-timeout; such completions are excluded, not scored 0.",
     "sampling/": "Many replaced or aborted groups: prompts are too easy or too hard; change the data.",
+    "drafts/": "An acceptance length near 1: drafts cost more than they save; propose fewer tokens "
+    "(num_speculative_tokens), or leave --vllm-speculative-config out. Falling during a run: the policy has moved away "
+    "from the draft model.",
     "environment/": "Failed episodes: the log names the reasons; mend the environment, or raise --environment-timeout. "
     "As many turns as --max-turns: the policy does not come to an end.",
     "stream/": "The trainer waits long: give more --rollout-ranks. The engines are idle: give fewer, or raise "

@@ -35,7 +35,7 @@ from megatron_grpo.utils.errors import GrpoError
 _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak", "memory/peak_update"}
 _MINIMA = {"completion/length_min", "ratio/min"}
 _LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
-_SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures"}
+_SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures", "drafts/proposed", "drafts/accepted"}
 
 
 class Timers:

@@ -12,7 +12,7 @@ from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
-from megatron_grpo.rollout.speculation import check_speculation
+from megatron_grpo.rollout.speculation import check_speculation, method_of
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
@@ -383,8 +383,8 @@ def adapter_refused(args: Namespace) -> str | None:
     """Return the reason why the engine cannot hold the run's adapter; None if it can."""
     if args.rollout_engine == "sglang":
         return "SGLang's servers receive whole weights"
-    if args.vllm_speculative_config:
-        return "adapters have not been checked with --vllm-speculative-config"
+    if method_of(args) == "mtp":
+        return "adapters have not been checked with drafts of multi-token prediction"
     if has_servers(args) and args.weight_sync_method != "checkpoint":
         return f"servers read an adapter's files, and --weight-sync-method is {args.weight_sync_method}, not checkpoint"
     if has_servers(args) and args.lora_base_dtype == "fp8":

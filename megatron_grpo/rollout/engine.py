@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.agreement import peer_has_ended
+from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import RowImages
 
@@ -216,6 +217,7 @@ class Engine(Protocol):
     is_lead: bool  # True on the one rank per replica that reports its results
     streams: bool  # True for engines on ranks of their own, which generate while the trainer updates: stream/placed.py
     has_weights: bool  # False at the start and after --sleep-level 2: call ``update_weights`` first
+    drafts: DraftCounts | None  # of this replica since the start of the newest rollout; None without drafts
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests in the given order."""
@@ -277,6 +279,7 @@ class TakesTurns:
     """What engines have in common that generate only within a rollout: nothing runs between two of them."""
 
     streams = False
+    drafts: DraftCounts | None = None
 
     def position(self) -> dict[str, Any]:
         """See `Engine.position`."""

@@ -1,5 +1,6 @@
 """Speculative decoding of a colocated vLLM (``--vllm-speculative-config``): its methods, and what it excludes."""
 
+import copy
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
+from megatron_grpo.weights import families
+from megatron_grpo.weights.arguments import default_architecture, merge_architecture
 
 FLAG = "--vllm-speculative-config"
 METHODS = ("ngram", "draft_model", "mtp")
@@ -24,6 +27,38 @@ def method_of(args: Namespace) -> str | None:
 def draft_directory(args: Namespace) -> str | None:
     """Return the directory of the draft model; None if no other model drafts."""
     return args.vllm_speculative_config["model"] if method_of(args) == "draft_model" else None
+
+
+def draft_args(args: Namespace) -> Namespace | None:
+    """Return the arguments of the draft model's architecture; None if no other model drafts, or for another family."""
+    directory = draft_directory(args)
+    if not directory:
+        return None
+    own, config = copy.copy(args), read_config(directory)
+    own.explicit, own.vllm_speculative_config, own.lora_rank = frozenset(), None, None
+    try:
+        theirs = families.for_hf_config(config).args_from_hf(config)
+    except GrpoError:  # vLLM runs more families than the trainer
+        return None
+    vars(own).update(default_architecture())
+    merge_architecture(own, theirs, f"{directory}/config.json")
+    own.kv_channels = own.kv_channels or own.hidden_size // own.num_attention_heads
+    own.padded_vocab_size = -(-own.vocab_size // 64) * 64  # as vLLM pads it
+    return own
+
+
+def longest_of_engine(args: Namespace) -> int:
+    """Return the engine's longest sequence: --vllm-max-model-len, and room behind it for drafts where the model has it.
+
+    vLLM lets nothing draft for a whole batch while a single sequence of it, with its draft, is nearer than a draft to
+    the engine's longest one: without the room, every completion that nears its limit would stop the drafts of all.
+    """
+    tokens = (args.vllm_speculative_config or {}).get("num_speculative_tokens")
+    room = 2 * tokens if isinstance(tokens, int) else 0
+    most = args.max_position_embeddings
+    if (args.rope_scaling or {}).get("rope_type") == "longrope":  # as `check_rope` says
+        most = min(most, args.rope_scaling["original_max_position_embeddings"])
+    return max(args.vllm_max_model_len, min(args.vllm_max_model_len + room, most))
 
 
 def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
@@ -65,17 +100,17 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
     method = method_of(args)
     if others := sorted(config.keys() - _KEYS):
         raise GrpoError(f"{FLAG}: {', '.join(others)} is not known to work with method {method}: leave it out")
-    if args.sleep_level == 2:
-        raise GrpoError(
-            f"--sleep-level 2 and {FLAG} with method {method} cannot both be given: vLLM would drop the weights that "
-            "draft; give --sleep-level 1"
-        )
     if args.vllm_quantization:
         raise GrpoError(
             f"--vllm-quantization and {FLAG} with method {method} cannot both be given: drafts of quantized weights "
             "have not been checked; leave one of them out"
         )
     if method == "mtp":
+        if args.sleep_level == 2:
+            raise GrpoError(
+                f"--sleep-level 2 and {FLAG} with method mtp cannot both be given: vLLM would drop the buffers of "
+                "these layers; give --sleep-level 1"
+            )
         if config.get("model"):
             raise GrpoError(f"{FLAG}: method mtp drafts with layers of the policy: leave model out")
         if not args.mtp_num_layers:

@@ -42,6 +42,7 @@ from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.rollout.collect import Needs, collect_rollout, everything, shown_images, with_images
+from megatron_grpo.rollout.draft_counts import metrics_of_all_ranks
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.episodes import Conversing
@@ -216,6 +217,8 @@ class Trainer:
         if plan.selection is not None:
             unused, self.sampling_metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
+        drafts = metrics_of_all_ranks(self.engine.drafts if self.engine.is_lead else None)
+        self.sampling_metrics = self.sampling_metrics | drafts
         for line in self.engine.failures() if isinstance(self.engine, Conversing) else []:
             print(f"[rank {dist.get_rank()}] {line}", flush=True)
         if self.scorer is not None:
@@ -547,8 +550,9 @@ class Trainer:
         if torch.cuda.is_available():
             metrics = metrics | self.device_memory.peaks()
         seconds = self.timers.collect()
-        if "time/rollout" not in seconds:  # only the first update of a rollout reports its tokens and seconds
-            metrics = {name: value for name, value in metrics.items() if name != "tokens/rollout"}
+        if "time/rollout" not in seconds:  # only the first update of a rollout reports what the rollout did
+            of_rollout = ("tokens/rollout", "drafts/")
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(of_rollout)}
         self._check_save_directory()
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)

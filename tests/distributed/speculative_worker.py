@@ -1,9 +1,10 @@
 """What test_speculative.py runs: completions of vLLM with --vllm-speculative-config.
 
-    torchrun --nproc-per-node N tests/distributed/speculative_worker.py MODEL OUT FLAGS [--wrong-acceptance]
+    torchrun --nproc-per-node N tests/distributed/speculative_worker.py MODEL OUT FLAGS [--wrong-acceptance | --greedy]
 
-The engine starts with other weights than those of the Hugging Face directory MODEL, which a weight sync then brings.
-OUT gets the completions, the number of engine steps, and the differences between the engine's weights and MODEL's.
+The engine starts with other weights than those of the Hugging Face directory MODEL, which a weight sync then brings;
+with --lora-rank also the adapter of MODEL/adapter. OUT gets the completions, the number of engine steps, and the
+differences between the engine's weights and MODEL's. --greedy: only greedy completions.
 """
 
 import json
@@ -15,17 +16,22 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
+import torch
 from safetensors.torch import load_file
 
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.speculation import draft_directory, method_of
+from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
+from megatron_grpo.rollout.vllm.compare import _loading_shapes, compare_model
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import hf
 from tools import made_up
 
-PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
+PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]]  # the last one as long as may be
 GREEDY = Sampling(max_tokens=20, temperature=0.0, log_probs=True)
 SAMPLES, SAMPLED_TOKENS = 4000, 3  # of the first prompt
 DISTURBED = 1024  # of them in `disturbed`, each way
@@ -40,7 +46,7 @@ def ask(engine, requests: list[Request]) -> dict:
         while len(done) < len(requests):
             done += engine.poll()
             steps += 1
-    return as_lists(done) | {"steps": steps}
+    return as_lists(done) | {"steps": steps, "drafts": engine.drafts.tolist()}
 
 
 def disturbed(engine, sampling: Sampling, load) -> dict:
@@ -92,14 +98,40 @@ def accept_too_many() -> None:
     rejection_sampler.generate_uniform_probs = lambda *arguments: uniform(*arguments) / 2
 
 
+def draft_size(worker) -> tuple[int, float]:
+    """Return the parameters of the model that drafts, without those of the policy, and its share of the cache."""
+    model, policy = draft.draft_model(worker), worker.model_runner.get_model()
+    with _loading_shapes(policy), _loading_shapes(model):
+        shared = {id(parameter) for parameter in policy.parameters()}
+        size = sum(p.numel() for p in model.parameters() if id(p) not in shared)
+    elements = [sum(m.kv_cache.numel() for m in one.modules() if hasattr(m, "kv_cache")) for one in (model, policy)]
+    return size, elements[0] / sum(elements)
+
+
+@torch.no_grad()
+def lose_and_reload(worker, directory: str) -> list[int]:
+    """Return how many of a draft model's tensors differ from the files after sleep level 2, and after a wake-up."""
+    model, source = draft.draft_model(worker), tensors(directory)
+    buffers, counts = {name: buffer.clone() for name, buffer in model.named_buffers()}, []
+    assert buffers
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.fill_(7)
+    for wakes in (False, True):
+        if wakes:
+            draft.reload_draft(worker, directory)
+        lost = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+        counts.append(len(lost) + len(compare_model(model, iter(source.items()))))
+    return counts
+
+
 def tensors(directory: str) -> dict:
     return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def main() -> None:
     model, out, *flags = sys.argv[1:]
-    wrong = "--wrong-acceptance" in flags
-    flags = [flag for flag in flags if flag != "--wrong-acceptance"]
+    wrong, only_greedy = "--wrong-acceptance" in flags, "--greedy" in flags
+    flags = [flag for flag in flags if flag not in ("--wrong-acceptance", "--greedy")]
     sizes = "--max-prompt-length 12 --max-completion-length 20 --vllm-max-num-seqs 64".split()
     args = made_up.parse(["--load-hf", model, *sizes, "--make-vocab-size-divisible-by", "1", *flags], 1)
     initialize_distributed(args)
@@ -109,19 +141,31 @@ def main() -> None:
 
     def load(version: int) -> None:
         engine.update_weights(iter(tensors(model).items()), version)
+        if args.lora_rank:
+            adapter = tensors(f"{model}/adapter")
+            engine.update_adapter(adapter, version)
+            found["differences"] += engine.compare_adapter(adapter)
 
+    found: dict = {"differences": []}
+    if method_of(args) != "ngram":
+        plan = Plan(args)
+        found["estimated size"] = [plan.drafts(), plan.drafts_share_of_cache()]
+        found["size"] = engine._llm.collective_rpc(draft_size)[0]
     load(1)
+    if args.lora_rank:
+        found["differences"] += engine.probe_adapter()
     sampled = replace(GREEDY, max_tokens=SAMPLED_TOKENS, temperature=args.temperature)
     truncated = replace(sampled, top_k=TOP_K, kept_token_ids=True)
-    found = {
-        "greedy": [ask(engine, [Request(0, ids, GREEDY)]) for ids in PROMPTS],
-        "sampled": ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(SAMPLES)]),
-        "top_k": ask(engine, [Request(i, PROMPTS[0], truncated) for i in range(SAMPLES)]),
-        "differences": engine.compare_weights(iter(tensors(model).items())),
-    }
-    if not wrong:
+    found["greedy"] = [ask(engine, [Request(0, ids, GREEDY)]) for ids in PROMPTS]
+    if not only_greedy:
+        found["sampled"] = ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(SAMPLES)])
+        found["top_k"] = ask(engine, [Request(i, PROMPTS[0], truncated) for i in range(SAMPLES)])
+    found["differences"] += engine.compare_weights(iter(tensors(model).items()))
+    if not (wrong or only_greedy):
         load(2)
         found |= disturbed(engine, sampled, load)
+        if directory := draft_directory(args):
+            found["after sleep"] = engine._llm.collective_rpc(lose_and_reload, args=(directory,))[0]
     engine.close()
     Path(out).write_text(json.dumps(found))
 

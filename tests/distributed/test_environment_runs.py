@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,30 @@ def test_servers(kind, tiny_models, tmp_path):
     # A later turn's prompt begins with an earlier one's.
     continued = [p for p in prompts if any(len(q) < len(p) and p[: len(q)] == q for q in prompts)]
     assert len(continued) > 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_drafts_from_earlier_turns(ranks, tmp_path):
+    """Every turn says the same, so n-gram drafts of later turns are accepted; on two ranks one is an engine."""
+    tokenizer, model = make_tokenizer("bytes"), tmp_path / "model"
+    said = [*tokenizer.encode(" rstuvwxy"), tokenizer.eos_token_id]  # none of `run_echo` ends a turn
+    make_chain_model(model, dict(pairwise(said)), len(tokenizer))
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    flags = ["--vllm-speculative-config", json.dumps(drafts), "--lr", 1e-9, "--vllm-max-num-seqs", 16]
+    flags += ["--rollout-ranks", 1] if ranks > 1 else []
+    _, metrics = run_echo(ranks, model, tmp_path, *flags)
+    assert len(metrics) == 2
+    tokens = 3 * (len(said) - 1)  # of three turns, of which each has its end token
+    for row, failed in zip(metrics, (4, 0), strict=True):
+        assert row["environment/failed"] == failed / 32 and row["mismatch/mean_abs"] < 1e-5
+        assert row["reward/mean"] == pytest.approx(3 * 8 / 10)
+        sampled = (row["completion/length_mean"] - row["environment/tokens"]) * 32
+        assert sampled == pytest.approx(tokens * (32 - failed))
+        # Two turns of three have drafts of three tokens. At least five of nine tokens need no step of their own.
+        assert row["drafts/accepted"] >= 2 * 5 * (32 - failed)
+        assert row["drafts/acceptance_length"] > 2 and row["drafts/proposed"] >= row["drafts/accepted"]
 
 
 def test_the_ledger_replays_a_run_without_its_environment(tiny_models, tmp_path):

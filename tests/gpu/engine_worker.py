@@ -219,6 +219,17 @@ class Worker:
             "answers are the same": self.completions(self.rollout(7)) == first,
         }
 
+    def drafts(self) -> None:
+        """The share of drafts that greedy completions accept, before sleep and after it."""
+        shares = []
+        for _ in range(2):
+            self.rollout(7, temperature=0.0)
+            _, proposed, accepted = self.engine.drafts.tolist()
+            shares.append(accepted / proposed)
+            self.engine.sleep()
+            self.wake()
+        self.found["drafts"] = shares
+
     @staticmethod
     def free() -> int:
         torch.cuda.synchronize()

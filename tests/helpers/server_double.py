@@ -54,6 +54,7 @@ class Double(ThreadingHTTPServer):
         self.config = config
         self.started = 1000.0
         self.tokens = self.running = self.most_running = 0
+        self.drafts: list[int] | None = None  # counts of speculative decoding, if it is on
         self.make_model = make_model
         self.model, self.weight_version = make_model(), "default"
         self.reloads: list[str] = []
@@ -71,6 +72,7 @@ class Double(ThreadingHTTPServer):
         self.asleep.clear()
         self.adapters.clear()
         self.model, self.weight_version = self.make_model(), "default"
+        self.drafts = self.drafts and [0, 0, 0]
 
     def stop(self) -> None:
         """Refuse new connections and drop the existing ones."""
@@ -272,6 +274,13 @@ class VllmHandler(Handler):
                 return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
             case "/metrics":
                 lines = [f'vllm:generation_tokens_total{{engine="0",model_name="toy"}} {float(double.tokens)}']
+                names = ("drafts", "draft_tokens", "accepted_tokens") if double.drafts is not None else ()
+                for name, count in zip(names, double.drafts or ()):
+                    lines += [
+                        f'vllm:spec_decode_num_{name}_total{{engine="0",model_name="toy"}} {float(count)}',
+                        f'vllm:spec_decode_num_{name}_per_pos_total{{engine="0",position="0"}} 1e6',
+                        f'vllm:spec_decode_num_{name}_created{{engine="0",model_name="toy"}} 1.7e+09',
+                    ]
                 return 200, "\n".join([f"process_start_time_seconds {double.started}", *lines, ""])
             case "/weight_info":
                 return 200, {"weight_version": double.weight_version}
@@ -310,6 +319,8 @@ class VllmHandler(Handler):
         for index in range(body["n"]):
             ids, log_probs, reason = sample(model, body["prompt"], body, body["seed"] + index, body["stop_token_ids"])
             double.tokens += len(ids)
+            if double.drafts is not None:  # drafts of two tokens, of which one is accepted
+                double.drafts = [a + b * len(ids) for a, b in zip(double.drafts, (1, 2, 1), strict=True)]
             names = [f"token_id:{token}" for token in ids]
             choice = {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": None, "text": ""}
             choice["prompt_token_ids"] = body["prompt"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import device_answers
 from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
+from megatron_grpo.rollout.draft_counts import no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
@@ -93,6 +94,7 @@ class ServerEngine(TakesTurns):
         with led_by_rank_0():
             if self._leader:
                 self._leader.refresh()
+                self._leader.drafts = None if self._leader.drafts is None else no_drafts()
         if self.num_replicas > 1:
             states = [self._leader.states() if self._leader else []]
             dist.broadcast_object_list(states, src=0, group=host_group())
@@ -101,6 +103,9 @@ class ServerEngine(TakesTurns):
         with all_finish():
             try:
                 yield
+                if self._leader:
+                    self._leader.read_drafts()
+                    self.drafts = self._leader.drafts
             finally:
                 if self._pool:
                     self._pool.end_rollout()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.utils import progress
@@ -51,6 +52,7 @@ class ServerPool:
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
         self._probes: dict[asyncio.Task, Server] = {}
         self._last_poll_end = time.monotonic()  # when the last poll ended
+        self.drafts: DraftCounts | None = None  # of all servers; None without drafts
 
     # ---- at the start and between rollouts
 
@@ -62,7 +64,8 @@ class ServerPool:
             while True:
                 try:
                     await server.check()
-                    server.process = (await server.status(PROBE_TIMEOUT)).process
+                    status = await server.status(PROBE_TIMEOUT)
+                    server.process, server.drafts = status.process, status.drafts
                     return
                 except Fault as fault:
                     if not fault.retryable or time.monotonic() + pause > deadline:
@@ -98,6 +101,7 @@ class ServerPool:
                 again = "answers again or has restarted: it receives the weights before it generates"
                 print(f"server {server.url} {again}", flush=True)
                 server.version, server.exclusion_reason, server.process = None, None, outcome.process
+            self._count_drafts(server, outcome)
             server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
         versions = {server.version for server in self.serving()}
         return len(versions) == 1 and None not in versions
@@ -145,7 +149,8 @@ class ServerPool:
             if load:
                 await load(server)
             await server.finish_update(version)
-            server.process = (await server.status(PROBE_TIMEOUT)).process
+            status = await server.status(PROBE_TIMEOUT)
+            server.process, server.drafts = status.process, status.drafts
             server.version = version
 
         self.each(update_one)
@@ -336,6 +341,24 @@ class ServerPool:
                 progress.advance()
         server.progress = status.progress
         server.failures = 0
+        self._count_drafts(server, status)
+
+    def read_drafts(self) -> None:
+        """Add to ``drafts`` what the servers have drafted since the last look at them."""
+        drafting = [server for server in self.serving() if server.drafts is not None]
+        outcomes = self._call_servers(lambda server: server.status(PROBE_TIMEOUT), drafting) if drafting else []
+        for server, status in zip(drafting, outcomes, strict=True):
+            if not isinstance(status, Fault):  # the next probe sees to that
+                self._count_drafts(server, status)
+
+    def _count_drafts(self, server: Server, status: Status) -> None:
+        """Add to ``drafts`` what a server has drafted since the last look at it; a new process counts from 0."""
+        if status.drafts is None:
+            return
+        self.drafts = no_drafts() if self.drafts is None else self.drafts
+        if server.drafts is not None and status.process == server.process:
+            self.drafts = self.drafts + status.drafts - server.drafts
+        server.drafts = status.drafts
 
     def _exclude(self, server: Server, reason: str) -> None:
         """Exclude a server until the next sync; put its requests at the front of the queue."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.utils.http_client import Client, Fault
 
@@ -18,6 +19,7 @@ class Status(NamedTuple):
 
     process: str
     progress: float | None
+    drafts: DraftCounts | None = None  # since the process began; None without drafts
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Server(Client, ABC):
     next_probe: float = 0.0  # time of the next probe
     last_progress: float = 0.0  # time of the last answer with progress
     progress: float | None = None
+    drafts: DraftCounts | None = None  # of the newest status
 
     @abstractmethod
     async def check(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
 from megatron_grpo.rollout.servers.pool import Job, ServerPool
@@ -98,6 +99,11 @@ class ServerStream(TakesTurns):
     def rollout(self, seed: int) -> AbstractContextManager[None]:
         """Do nothing: every request has a seed."""
         return contextlib.nullcontext()
+
+    @property
+    def drafts(self) -> DraftCounts | None:  # type: ignore[override]
+        """Return the counts of `Engine.drafts` as of the last probe of each server."""
+        return self._pool.drafts
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Send new weights to all servers that answer."""

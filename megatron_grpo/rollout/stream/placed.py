@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rollout.collect import Needs, exchange, to_batch
+from megatron_grpo.rollout.draft_counts import DraftCounts, draft_metrics, no_drafts
 from megatron_grpo.rollout.ledger.content import GroupKey
 from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
@@ -66,6 +68,8 @@ class PlacedEngines:
         self._version = -1  # of the newest weights
         self._failures = 0  # missing rewards since the last batch
         self._idle_seconds = 0.0  # of all replicas
+        self._drafts: dict[int, DraftCounts] = {}  # by replica, since its start
+        self._drafts_before = no_drafts()  # of all replicas, at the last batch
         self.waited = 0.0  # seconds for the newest batch
         self._ended = False
         self._lost: set[int] = set()  # complete groups that could not be written into the ledger
@@ -101,6 +105,10 @@ class PlacedEngines:
                 metrics = [self._failures, {"stream/trainer_wait": time.monotonic() - began}]
                 metrics[1]["stream/engine_idle"] = (self._idle_seconds - idle) / self.num_replicas
                 metrics[1]["stream/replaced_groups"] = self.conductor.replaced
+                if self._drafts:
+                    drafts = np.sum(list(self._drafts.values()), axis=0)
+                    metrics[1] |= draft_metrics(drafts - self._drafts_before)
+                    self._drafts_before = drafts
                 self._failures = 0
         dist.broadcast_object_list(metrics, src=0, group=host_group())
         return self._receive(training_sampling(self._args, 1), needs), *metrics
@@ -212,6 +220,8 @@ class PlacedEngines:
                 if report["do"] != "complete":
                     self._reports[replica].append(report)
                     continue
+                if report["drafts"] is not None:
+                    self._drafts[replica] = np.array(report["drafts"])
                 if report["group"] not in self.conductor.open:
                     continue  # from before `restore`
                 self._failures += report["failures"]

@@ -307,7 +307,8 @@ class Producer:
         assert rewards is not None
         signal_there = has_signal(combine_rewards(rewards, self._args.reward_weights))
         report = {"do": "complete", "group": number, "has_signal": signal_there, "failures": failures}
-        self._report(report | {"written": written})
+        drafts = self._engine.drafts
+        self._report(report | {"written": written, "drafts": None if drafts is None else drafts.tolist()})
 
     # ---- a batch of the trainer
 

@@ -33,8 +33,9 @@ from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
+from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
-from megatron_grpo.rollout.speculation import draft_directory, mtp_prefixes
+from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
@@ -75,10 +76,14 @@ class VllmColocate(TakesTurns):
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
         self._speculates = args.vllm_speculative_config is not None
+        if self._speculates:
+            self.drafts = no_drafts()
+            _count_drafts(self._engine, self.drafts)
         self._mtp_prefixes = mtp_prefixes(args)
-        if directory := draft_directory(args):
+        self._draft_directory = draft_directory(args)
+        if self._draft_directory:
             with raised_on_every_rank(), lost_on_failure("vLLM's loading of the draft model"):
-                self._llm.collective_rpc(draft.load_draft, args=(directory,))
+                self._llm.collective_rpc(draft.load_draft, args=(self._draft_directory,))
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
         self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
@@ -220,6 +225,8 @@ class VllmColocate(TakesTurns):
             if torch.cuda.is_available():
                 torch.cuda.manual_seed(seed + self.replica)
             self._drop_prefix_cache()
+            if self.drafts is not None:
+                self.drafts[:] = 0
             yield
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -322,6 +329,8 @@ class VllmColocate(TakesTurns):
             with raised_on_every_rank(), lost_on_failure("vLLM's wake_up for the weights"):
                 self._awake = True
                 self._llm.wake_up(tags=["weights"])
+                if self._draft_directory and self._sleep_level == 2:
+                    self._llm.collective_rpc(draft.reload_draft, args=(self._draft_directory,))
 
     def wake_cache(self) -> None:
         if self._sleep_level:
@@ -424,7 +433,7 @@ def _build(args, directory: str):
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            max_model_len=args.vllm_max_model_len,
+            max_model_len=longest_of_engine(args),
             max_num_seqs=args.vllm_max_num_seqs,
             # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start.
             enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
@@ -456,6 +465,19 @@ def _innermost(error: Exception) -> str:
     """Return the function, file and line in which an error of vLLM was raised: its message alone may say nothing."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}, {frame.filename}:{frame.lineno}"
+
+
+def _count_drafts(engine, counts: DraftCounts) -> None:
+    """Add all drafts from now on to ``counts``: vLLM's scheduler forgets them without its own logging of statistics."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    make = scheduler.make_spec_decoding_stats
+
+    def counting(stats, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens, request_id: str):
+        if num_draft_tokens:
+            counts[:] += 1, num_draft_tokens, num_accepted_tokens
+        return make(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+    scheduler.make_spec_decoding_stats = counting
 
 
 def _seeds_requests(vllm_config) -> bool:
@@ -554,7 +576,7 @@ def _cache_bytes_on_a_cpu(args) -> int:
     vLLM fills the whole cache with zeros at its start. VLLM_CPU_KVCACHE_SPACE in the environment (GiB) overrides it.
     """
     block = 128  # vLLM's block size on a CPU, tokens
-    tokens = (args.vllm_max_num_seqs + 1) * -(-args.vllm_max_model_len // block) * block
+    tokens = (args.vllm_max_num_seqs + 1) * -(-longest_of_engine(args) // block) * block
     heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     channels = args.kv_channels
     if args.multi_latent_attention:  # keys and values are expanded

@@ -19,14 +19,10 @@ def load_draft(worker, directory: str) -> None:
 
     The policy's training does not change them.
     """
-    source = open_weights(directory)
-
-    def weights() -> Weights:
-        return ((name, source.read(name)) for name in source.names())
-
+    model = draft_model(worker)
     try:
-        _load(worker, weights())
-        lines = compare_model(draft_model(worker), weights())
+        _load(worker, _weights(directory))
+        lines = compare_model(model, _weights(directory))
     except (KeyError, ValueError, AssertionError) as error:  # of vLLM's loaders
         lines = [f"its loader raises {error!r}"]
     if lines:
@@ -34,6 +30,19 @@ def load_draft(worker, directory: str) -> None:
             f"vLLM did not load the draft model {directory} of --vllm-speculative-config: {lines[0]} ({len(lines)} "
             "such lines); give a directory with all tensors of the architecture in its config.json, and no others"
         )
+    worker.draft_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers()}
+
+
+def reload_draft(worker, directory: str) -> None:
+    """Load a draft model again after sleep level 2, which drops its weights and (vLLM 0.26) its buffers, too."""
+    for name, buffer in draft_model(worker).named_buffers():
+        buffer.copy_(worker.draft_buffers[name])
+    _load(worker, _weights(directory))
+
+
+def _weights(directory: str) -> Weights:
+    source = open_weights(directory)
+    return ((name, source.read(name)) for name in source.names())
 
 
 def load_with_mtp(worker, weights: Weights, prefixes: Sequence[str]) -> None:

@@ -44,6 +44,7 @@ from megatron_grpo.vision.images import Source
 from megatron_grpo.vision.videos import Video
 
 _GENERATE = "/inference/v1/generate"
+_DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
 
 
 def build_vllm_servers(args) -> ServerEngine:
@@ -202,7 +203,9 @@ class VllmServer(Server):
         started = re.search(r"^process_start_time_seconds (\S+)$", text, re.M)
         weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # absent in vLLM 0.26
         process = f"{started[1] if started else ''} {weights['weight_version'] if weights else ''}".strip()
-        return Status(process, sum(map(float, tokens)) if tokens else None)
+        found = [re.findall(rf"^vllm:spec_decode_num_{what}_total\{{.*\}} (\S+)$", text, re.M) for what in _DRAFTS]
+        drafts = np.array([sum(map(float, of_engines)) for of_engines in found], np.int64) if all(found) else None
+        return Status(process, sum(map(float, tokens)) if tokens else None, drafts)
 
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         prompt, version = list(requests[0].prompt_ids), self.version

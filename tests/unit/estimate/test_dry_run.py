@@ -2,6 +2,7 @@
 generator, memory against arithmetic by hand.
 """
 
+import json
 import re
 import time
 from pathlib import Path
@@ -364,6 +365,34 @@ def test_an_engine_larger_than_the_trainer_names_the_flag_that_divides_it():
     assert list(sizes) == ["2", "4", "8", "16"]  # ranks and heads allow
     assert float(sizes["8"]) == pytest.approx(weights / 8, rel=0.01)
     assert "divides them" not in dry_run_report(arguments(f"{model} --vllm-tensor-parallel-size 8", 16), 16)
+
+
+@pytest.fixture
+def llama_1b(tmp_path):
+    """The sizes of Llama 3.2 1B, in a directory that has no weights."""
+    sizes = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("placed", ["", "--rollout-ranks 2"])
+def test_a_draft_model_is_a_part_of_the_engine(llama_1b, placed):
+    drafts = json.dumps({"model": str(llama_1b), "num_speculative_tokens": 4}, separators=(",", ":"))
+    flags = f"{LLAMA_8B} --bf16 --vllm-speculative-config {drafts} {placed}"
+    report = dry_run_report(arguments(flags, 4), 2 if placed else 4)
+    draft, policy = 1_235_814_400 * 2 / GIB, 8_030_261_248 * 2 / GIB
+    assert re.search(rf"^engine: {policy + draft:.2f} of weights on each", report, re.M)
+    # A token's keys and values: 32 layers x 8 heads x 128 channels of the policy, 16 x 8 x 64 of the draft model.
+    assert f"\ndrafts (draft_model): {draft:.2f} of the engine's weights, and 20% of its cache\n" in report
+
+
+def test_a_draft_model_of_an_unknown_family_is_not_counted(llama_1b):
+    config = json.loads((llama_1b / "config.json").read_text())
+    (llama_1b / "config.json").write_text(json.dumps(config | {"model_type": "other", "architectures": ["Other"]}))
+    drafts = json.dumps({"model": str(llama_1b), "num_speculative_tokens": 4}, separators=(",", ":"))
+    report = dry_run_report(arguments(f"{LLAMA_8B} --bf16 --vllm-speculative-config {drafts}", 1), 1)
+    assert "drafts: not counted: " in report and f"engine: {8_030_261_248 * 2 / GIB:.2f} of weights" in report
 
 
 def test_offloads_do_not_lower_the_peak_of_training():

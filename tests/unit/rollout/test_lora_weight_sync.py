@@ -29,6 +29,12 @@ def test_a_dense_model_sends_its_adapter():
     assert validated(f"{LORA} --lora-weight-sync merged").lora_weight_sync == "merged"
 
 
+def test_an_adapter_goes_with_drafts():
+    drafts = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
+    assert validated(f"{LORA} {drafts}").lora_weight_sync == "adapter"
+    assert validated(f"{LORA} {drafts} --lora-weight-sync merged").lora_weight_sync == "merged"
+
+
 def test_servers_load_an_adapter_if_they_are_told_to():
     args = validated(f"{LORA} {SERVER}")
     assert args.lora_weight_sync == "merged" and "only with --lora-weight-sync adapter" in lora_note(args)

@@ -56,6 +56,7 @@ class MadeUpEngine:
 
     def __init__(self):
         self.version, self.running, self.held, self.most = None, {}, None, 0
+        self.drafts = np.zeros(3, np.int64)
 
     def rollout(self, seed):
         return contextlib.nullcontext()
@@ -78,6 +79,7 @@ class MadeUpEngine:
         for number, (_, ids, versions, length) in list(self.running.items()):
             ids.append(self.version)
             versions.append(self.version)
+            self.drafts += 1, 3, 2
             if len(ids) == length:
                 done.append(self._completion(number, "stop"))
         return done
@@ -260,6 +262,9 @@ def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
         assert set(batch.weight_version) == {version}
         assert failures == (1 if version == 0 else 0)
         assert metrics["stream/trainer_wait"] >= 0
+        tokens = int(batch.completion_lengths.sum())  # nothing else is generated before the batch is complete
+        assert (metrics["drafts/proposed"], metrics["drafts/accepted"]) == (3 * tokens, 2 * tokens)
+        assert metrics["drafts/acceptance_length"] == 3
     assert all(engine.most == 8 for engine in run.engines)  # --vllm-max-num-seqs
 
 

@@ -80,6 +80,20 @@ def test_streamed_completions_are_the_models_own(engine, doubles):
     assert len({body["cache_salt"] for body in asked}) == 1 and len(asked) == 6
 
 
+def test_drafts_are_counted_at_every_probe(engine, doubles):
+    assert engine.drafts is None
+    for number, double in enumerate(doubles):
+        double.drafts = [100 * number, 0, 0]  # of earlier runs
+    while any(server.drafts is None for server in engine._pool.servers):
+        engine.poll()
+    engine.submit(requests())
+    tokens = sum(len(completion.token_ids) for completion in finish(engine, 6))
+    deadline = time.monotonic() + 60
+    while engine.drafts.tolist() != [tokens, 2 * tokens, tokens]:
+        assert time.monotonic() < deadline
+        engine.poll()
+
+
 def stalled(engine, doubles, after):
     """Submit requests, and wait until every server has sent ``after`` tokens of one."""
     for double in doubles:

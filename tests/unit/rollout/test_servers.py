@@ -23,6 +23,7 @@ cpu_backend.install()  # before megatron.core is imported
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.servers import pool as servers
+from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.sglang import ipc as sglang_ipc
 from megatron_grpo.rollout.sglang import nccl as sglang_nccl
@@ -245,6 +246,33 @@ def test_a_request_that_always_fails_ends_the_run(start, weights, tmp_path):
     with pytest.raises(EngineLost, match=r"failed 5 times, the last time at http://.*out of memory"):
         finish(pool)
     pool.close()
+
+
+def test_drafts_of_a_rollout_are_counted(start, weights, tmp_path, one_process):
+    """Over all servers, from the start of the rollout to its end; another process of a server counts from 0."""
+    doubles = [start(), start()]
+    doubles[0].drafts, doubles[1].drafts = [5, 9, 1], [0, 0, 0]
+    engine = ServerEngine([VllmServer(d.url, arguments()) for d in doubles], CheckpointTransfer(str(tmp_path)), 10.0, 4)
+    counts = []
+    for version in range(3):
+        engine.update_weights(iter(weights.items()), version)
+        with engine.rollout(version):
+            tokens = sum(len(completion.token_ids) for completion in generate(engine, REQUESTS))
+        counts.append(engine.drafts.tolist())
+        assert counts[-1] == [tokens, 2 * tokens, tokens]
+        doubles[0].restart()
+        engine.wake_weights()
+    assert len(doubles) == 2 and all(double.generated for double in doubles)
+    engine.close()
+
+
+def test_servers_without_drafts_have_no_counts(start, weights, tmp_path, one_process):
+    engine = ServerEngine([VllmServer(start().url, arguments())], CheckpointTransfer(str(tmp_path)), 10.0, 8)
+    engine.update_weights(iter(weights.items()), 0)
+    with engine.rollout(0):
+        assert list(generate(engine, REQUESTS))
+    assert engine.drafts is None
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_grpo.rollout.speculation import check_draft_tokenizer
+from megatron_grpo.rollout.speculation import check_draft_tokenizer, longest_of_engine
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 from tools import made_up
@@ -49,3 +49,14 @@ def test_another_tokenizer(tmp_path):
     tokenizer(tmp_path / "draft", "b", "a")
     with pytest.raises(GrpoError, match=r"has another tokenizer than .*policy: give a draft model with the same"):
         check_draft_tokenizer(args, policys)
+
+
+@pytest.mark.parametrize(("longest", "of_engine"), [(32, 40), (60, 64), (64, 64)])
+def test_room_for_drafts_behind_the_longest_sequence(longest, of_engine):
+    """Of twice the tokens of a draft, within the model's 64 positions."""
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+    lengths = ["--max-prompt-length", "8", "--max-completion-length", str(longest - 8)]
+    args = made_up.parse([*MODEL, *lengths, "--vllm-speculative-config", drafts], 1)
+    assert (args.vllm_max_model_len, longest_of_engine(args)) == (longest, of_engine)
+    args.vllm_speculative_config = None
+    assert longest_of_engine(args) == longest

@@ -327,7 +327,7 @@ REFUSED = {
     NGRAM.replace("ngram", "mtp"): "method is mtp, but the model has no multi-token-prediction layers",
     f'{NGRAM.replace("ngram", "mtp")[:-1]},"draft_load_config":{{}}}}': "draft_load_config is not known to work with",
     f'{NGRAM.replace("ngram", "mtp")[:-1]},"model":"x"}}': "method mtp drafts with layers of the policy: leave model",
-    f"{NGRAM.replace('ngram', 'mtp')} --dry-run --sleep-level 2": "would drop the weights that draft; give",
+    f"{NGRAM.replace('ngram', 'mtp')} --dry-run --sleep-level 2": "vLLM would drop the buffers of these",
     "--moe-layer-recompute": "--moe-layer-recompute needs --num-experts",
     "--moe-token-dispatcher-type allgather": "--moe-token-dispatcher-type needs --num-experts",
     "--moe-aux-loss-coeff 1": "--moe-aux-loss-coeff needs --num-experts: the model has no experts",
