@@ -111,3 +111,38 @@ def padded_vocab_size(args: Namespace) -> int:
     """Return the rows of the embedding: the vocabulary size, padded for an equal shard on each tensor-parallel rank."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-args.vocab_size // multiple) * multiple
+
+
+# What --cuda-graphs cannot record: (attribute, reason and cure).
+_UNRECORDED = (
+    ("num_experts", "the host waits for each layer's counts of tokens: leave the flag out"),
+    ("multi_latent_attention", "it has not been recorded yet: leave the flag out"),
+    ("vision_config", "the layers of a vision-language model have not been recorded yet: leave the flag out"),
+    ("rotary_base_local", "two rotary embeddings in one model have not been recorded yet: leave the flag out"),
+    ("attn_logit_softcapping", "the mask of soft-capped attention is made for each pack: leave the flag out"),
+    ("recompute_granularity", "recomputation has not been recorded yet: leave one of them out"),
+    ("overlap_grad_reduce", "the gradients of a graph are ready together: leave one of them out"),
+    ("overlap_param_gather", "a graph cannot wait for the weights of a layer: leave one of them out"),
+    ("offload_model", "a graph has the addresses of the weights: leave one of them out"),
+    ("offload_gradients", "a graph has the addresses of the gradients: leave one of them out"),
+    ("lora_dropout", "a graph would repeat the same random numbers: leave one of them out"),
+    ("cpu_offloading", "a graph has the addresses of the activations: leave one of them out"),
+    ("fine_grained_activation_offloading", "a graph has the addresses of the activations: leave one of them out"),
+)
+
+
+def check_cuda_graphs(args: Namespace) -> None:
+    """Refuse what --cuda-graphs cannot record."""
+    if not args.cuda_graphs:
+        return
+    if args.transformer_impl != "local":
+        raise GrpoError("--cuda-graphs needs --transformer-impl local: Transformer Engine's layers are not recorded")
+    for dest in "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size".split():
+        if getattr(args, dest) > 1:
+            raise GrpoError(
+                f"--cuda-graphs with {flag(dest)} {getattr(args, dest)}: only whole models are recorded, with any "
+                "number of data-parallel ranks: leave the flag out"
+            )
+    for dest, reason in _UNRECORDED:
+        if getattr(args, dest):
+            raise GrpoError(f"--cuda-graphs with {flag(dest)}: {reason}")

@@ -63,7 +63,12 @@ class StaticPack(PackedSeqParams):
 
 
 class LayerGraphs:
-    """In place of ``TransformerBlock.forward``: replays the layers of a pack whose size is recorded."""
+    """In place of ``TransformerBlock.forward``: replays the layers of a pack whose size is recorded.
+
+    ``reserved`` are the bytes of the graphs' memory that torch counts as free.
+    """
+
+    reserved = 0
 
     def __init__(self, model: torch.nn.Module):
         self._model, self._decoder, self._plain = model, model.decoder, model.decoder.forward
@@ -99,8 +104,23 @@ class LayerGraphs:
             if self._pool is None and hidden_states.is_cuda:
                 self._pool = torch.cuda.graph_pool_handle()
             recorded = _Recorded(self._model, size, hidden_states, rotation, self._pool)
+            self.reserved = _free_in_pool(self._pool)
         self._recorded[size] = recorded
         return recorded
+
+
+def layer_graphs(chunk: torch.nn.Module) -> list[LayerGraphs]:
+    """Return the graphs of a model's chunk with --cuda-graphs."""
+    forwards = (getattr(module, "forward", None) for module in chunk.modules())
+    return [forward for forward in forwards if isinstance(forward, LayerGraphs)]
+
+
+def _free_in_pool(pool: Any) -> int:
+    """Return the bytes of the blocks in a pool of graphs in which no tensor lies at the moment."""
+    if pool is None:
+        return 0
+    segments = (segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
 class _Recorded:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron_grpo.estimate.memory import GIB
 from megatron_grpo.estimate.savings import savings
 from megatron_grpo.models.fp8_weight import stored
+from megatron_grpo.models.layer_graphs import layer_graphs
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors
 from megatron_grpo.utils.errors import GrpoError, is_out_of_memory
 
@@ -49,7 +50,7 @@ class DeviceMemory:
         although the GPU has it back.
         """
         if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated() - self._engine_bytes()[1]
+            peak = torch.cuda.max_memory_allocated() - self._engine_bytes()[1] + self._graphs()
             self._peak = max(self._peak, peak)
             if not engine:
                 self._peak_without_engine = max(self._peak_without_engine, peak)
@@ -78,11 +79,16 @@ class DeviceMemory:
             first = str(error).strip().partition("\n")[0].partition(" GPU ")[0]
             raise GrpoError(f"out of memory in {PHASES.get(name, name)}: {first}\n{self.explanation(name)}") from error
 
+    def _graphs(self) -> int:
+        """Return the bytes that --cuda-graphs keeps for activations; torch counts them as free."""
+        return sum(graphs.reserved for chunk in self.model for graphs in layer_graphs(chunk))
+
     def held(self) -> dict[str, float]:
         """Return the GiB that each holder has on the GPU, in this process and outside it."""
         free, total = torch.cuda.mem_get_info()
         awake, asleep = self._engine_bytes()
-        allocated, reserved = torch.cuda.memory_allocated() - asleep, torch.cuda.memory_reserved() - asleep
+        allocated = torch.cuda.memory_allocated() - asleep + self._graphs()
+        reserved = torch.cuda.memory_reserved() - asleep
         known = {
             "weights": _bytes(part for chunk in self.model for weight in chunk.parameters() for part in stored(weight)),
             "gradients": _bytes(gradient_tensors(self.model)) if self.optimizer is not None else 0,

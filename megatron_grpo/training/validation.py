@@ -12,7 +12,7 @@ from megatron_grpo.algorithm.arguments import check_advantages, check_importance
 from megatron_grpo.data.arguments import check_data, check_pass_rates
 from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
-from megatron_grpo.models.arguments import check_model
+from megatron_grpo.models.arguments import check_cuda_graphs, check_model
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.arguments import check_logging
@@ -46,6 +46,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_model(args)
     check_family(args)
     check_parallelism(args, stage_costs)
+    check_cuda_graphs(args)
     families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)
     check_vision(args)
@@ -86,6 +87,8 @@ def _check_libraries(args: Namespace) -> None:
         )
     if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
+    if args.cuda_graphs and not args.dry_run and not torch.cuda.is_available():
+        raise GrpoError("--cuda-graphs needs a GPU: leave it out")
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--optimizer-cpu-offload needs a GPU: here the optimizer is on the CPU anyway")
     transformer_config_from_args(args)
