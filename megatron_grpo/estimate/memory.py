@@ -178,17 +178,18 @@ class Plan:
         on_device, on_host = _optimizer_bytes(args, half)
         leaves = weights * args.offload_model + gradients * args.offload_gradients
         leaves += share * on_device * args.offload_optimizer
+        activations = (self._activations(stage) + dequantized) * size
         return Memory(
             weights,
             gradients,
             share * on_device,
-            (self._activations(stage) + dequantized) * size,
+            activations,
             self._head() if self.stages[stage][-1].head else 0,
             share * on_host
             + weights * (args.beta > 0 and not args.lora_rank)
             + leaves
             - gradients * args.offload_gradients,
-            weights + gradients + share * on_device - leaves,
+            weights + gradients + share * on_device - leaves + activations * args.cuda_graphs,
         )
 
     def staged(self, stage: int, ranks: int) -> float:

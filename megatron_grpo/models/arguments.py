@@ -68,9 +68,21 @@ ONLY: tuple[Only, ...] = (
     (
         "moe_router_padding_for_fp8 moe_router_padding_for_quantization",
         (False,),
-        "training in 8 bits is not supported yet: leave it out",
+        "it routes further tokens to the experts; with --fp8-format Transformer Engine pads each expert's tokens "
+        "itself: leave it out",
     ),
-    ("fp8_format fp4_format", (None,), "training in 8 or 4 bits is not supported yet: leave it out"),
+    (
+        "fp8_recipe",
+        ("blockwise", "tensorwise"),
+        "delayed takes its scales from earlier passes, so old and new log-probabilities of the same weights would "
+        "differ; mxfp8 needs a Blackwell GPU; custom is code of your own: give blockwise or tensorwise",
+    ),
+    ("fp4_format", (None,), "it needs a Blackwell GPU, and training in 4 bits is not supported: leave it out"),
+    (
+        "fp8_param_gather fp4_param_gather",
+        (False,),
+        "import, export, weight sync, checkpoints and offloading read parameters in bf16: leave it out",
+    ),
     (
         "hidden_dropout attention_dropout",
         (0.0,),

@@ -16,6 +16,7 @@ from megatron_grpo.data.pack import Pack, pack_completions
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import router_replay
+from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
@@ -29,6 +30,7 @@ def build_model(args, model_provider: Callable) -> Model:
 
     The chunks are not wrapped for data-parallel training.
     """
+    check_fp8_device(args)
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     model = []
     for stage in range(stages):
@@ -123,7 +125,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
     degrees, ranks = assignment(args, batch, completions, max_tokens)
-    pad_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     of_rank = None  # tokens of a rank
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
@@ -133,8 +135,14 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
             for degree, pack in zip(degrees, rank, strict=True)
         )
     cp_rank = parallel_state.get_context_parallel_rank()
+
+    def total_length(degree: int, pack: np.ndarray) -> int | None:
+        if args.fp8_format and not of_rank and not len(pack):  # a product of no tokens has no kernel in FP8
+            return pad_multiple * sequence_multiple(degree)
+        return of_rank and of_rank * degree
+
     return [
-        pack_completions(batch, pack, pad_multiple, of_rank and of_rank * degree, degree, cp_rank % degree)
+        pack_completions(batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree)
         for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
     ]
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.models.arguments import check_model, padded_vocab_size
+from megatron_grpo.models.fp8_training import check_fp8
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.parallel.arguments import check_parallelism
 from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
@@ -121,6 +122,7 @@ def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) ->
         check_family(own)
         divides(own, "num_layers", pp, f"--{prefix}-pipeline-model-parallel-size")  # its stages have equal sizes
         check_parallelism(own)
+        check_fp8(own)
         check_rope(own)
         check_budgets(own)
     except GrpoError as error:

@@ -148,7 +148,8 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "--mismatch-limit",
         POSITIVE,
         None,
-        "mismatch/mean_abs above which the run ends [0.001 in float32, 0.2 in 16 bits, 1 with --vllm-quantization]",
+        "mismatch/mean_abs above which the run ends [0.001 in float32, 0.2 in 16 bits, 1 with --vllm-quantization "
+        "or --fp8-format]",
     ),
 )
 

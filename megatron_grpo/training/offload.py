@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
@@ -70,6 +71,7 @@ class Offloader:
         torch.cuda.synchronize()  # all streams, because collectives run on their own
         if self.gradients:
             self.optimizer.zero_grad()  # gradients outside the buffers: float32 copies of 16-bit gradients
+        free_fp8_weights(self.model)
         self._collect()
         for data, host in self._slices():
             host.copy_(data, non_blocking=True)

@@ -14,6 +14,7 @@ from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_cuda_graphs, check_model
 from megatron_grpo.models.config import transformer_config_from_args
+from megatron_grpo.models.fp8_training import check_fp8
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.arguments import check_logging
 from megatron_grpo.parallel.arguments import check_parallelism
@@ -47,6 +48,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_family(args)
     check_parallelism(args, stage_costs)
     check_cuda_graphs(args)
+    check_fp8(args)
     families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)
     check_vision(args)

@@ -52,6 +52,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
         0.0,
         "multi-token-prediction layers are trained only on request",
     ),
+    "fp8_recipe": ("blockwise", "its forward pass does not depend on the packing, as megatron-core's delayed does"),
     "optimizer_offload_fraction": (1.0, "as in Megatron-LM: the whole optimizer state"),
     "min_lr": (0.0, "as in Megatron-LM"),
     "grad_reduce_in_fp32": (True, "as in Megatron-LM with --bf16: the sum of many small gradients needs float32"),
@@ -86,7 +87,7 @@ RANGES = {
         count_to(2**24): "hidden_size ffn_hidden_size moe_ffn_hidden_size",
         count_to(2**16): "num_experts moe_router_topk",
         Number(int, 0, 2**24): "moe_shared_expert_intermediate_size",
-        Number(int, 0, 10**4): "mtp_num_layers",
+        Number(int, 0, 10**4): "mtp_num_layers num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         Number(int, -1, MOST): "window_size",
         POSITIVE: (
             "softmax_scale norm_epsilon activation_func_clamp_value moe_router_topk_scaling_factor "

@@ -77,12 +77,13 @@ EXCLUDED = {
             "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path"
         ),
         "heterogeneous layers are not supported": "heterogeneous_block_specs hetereogenous_dist_checkpoint",
-        "training in 8 or 4 bits is not supported yet": (
-            "fp8_recipe fp8_quantizer_factory fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
-            "fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16 "
-            "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_recipe fp4_quantizer_factory "
-            "activation_func_fp8_input_store reuse_grad_buf_for_mxfp8_param_ag"
+        "only recipes of FP8 that --fp8-recipe refuses read it": (
+            "fp8_quantizer_factory fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red "
+            "reuse_grad_buf_for_mxfp8_param_ag"
         ),
+        "the core of attention is not computed in FP8": "fp8_dot_product_attention fp8_multi_head_attention",
+        "training in 4 bits is not supported": "fp4_recipe fp4_quantizer_factory",
+        "it rounds the activation's input to 8 bits without a scale": "activation_func_fp8_input_store",
         "only the dispatchers allgather and alltoall are supported": (
             "moe_deepep_num_sms moe_hybridep_num_sms moe_flex_dispatcher_backend"
         ),

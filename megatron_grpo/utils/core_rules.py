@@ -47,6 +47,12 @@ READ_WITH: tuple[tuple[str, Condition, str], ...] = (
     ),
     ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", _given("fp16"), "--fp16"),
     ("disable_bf16_reduced_precision_matmul", _given("bf16"), "--bf16"),
+    ("fp8_recipe first_last_layers_bf16", _given("fp8_format"), "--fp8-format"),
+    (
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        _given("first_last_layers_bf16"),
+        "--first-last-layers-bf16",
+    ),
     ("adam_beta1 adam_beta2 adam_eps decoupled_weight_decay", _given("optimizer", "adam"), "--optimizer adam"),
     ("sgd_momentum", _given("optimizer", "sgd"), "--optimizer sgd"),
     ("decoupled_min_lr", _given("decoupled_lr"), "--decoupled-lr"),

@@ -36,13 +36,13 @@ ENDING = "The last checkpoint is good; report this with the model's config.json 
 def largest_mismatch(args: Namespace) -> float:
     """Return the largest mean |log p(policy) - log p(rollout)| that counts as rounding, nats: --mismatch-limit.
 
-    Defaults by precision: 0.001 in float32, 0.2 in 16 bits, 1 with --vllm-quantization. On equal weights the mean is
-    4e-7 in float32 on a CPU, 0.007 in bf16 on an H200; for toy models with sharp distributions 0.1 in bf16 and 0.43 in
-    FP8.
+    Defaults by precision: 0.001 in float32, 0.2 in 16 bits, 1 with --vllm-quantization or --fp8-format. On equal
+    weights the mean is 4e-7 in float32 on a CPU, 0.007 in bf16 on an H200; for toy models with sharp distributions 0.1
+    in bf16 and 0.43 with an engine in FP8.
     """
     if args.mismatch_limit is not None:
         return args.mismatch_limit
-    if args.vllm_quantization:
+    if args.vllm_quantization or args.fp8_format:
         return 1.0
     half = args.bf16 or args.fp16 or args.vllm_dtype in ("bfloat16", "float16")
     return 0.2 if half else 1e-3

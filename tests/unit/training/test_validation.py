@@ -299,7 +299,7 @@ REFUSED = {
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
     f"{MOE} --moe-expert-capacity-factor 1.5": "it drops tokens; the engine does not",
     f"{MOE} --moe-router-fusion": "--moe-router-fusion needs --transformer-impl transformer_engine",
-    "--fp8-format hybrid": "--fp8-format is hybrid: training in 8 or 4 bits is not supported yet",
+    "--fp8-format hybrid": "--fp8-format hybrid needs --transformer-impl transformer_engine",
     "--attention-dropout 0.1": "--attention-dropout is 0.1: the engine has no dropout",
     "--normalization LayerNorm": "give --normalization RMSNorm",
     "--window-size 128,0 --model-family llama --no-qk-layernorm": (

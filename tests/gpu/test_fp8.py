@@ -1,0 +1,51 @@
+"""Updates in FP8 beside bf16 on one Hopper GPU, with Transformer Engine."""
+
+import json
+
+import pytest
+import torch
+from launch import torchrun
+from test_updates import needs_te
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FP8 needs a Hopper GPU"
+)
+LAYERS, LINEAR, PACKS = 4, 4, 2  # of the worker's runs: layers, linear layers of each, micro-batches of an update
+
+
+def measured(tmp_path, part: str) -> dict:
+    output = torchrun(1, "tests/gpu/fp8_worker.py", tmp_path, part)
+    print(output)
+    return json.loads(next(line[4:] for line in output.splitlines() if line.startswith("FP8 {")))
+
+
+def is_near(result: dict, mean: float = 0.05, cosine: float = 0.97) -> None:
+    """FP8 rounds to 3 (e4m3) or 2 (e5m2) bits of mantissa: log-probabilities and gradient stay near those in bf16."""
+    assert max(result["mean"]) < mean and result["cosine"] > cosine, result
+    assert result["fresh"], "the products used copies of earlier weights"
+
+
+@needs_te
+@needs_hopper
+def test_recipes_and_checkpoints(tmp_path):
+    results = measured(tmp_path, "dense")
+    products = 3 * LINEAR * LAYERS * PACKS  # forward, gradient of the input, gradient of the weight
+    assert results["bf16"]["products"] == {"0": products} and results["bf16"]["freed"] == 0
+    linear = LAYERS * (512 * (8 + 2 * 2) * 64 + 8 * 64 * 512 + 3 * 512 * 1024)  # weights
+    for name in ("blockwise", "blockwise hybrid", "tensorwise"):
+        is_near(results[name])
+        assert results[name]["mean"][0] > 0 and results[name]["products"] == {"2": products}, name
+        assert 2 * linear <= results[name]["freed"] < 2.2 * linear, "a copy of each weight and its transpose"
+    assert results["resumed"] and results["to bf16"] and results["from bf16"]
+
+
+@needs_te
+@needs_hopper
+def test_recomputation_adapters_and_experts(tmp_path):
+    results = measured(tmp_path, "more")
+    for name in ("recompute full", "recompute mlp", "no transpose cache", "fused gradients"):
+        is_near(results[name], 1e-3, 0.9999)
+    for name in ("edges in bf16", "adapter", "experts"):
+        is_near(results[name])
+    half = 3 * LINEAR * LAYERS * PACKS // 2
+    assert results["edges in bf16"]["products"] == {"0": half, "2": half}
