@@ -129,6 +129,7 @@ def padded_vocab_size(args: Namespace) -> int:
 _UNRECORDED = (
     ("num_experts", "the host waits for each layer's counts of tokens: leave the flag out"),
     ("multi_latent_attention", "it has not been recorded yet: leave the flag out"),
+    ("mtp_num_layers", "multi-token prediction has not been recorded yet: leave the flag out"),
     ("vision_config", "the layers of a vision-language model have not been recorded yet: leave the flag out"),
     ("rotary_base_local", "two rotary embeddings in one model have not been recorded yet: leave the flag out"),
     ("attn_logit_softcapping", "the mask of soft-capped attention is made for each pack: leave the flag out"),

@@ -14,6 +14,7 @@ from launch import torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_grpo.models.attention import visible_keys
+from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
 from megatron_grpo.models.self_attention import Norm, queries_keys_values
@@ -202,3 +203,48 @@ def test_attention_of_towers(width):
         out.backward(given[3].transpose(1, 2).to(dtype))
         found.append([out, *(x.grad for x in leaves)])
     assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 2e-2
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_of_a_pack(trained, size, normed):
+    """Queries, keys and values in bf16 with their gradients against the plain function in float64."""
+    tokens, groups, queries = 333, 2, 3
+    heads = torch.randn(tokens, groups, queries + 2, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.rand(size, device="cuda", dtype=torch.bfloat16, requires_grad=trained) for _ in range(2 * normed)]
+    angles = torch.randn(tokens, 1, 1, size // 2, device="cuda").repeat(1, 1, 1, 2)
+    rotation = cosines_and_sines(angles, torch.arange(tokens, device="cuda"), 1.5, False, torch.float32)
+    upstream = [torch.randn(tokens, n, size, device="cuda", dtype=torch.bfloat16) for n in (6, 2, 2)]
+    inputs = [heads, *weights] if trained else [heads]
+
+    got = HeadsOfPack.apply(heads, *(weights or [None, None]), *rotation, 1e-6, 0.0)
+    got_grads = torch.autograd.grad(got, inputs, upstream)
+    double = [x.detach().double().requires_grad_() for x in [heads, *weights]]
+    norms = [Norm(weight, 1e-6, False) for weight in double[1:]] or [None, None]
+    want = queries_keys_values(double[0], *norms, *(x.double() for x in rotation), False)
+    want_grads = torch.autograd.grad(want, double[: len(inputs)], [x.double() for x in upstream])
+    for a, b in zip([*got, *got_grads], [*want, *want_grads], strict=True):
+        assert relative(a, b) < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(5000, 1, 1024), (3, 1, 2560), (1, 1, 96)], ids=str)
+def test_gradient_of_a_norm(shape):
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.rand(shape[-1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn_like(x)
+    got = torch.autograd.grad(RootMeanSquareNorm.apply(x, weight, 1e-6), (x, weight), upstream)
+    double = [t.detach().double().requires_grad_() for t in (x, weight)]
+    out = torch.nn.functional.rms_norm(double[0], shape[-1:], double[1], 1e-6)
+    for a, b in zip(got, torch.autograd.grad(out, double, upstream.double()), strict=True):
+        assert relative(a, b) < 4e-3
+
+
+@pytest.mark.parametrize("size", [24, 1500, 9728])
+def test_gradient_of_swiglu(size):
+    x = torch.randn(37, 1, 2 * size, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(37, 1, size, device="cuda", dtype=torch.bfloat16)
+    double = x.double().requires_grad_()
+    first, second = double.chunk(2, -1)
+    (want,) = torch.autograd.grad(torch.nn.functional.silu(first) * second, double, upstream.double())
+    assert relative(swiglu_gradient(upstream, x), want) < 4e-3

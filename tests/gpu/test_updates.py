@@ -40,6 +40,13 @@ def test_one_gpu():
     check("TP1", more, recompute)
 
 
+def test_cuda_graphs():
+    """Packs of several sizes, each recorded at its second appearance; adapters, whose first layer needs no gradient."""
+    packs = "--max-tokens-per-microbatch 512"
+    check(f"TP1: {packs}", f"TP1: {packs} --cuda-graphs", f"TP1: {packs} --cuda-graphs --gradient-accumulation-fusion")
+    check(f"TP1: {packs}", f"TP1: {packs} --cuda-graphs", flags=["--lora-rank", "8"])
+
+
 @needs_te
 def test_transformer_engine():
     fused = "--bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion"

@@ -37,9 +37,7 @@ def test_few_sizes():
     assert len({Size.of(tokens, 20, 900) for tokens in range(15000, 16385)}) <= 6
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("--lora-rank", "4"), ("--gradient-accumulation-fusion",), ("--mtp-num-layers", "1")], ids=str
-)
+@pytest.mark.parametrize("flags", [(), ("--lora-rank", "4"), ("--gradient-accumulation-fusion",)], ids=str)
 def test_updates_are_those_without_graphs(flags):
     """Three updates of packs of other lengths: weights and metrics are the same to the last bit on a CPU."""
     with socket.socket() as free:
