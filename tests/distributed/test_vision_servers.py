@@ -39,13 +39,9 @@ def test_episodes_with_screenshots(data, served, tmp_path):
     assert all(row["environment/turns"] > 1.5 and row["environment/failed"] == 0 for row in rows)
 
 
-# Flags of the run, its ranks.
 AGENT_LAYOUTS = {
-    "DP2": ("--micro-batch-size 2 --use-distributed-optimizer", 2),
-    "PP2": ("--pipeline-model-parallel-size 2", 2),
-    "PP2 DP2": ("--pipeline-model-parallel-size 2 --micro-batch-size 2", 4),
-    "engines of their own, DP2": ("--micro-batch-size 2 --rollout-ranks 1", 3),
-    "engines of their own, PP2": ("--pipeline-model-parallel-size 2 --rollout-ranks 1", 3),
+    "DP2": "--micro-batch-size 2 --use-distributed-optimizer",
+    "PP2": "--pipeline-model-parallel-size 2",
 }
 
 
@@ -53,7 +49,6 @@ AGENT_LAYOUTS = {
 def test_agents_with_pictures(data, served, tmp_path, layout):
     """Branches with shared pictures; the server has the weights of the tower that trains."""
     shape, url = served
-    more, ranks = AGENT_LAYOUTS[layout]
     flags = [
         *FLAGS.split(),
         "--vllm-server-base-url",
@@ -63,7 +58,7 @@ def test_agents_with_pictures(data, served, tmp_path, layout):
         "--environment-timeout",
         "300",
     ]
-    rows = run(data, ranks, tmp_path / "run", *flags, *more.split(), shape=shape, agent=True)
+    rows = run(data, 2, tmp_path / "run", *flags, *AGENT_LAYOUTS[layout].split(), shape=shape, agent=True)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 5 and row["environment/failed"] == 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
