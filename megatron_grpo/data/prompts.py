@@ -243,7 +243,7 @@ class PromptDataset:
             row = file.row(block, position)
             ids, images = self._tokens(row, file.path.parent)
             if decode and images is not None:
-                images.open()
+                images.check()
             fields = row_sampling(row, self._args, self._tokenizer.special_tokens)
             check_source(self._routes, row)
             rate = pass_rate(row) if self._rated else 1.0

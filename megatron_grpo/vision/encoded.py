@@ -51,8 +51,8 @@ def source_of_part(part: Mapping[str, Any]) -> Any:
 def as_data_uri(value: Any) -> str:
     """Return an image as a data URI: a PIL image as PNG, else the bytes of the file; GrpoError if it is none.
 
-    ``value`` may also be a path, bytes, a data URI or an object with bytes or path. The image is decoded once, so that
-    a damaged one is found here.
+    ``value`` may also be a path, bytes, a data URI or an object with bytes or path. These are decoded once, so that a
+    damaged image is found here.
     """
     import PIL.Image
 
@@ -60,19 +60,22 @@ def as_data_uri(value: Any) -> str:
     if isinstance(value, PIL.Image.Image):
         file = io.BytesIO()
         value.save(file, "PNG")
-        data = file.getvalue()
-    else:
-        source = as_source(value, name)
-        try:
-            data = source if isinstance(source, bytes) else Path(source).read_bytes()
-        except OSError as error:
-            raise GrpoError(f"{name} ({source}) cannot be read: {error.strerror}") from error
+        return _data_uri("image/png", file.getvalue())
+    source = as_source(value, name)
+    try:
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    except OSError as error:
+        raise GrpoError(f"{name} ({source}) cannot be read: {error.strerror}") from error
     try:
         with PIL.Image.open(io.BytesIO(data)) as image:
             image.load()
             kind = PIL.Image.MIME.get(image.format or "", "image")
     except Exception as error:  # PIL's readers raise errors of many types for damaged images
         raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    return _data_uri(kind, data)
+
+
+def _data_uri(kind: str, data: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 

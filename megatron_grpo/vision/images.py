@@ -8,6 +8,7 @@ import functools
 import hashlib
 import io
 import re
+import threading
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cachetools
 import numpy as np
 
 from megatron_grpo.utils.errors import GrpoError
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 PLACE = "<image>"  # in a text: an image of the row stands here
 VIDEO_PLACE = "<video>"  # in a text of a row with a column of videos: one of them stands here
-CACHED_BYTES = 512 * 2**20  # of pixels, on a rank that runs the tower
+CACHED_BYTES = 512 * 2**20  # on each rank: of decoded images, of the tower's input, and of what servers get
 
 Messages = list[dict[str, Any]]
 Source = bytes | Path | Video
@@ -95,8 +97,16 @@ class RowImages:
         )
 
     def open(self) -> list[Image | npt.NDArray[np.uint8]]:
-        """Return the decoded images, and videos [frames, height, width, 3]; GrpoError for a damaged one."""
-        return list(_opened_of(self))
+        """Return the decoded images, and videos [frames, height, width, 3]; GrpoError for a damaged one.
+
+        The newest are kept: each turn of a conversation has the images of all earlier ones.
+        """
+        return [opened(source, number) for source, number in _numbered(self.sources)]
+
+    def check(self) -> None:
+        """Decode all images and videos, and keep none; GrpoError for a damaged one."""
+        for source, number in _numbered(self.sources):
+            opened.__wrapped__(source, number)
 
     def for_vllm(self) -> dict[str, list[Any]]:
         """Return vLLM's multi_modal_data."""
@@ -163,7 +173,7 @@ class RowImages:
         index, positions = np.full(len(ids), -1), [np.zeros((0, 3), np.int64)]
         for number, (begin, end) in enumerate(pairwise([0, *starts, len(ids)])):
             chosen = self.samples[number] if self.samples else range(len(self.sources))
-            part = self._only(chosen) if self.samples else self
+            part = self.only(chosen) if self.samples else self
             places = part._places(ids[begin:end])
             within = np.full(end - begin, -1)
             within[places] = np.arange(len(places))
@@ -173,7 +183,7 @@ class RowImages:
                 positions.append(part._rope_positions(within))
         return np.concatenate(positions) if self.mrope else None, index
 
-    def _only(self, chosen: Sequence[int]) -> RowImages:
+    def only(self, chosen: Sequence[int]) -> RowImages:
         """Return the images and videos with these numbers, in this order."""
         names = ("sources", "grids", "expansions", "steps")
         return replace(self, samples=(), **{name: tuple(getattr(self, name)[i] for i in chosen) for name in names})
@@ -195,12 +205,18 @@ def _name_of(source: Source) -> str:
     return hashed.hexdigest()
 
 
-@functools.lru_cache(maxsize=2)  # the requests for the completions of a prompt come one after another
-def _opened_of(images: RowImages) -> tuple[Image | npt.NDArray[np.uint8], ...]:
-    return tuple(
-        _frames_of(source, number) if isinstance(source, Video) else decoded(source, number)
-        for source, number in _numbered(images.sources)
-    )
+def _bytes_of(found: Image | npt.NDArray[np.uint8]) -> int:
+    return found.nbytes if isinstance(found, np.ndarray) else 3 * found.width * found.height
+
+
+@cachetools.cached(
+    cachetools.LRUCache(CACHED_BYTES, _bytes_of),  # type: ignore[arg-type]
+    key=lambda source, number: source,
+    lock=threading.Lock(),
+)
+def opened(source: Source, number: int) -> Image | npt.NDArray[np.uint8]:
+    """Return a decoded image or video, kept by its bytes or its file; ``number`` names it in errors."""
+    return _frames_of(source, number) if isinstance(source, Video) else decoded(source, number)
 
 
 def _within(directory: Path, source: bytes | str | Video, number: int) -> Source:

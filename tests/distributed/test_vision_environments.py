@@ -154,6 +154,41 @@ def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
     assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
 
 
+COUNT = """
+import hashlib, os
+from vllm.multimodal.processing.context import InputProcessingContext
+from megatron_grpo.vision import images
+
+def noted(kind, data):
+    with open(os.environ["SCREEN_CALLS"], "a") as file:
+        file.write(f"{kind} {hashlib.md5(data).hexdigest()}\\n")
+
+decoded, processed = images.decoded, InputProcessingContext.call_hf_processor
+
+def decode(source, number):
+    if isinstance(source, bytes):  # the rows have files
+        noted("decoded", source)
+    return decoded(source, number)
+
+def process(self, processor, data, *more):
+    for image in data.get("images", ()):
+        noted("processed", str(image.size).encode() + image.tobytes())
+    return processed(self, processor, data, *more)
+
+images.decoded, InputProcessingContext.call_hf_processor = decode, process
+"""
+
+
+def test_each_picture_of_an_agent_is_decoded_and_processed_once(data, tmp_path):
+    """Under one load of the weights: every call of an episode shows all earlier pictures."""
+    (tmp_path / "count.py").write_text(COUNT)
+    flags = [*AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf", "--train-iters", "1"]
+    rows = run(data, 1, tmp_path / "run", *flags, "--external-plugins", tmp_path / "count.py", agent=True)
+    assert rows[0]["environment/turns"] > 5
+    lines = (tmp_path / "run.calls").read_text().splitlines()
+    assert len(lines) == len(set(lines)) and len({line for line in lines if line.startswith("processed")}) > 8
+
+
 AGENT_LAYOUTS = {
     "TP2 SP, engine TP2": "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2",
     "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 1600",

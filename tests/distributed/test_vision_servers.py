@@ -23,7 +23,10 @@ def served(request, data):
     shape = request.param
     if not (data / shape).exists():
         make_model(data / shape, shape=shape)
-    with cpu_server(data / shape, data / f"{shape}.log", SERVER + " --enable-scale-out") as (url, _):
+    with cpu_server(data / shape, data / f"{shape}.log", SERVER + " --enable-scale-out --max-model-len 512") as (
+        url,
+        _,
+    ):
         yield shape, url
 
 
@@ -34,6 +37,31 @@ def test_episodes_with_screenshots(data, served, tmp_path):
     rows = run(data, 2, tmp_path / "run", *flags, shape=shape)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 1.5 and row["environment/failed"] == 0 for row in rows)
+
+
+AGENT_LAYOUTS = {
+    "DP2": "--micro-batch-size 2 --use-distributed-optimizer",
+    "PP2": "--pipeline-model-parallel-size 2",
+}
+
+
+@pytest.mark.parametrize("layout", AGENT_LAYOUTS)
+def test_agents_with_pictures(data, served, tmp_path, layout):
+    """Branches with shared pictures; the server has the weights of the tower that trains."""
+    shape, url = served
+    flags = [
+        *FLAGS.split(),
+        "--vllm-server-base-url",
+        url,
+        "--max-prompt-length",
+        "200",
+        "--environment-timeout",
+        "300",
+    ]
+    rows = run(data, 2, tmp_path / "run", *flags, *AGENT_LAYOUTS[layout].split(), shape=shape, agent=True)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
+    assert all(row["environment/turns"] > 5 and row["environment/failed"] == 0 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_images_of_rows_with_engines_of_their_own(data, served, tmp_path):

@@ -9,8 +9,8 @@ All calls of a run may sample --max-completion-length tokens; prompts, counted o
 is too long, and the run's finish reason is "length". A program that fails (environments/pool.py) is repeated with a new
 URL; if that fails, its finish reason is "failed": not scored, and not in the loss.
 
-Messages for a vision-language model can have images. Their bytes go to all ranks of the replica with each call, and are
-recorded in the tree: a sample has those on its path.
+Messages for a vision-language model can have images. The bytes of each go to all ranks of the replica once, with the
+first call that shows it, and are recorded in the tree: a sample has those on its path.
 
 Rollouts can be interrupted (--partial-rollouts, --rollout-ranks). The program does not see it: the call that is being
 generated goes on after its tokens under the new weights, and calls that come meanwhile wait. After a resume the program
@@ -34,7 +34,7 @@ from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised, w
 from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.images import RowImages
+from megatron_grpo.vision.images import RowImages, opened
 
 _CALLS = 1 << 20  # of one run: ids of the engine's requests are id * _CALLS + number of the call, from 1
 _WAIT = 0.02  # s between looks at the programs while nothing generates
@@ -70,6 +70,7 @@ class _Run:
     prompts: int = 0  # tokens of all samples that were not sampled in it
     over: bool = False  # a call was refused at a limit
     decoded: set[bytes] = field(default_factory=set)  # images that are whole
+    numbers: dict[bytes, int] = field(default_factory=dict)  # of the images that all ranks have
 
     def begin_again(self, program: str) -> None:
         """Forget what an earlier program has said."""
@@ -92,6 +93,7 @@ class _Paused:
 
     request: Request
     run: _Run | None  # on the lead rank
+    images: RowImages | None
     asked: list[Request] = field(default_factory=list)  # that the engine was generating, with the tokens so far
     calls: dict[int, _Asked] = field(default_factory=dict)  # of the asked, on the lead rank
 
@@ -105,6 +107,7 @@ class Agents(Conversing):
         super().__init__(*parts, **more)
         self._endpoint = Endpoint() if self._pool is not None else None
         self._requests: dict[int, Request] = {}
+        self._run_images: dict[int, RowImages] = {}  # by the same ids: the images of all calls of a run, each once
         self._asked: dict[int, Request] = {}  # that the engine generates, by its id
         self._paused: dict[int, _Paused] = {}  # an evaluation can have the same ids
         # On the lead rank:
@@ -132,6 +135,8 @@ class Agents(Conversing):
 
     def _begin(self, request: Request) -> None:
         self._requests[request.id] = request
+        if self._images is not None:
+            self._run_images[request.id] = self._images.of(())
         if self._pool is not None and self._endpoint is not None:
             session, url = self._endpoint.open()
             run = self._runs[request.id] = _Run(request, next(self._keys), session)
@@ -147,12 +152,12 @@ class Agents(Conversing):
         new, calls, ended = [], [], []
         if self._requests:
             calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
-        for number, prompt_ids, max_tokens, stop, shown in calls:
+        for number, prompt_ids, max_tokens, stop, added, shown in calls:
             run, call = divmod(number, _CALLS)
             request = self._requests[run]
             sampling = replace(request.sampling, max_tokens=max_tokens, stop=(*request.sampling.stop, *stop))
             seed = None if request.seed is None else request_seed(request.seed, call)
-            new.append(Request(number, prompt_ids, sampling, seed=seed, images=self._read(request, shown)))
+            new.append(Request(number, prompt_ids, sampling, seed=seed, images=self._read(request, added, shown)))
         self._ask(new)
         done = []
         if self._asked:
@@ -164,12 +169,17 @@ class Agents(Conversing):
                     self._answer(completion)
         return done + [self._end(number, reason, reward) for number, reason, reward in ended]
 
-    def _read(self, request: Request, shown: list[str]) -> RowImages | None:
-        """Return the images of a call, which come in base64."""
+    def _read(self, request: Request, added: list[str], shown: list[int]) -> RowImages | None:
+        """Return the images of a call: ``added``, in base64, follow those of the run's earlier calls; ``shown`` are the
+        numbers of the call's.
+        """
         if self._images is None:
             return None
+        if added:
+            new = self._images.of([base64.b64decode(image) for image in added])
+            self._run_images[request.id] = self._run_images[request.id].followed_by(new)
         where = "an agent's call" if request.images is None else f"{request.images.where}: an agent's call"
-        return replace(self._images.of([base64.b64decode(image) for image in shown]), where=where)
+        return replace(self._run_images[request.id].only(shown), where=where)
 
     def _news(self) -> tuple[list[Any], list[Any]]:
         """Return what the ranks of a replica are told: (calls, as `_accept` returns them; ends of runs)."""
@@ -220,8 +230,12 @@ class Agents(Conversing):
 
     # ---- calls
 
-    def _accept(self, run: _Run | None, call: Call) -> tuple[int, list[int], int, list[str], list[str]] | None:
-        """Return (id, prompt, most tokens, stop words, images in base64) of a call, or refuse it."""
+    def _accept(
+        self, run: _Run | None, call: Call
+    ) -> tuple[int, list[int], int, list[str], list[str], list[int]] | None:
+        """Return (id, prompt, most tokens, stop words, new images in base64, numbers of its images) of a call, or
+        refuse it.
+        """
         assert self._endpoint is not None
         if run is None or call.abandoned:
             self._endpoint.refuse(call, "this session has ended", "not_found", 404)
@@ -266,7 +280,10 @@ class Agents(Conversing):
         number = run.request.id * _CALLS + run.calls
         self._calls[number] = _Asked(call, prompt, most, run)
         shown = [*(prompt.parent.images_so_far if prompt.parent is not None else ()), *prompt.images]
-        return number, [*before, *prompt.ids], most, stop, [base64.b64encode(image).decode() for image in shown]
+        added = [image for image in dict.fromkeys(shown) if image not in run.numbers]
+        run.numbers.update(zip(added, itertools.count(len(run.numbers))))
+        encoded = [base64.b64encode(image).decode() for image in added]
+        return number, [*before, *prompt.ids], most, stop, encoded, [run.numbers[image] for image in shown]
 
     def _prompt(self, run: _Run, call: Call) -> _Prompt:
         """Return what a call asks; GrpoError if it is malformed."""
@@ -320,9 +337,13 @@ class Agents(Conversing):
                 f"a message has an image, and model family {self._args.model_family} takes texts only: send texts, or "
                 "train a vision-language model"
             )
-        if self._images is not None and (new := [image for image in images if image not in run.decoded]):
-            self._images.of(images).open()
-            run.decoded.update(new)
+        if self._images is None or run.decoded.issuperset(images):
+            return
+        self._images.of(images)  # sizes that the processor refuses
+        for number, image in enumerate(images, 1):
+            if image not in run.decoded:
+                opened(image, number)
+                run.decoded.add(image)
 
     def _text_prompt(self, run: _Run, prompt: Any) -> _Prompt:
         if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
@@ -388,6 +409,7 @@ class Agents(Conversing):
 
     def _end(self, number: int, reason: str, reward: float | None) -> Completion:
         request = self._requests.pop(number)
+        self._run_images.pop(number, None)
         self._stop_calls({number})
         if self._pool is None:
             return Completion(number, [], None, reason, [])  # the lead rank has the tokens
@@ -425,7 +447,7 @@ class Agents(Conversing):
         """See `InterruptibleEngine.interrupt`; a request with the same row object continues the run."""
         stopped = self.unfinished()
         for number, request in self._requests.items():
-            self._paused[number] = _Paused(request, self._runs.get(number))
+            self._paused[number] = _Paused(request, self._runs.get(number), self._run_images.pop(number, None))
         for completion in self._engine.interrupt():  # type: ignore[attr-defined]
             asked = self._asked.pop(completion.id)
             number, call = divmod(completion.id, _CALLS)
@@ -443,6 +465,8 @@ class Agents(Conversing):
         self._requests[number] = paused.request
         if paused.run is not None:
             self._runs[number] = paused.run
+        if paused.images is not None:
+            self._run_images[number] = paused.images
         self._calls |= paused.calls
         self._ask(paused.asked)
 
@@ -451,6 +475,7 @@ class Agents(Conversing):
         self._stop_calls(ids)
         for number in sorted(ids & self._requests.keys()):
             self._requests.pop(number)
+            self._run_images.pop(number, None)
             if self._pool is not None:
                 self._close(number)
 

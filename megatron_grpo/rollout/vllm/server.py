@@ -11,9 +11,11 @@ without token ids. /inference/v1/generate takes both: the prompt with one token 
 import json
 import os
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import cachetools
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -40,7 +42,7 @@ from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
 from megatron_grpo.vision.encoded import as_data_uri
-from megatron_grpo.vision.images import Source
+from megatron_grpo.vision.images import CACHED_BYTES, Source
 from megatron_grpo.vision.videos import Video
 
 _GENERATE = "/inference/v1/generate"
@@ -291,7 +293,7 @@ class VllmServer(Server):
         of a video as images of any format, and the rate from its own flags.
         """
         if not isinstance(source, Video):
-            return {"type": "image_url", "url": as_data_uri(decoded)}
+            return {"type": "image_url", "url": _as_png(source, decoded)}
         if (rate := self._video_flags.get("fps", 1)) != source.fps or self._video_flags.get("num_frames", 32) != -1:
             raise Fault(
                 f"it takes up to {self._video_flags.get('num_frames', 32)} frames of a video (-1: all) at {rate:g} "
@@ -340,6 +342,12 @@ class VllmServer(Server):
             raise Fault("it could not drop its prefix cache: stop all other clients of this server")
         body = {"new_version": weight_tag(version)}
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
+
+
+@cachetools.cached(cachetools.LRUCache(CACHED_BYTES, len), key=lambda source, decoded: source, lock=threading.Lock())
+def _as_png(source: Source, decoded: Any) -> str:
+    """Return the data URI of an image; the newest are kept, because each turn sends the images of all earlier ones."""
+    return as_data_uri(decoded)
 
 
 def _has_images(request: Request) -> bool:

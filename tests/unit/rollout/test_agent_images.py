@@ -3,6 +3,7 @@
 import base64
 import io
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -16,8 +17,10 @@ from vision_models import make, picture
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.rollout.agents import agents
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.engine import Completion, Request, generate
+from megatron_grpo.vision import images
 from megatron_grpo.vision.encoded import as_data_uri
 from megatron_grpo.vision.images import ImageStore
 
@@ -61,6 +64,24 @@ def more(base_url, row, **metadata):
     answer = ask(model="policy", messages=messages).choices[0].message.model_dump(exclude_none=True)
     ask(model="policy", messages=[*messages, answer, said(image(row["uris"][1]))])
 
+def talks(base_url, row, **metadata):
+    """A turn for each picture; every call has all earlier ones."""
+    ask = OpenAI(base_url=base_url, api_key="any", max_retries=0).chat.completions.create
+    messages = []
+    for uri in row["uris"]:
+        messages.append(said(image(uri)))
+        messages.append(ask(model="policy", messages=messages).choices[0].message.model_dump(exclude_none=True))
+    return 1
+
+def forgets(base_url, row, **metadata):
+    """The second call has no picture in its first message, the third one no first message."""
+    ask = OpenAI(base_url=base_url, api_key="any", max_retries=0).chat.completions.create
+    first, second = map(image, row["uris"])
+    answer = ask(model="policy", messages=[said(first, "?")]).choices[0].message.model_dump(exclude_none=True)
+    ask(model="policy", messages=[said("?"), answer, said(second)])
+    ask(model="policy", messages=[answer, said(second)])
+    return 1
+
 def refused(base_url, row, **metadata):
     """The reward counts the refusals that say what row["cases"] expect."""
     found = 0
@@ -81,12 +102,13 @@ class Answers:
     """An engine with one answer."""
 
     def __init__(self, ids):
-        self.ids, self.running, self.requests = ids, [], []
+        self.ids, self.running, self.requests, self.seen = ids, [], [], []
 
     def submit(self, requests):
         new = list(requests)
         self.running += new
         self.requests += new
+        self.seen += [request.images and request.images.for_vllm() for request in new]
 
     def poll(self):
         request = self.running.pop(0)
@@ -103,7 +125,7 @@ class Answers:
 def pool(tmp_path_factory):
     directory = tmp_path_factory.mktemp("programs")
     (directory / "picture_programs.py").write_text(PROGRAMS)
-    names = ["branches", "changes_the_past", "many", "more", "refused"]
+    names = ["branches", "changes_the_past", "forgets", "many", "more", "refused", "talks"]
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(directory)
         made = EnvironmentPool([f"agent:picture_programs:{name}" for name in names], timeout=300, retries=0)
@@ -124,13 +146,13 @@ class Bench(World):
         renderer = TurnRenderer(self.tokenizer, [self.end])
         reader = self.reader if sees else None
         self.engine = Answers(ids)
-        agents = Agents(self.engine, pool, renderer, None, self.tokenizer, args, images=reader)
+        players = Agents(self.engine, pool, renderer, None, self.tokenizer, args, images=reader)
         try:
             request = Request(5, [1], Sampling(400, log_probs=True), row=row, images=reader and reader.of(()))
-            (done,) = generate(agents, [request])
+            (done,) = generate(players, [request])
         finally:
-            agents.close()
-        return done, agents.failures()
+            players.close()
+        return done, players.failures()
 
     def rendered(self, messages, pictures):
         """Return transformers' inputs for a conversation."""
@@ -201,18 +223,18 @@ def test_positions_and_features_of_each_sample(qwen, pool, tmp_path):
     none = qwen.reader.of(())
     store = ImageStore(qwen.reader, lambda row: none)
     store.take_episodes({-6: (0, done.shown_images)})
-    images = store.of(-6)
-    assert images.sources == tuple(SCREENS)  # each once
+    both = store.of(-6)
+    assert both.sources == tuple(SCREENS)  # each once
     prompt = len(done.prompt_ids)
     whole = np.array([*done.prompt_ids, *done.token_ids])
     starts = [prompt + start for start in done.sample_starts]
-    positions, index = images.layout(whole.tolist(), starts)
-    first = np.cumsum([0, *images.tokens])
+    positions, index = both.layout(whole.tolist(), starts)
+    first = np.cumsum([0, *both.tokens])
     for number, (begin, end) in enumerate(itertools.pairwise([0, *starts, len(whole)])):
-        chosen = images.samples[number]
+        chosen = both.samples[number]
         ids = torch.from_numpy(whole[begin:end])[None]
-        grids = torch.tensor([images.grids[i] for i in chosen])
-        visual = ids == images.token
+        grids = torch.tensor([both.grids[i] for i in chosen])
+        visual = ids == both.token
         expected, _ = model.model.get_rope_index(ids, mm_token_type_ids=visual.int(), image_grid_thw=grids)
         assert np.array_equal(positions[begin:end].T, expected[:, 0].numpy())
         own = index[begin:end]
@@ -225,8 +247,32 @@ def test_another_past_is_another_tree(qwen, pool):
     assert done.shown_images == [[SCREENS[0]], [SCREENS[1]]] and len(done.sample_starts) == 1
 
 
-def test_twenty_pictures(qwen, pool):
-    pictures = [picture(28 + 28 * (i % 3), 56, i) for i in range(20)]
+def test_a_forgotten_picture_is_another_tree(qwen, pool):
+    done, failures = qwen.play(pool, "forgets", uris=URIS)
+    assert done.shown_images == [[SCREENS[0]], [SCREENS[1]], [SCREENS[1]]] and not failures
+
+
+def test_each_picture_is_decoded_and_sent_to_the_ranks_once(qwen, pool, monkeypatch):
+    """By the check of the call and the engine together, whatever the number of turns that show it."""
+    pictures = [picture(56, 56, 100 + i) for i in range(6)]
+    shown = [*pictures, pictures[0]]
+    decoded, sent = [], []
+    decode, of_lead = images.decoded, agents.of_lead
+    monkeypatch.setattr(images, "decoded", lambda source, number: decoded.append(source) or decode(source, number))
+    monkeypatch.setattr(agents, "of_lead", lambda news, group: sent.append(json.dumps(news)) or of_lead(news, group))
+    done, failures = qwen.play(pool, "talks", uris=[as_data_uri(p) for p in shown])
+    assert not failures and done.shown_images == [shown] and done.turns == 7
+    assert [request.images.sources for request in qwen.engine.requests] == [
+        tuple(shown[:turns]) for turns in range(1, 8)
+    ]
+    assert sorted(decoded) == sorted(pictures)
+    assert [" ".join(sent).count(base64.b64encode(p).decode()) for p in pictures] == [1] * 6
+    for found, expected in zip(qwen.engine.seen[-1]["image"], shown, strict=True):
+        assert np.array_equal(found, Image.open(io.BytesIO(expected)))
+
+
+def test_forty_pictures(qwen, pool):
+    pictures = [picture(28 + 28 * (i % 3), 56, i) for i in range(40)]
     done, failures = qwen.play(pool, "many", uris=[as_data_uri(p) for p in pictures])
     assert not failures and done.shown_images == [pictures]
     assert done.prompt_ids.count(qwen.reader.of(()).token) == sum(qwen.reader.of(pictures).tokens)
