@@ -37,7 +37,7 @@ class Size:
 
     @classmethod
     def of(cls, tokens: int, sequences: int, longest: int) -> "Size":
-        """Return the size for a pack: at most 1/32 more tokens, of which at most 1/32 of the work is lost."""
+        """Return the size for a pack: at most 1/16 more tokens."""
         padded, longest = _rounded(tokens, 32), _rounded(longest, 4)
         sequences += -(-(padded - tokens) // longest)
         return cls(padded, -(-sequences // 16) * 16, longest)

@@ -106,7 +106,7 @@ EXCLUDED = {
             "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
             "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend"
         ),
-        "micro-batches differ in shape, so a CUDA graph cannot be replayed": (
+        "megatron-core's graphs refuse packed batches; use --cuda-graphs": (
             "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool "
             "cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker"
         ),

@@ -39,8 +39,9 @@ def start(flags: str):
     return args, made_up.trainer(args), *made_up.one_update(args, LENGTHS)
 
 
-def log_probs(args, trainer, batch) -> torch.Tensor:
-    return torch.from_numpy(forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)).nan_to_num()
+def log_probs(args, trainer, batch, chosen) -> torch.Tensor:
+    scores = forward.scores(args, trainer.model, pretrain_grpo.forward_step, batch, chosen)
+    return torch.from_numpy(scores[0]).nan_to_num()
 
 
 def weights(trainer) -> torch.Tensor:
@@ -69,15 +70,15 @@ def products():
 def updated(flags: str) -> dict:
     """Run one update; return log-probabilities before and after it, its gradient, metrics, and counts of products."""
     args, trainer, batch, chosen = start(flags)
-    before = log_probs(args, trainer, batch)
+    before = log_probs(args, trainer, batch, chosen)
     with products() as counts:
         metrics = pretrain_grpo.update(args, trainer, batch, chosen)
     gradient = torch.cat([tensor.flatten() for tensor in gradient_tensors(trainer.model)]).cpu()
-    after = log_probs(args, trainer, batch)
+    after = log_probs(args, trainer, batch, chosen)
     allocated = torch.cuda.memory_allocated()
     free_fp8_weights(trainer.model)
     freed = allocated - torch.cuda.memory_allocated()
-    again = log_probs(args, trainer, batch)
+    again = log_probs(args, trainer, batch, chosen)
     free_fp8_weights(trainer.model)
     made_up.release(trainer)
     return {
