@@ -92,22 +92,27 @@ class BackgroundSaves:
         """Copy the items of the data file ``file`` into shared memory."""
         assert self.job is not None
         data = [planner.resolve_data(item) for item in items]
-        sizes = [len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.nbytes for d in data]
+        dtypes = [item.tensor_data and item.tensor_data.properties.dtype for item in items]
+        sizes = [
+            len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.numel() * dtype.itemsize
+            for d, dtype in zip(data, dtypes, strict=True)
+        ]
         starts, end = [], 0
         for size in sizes:
             starts.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         buffer = self._buffer(len(self.job.parts), end)
         part = Part(file, [])
-        for item, value, start, size in zip(items, data, starts, sizes, strict=True):
+        for item, value, dtype, start, size in zip(items, data, dtypes, starts, sizes, strict=True):
             room = buffer.bytes[start : start + size]
             if isinstance(value, io.BytesIO):
                 if size:
                     room.copy_(torch.frombuffer(value.getbuffer(), dtype=torch.uint8))
                 part.items.append(Item(item.index, start, size))
             else:
-                room.view(value.dtype).view(value.shape).copy_(value.detach(), non_blocking=True)
-                part.items.append(Item(item.index, start, size, value.dtype, tuple(value.shape)))
+                value = value.detach() if value.dtype == dtype else value.detach().cpu()  # converted on the host
+                room.view(dtype).view(value.shape).copy_(value, non_blocking=True)
+                part.items.append(Item(item.index, start, size, dtype, tuple(value.shape)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.job.parts.append(part)

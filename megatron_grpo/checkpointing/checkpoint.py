@@ -16,6 +16,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,11 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -230,7 +230,7 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
                 if _background is not None and _background.job is not None
                 else data_files.Writer(directory, common)
             ),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
+            planner=optimizer_state.SavePlanner(flatten_state_dict=False),
         )
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise GrpoError(f"checkpoint {directory} cannot be written: {_cause(error)}") from error
@@ -321,6 +321,9 @@ def _common_state(directory: Path) -> dict:
 def _load(request: dict, common: dict, directory: Path) -> dict:
     """Return ``common`` with the requested sharded state; raise GrpoError on all ranks if a tensor does not fit."""
     _check_presence(request, directory)
+    for entry in nested_values(request):
+        if isinstance(entry, ShardedTensorFactory):
+            entry.merge_fn = partial(_merged, entry.data, entry.merge_fn)
     # megatron-core merges the request with the stored common state. Under a key of its own the request stays apart, and
     # is merged with ``common`` instead, which holds the optimizer's values in this rank's arrangement.
     try:
@@ -335,6 +338,16 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
         hint = checkpoint_directory.way_out(directory)
         raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}{hint}") from error
     return merge(common, state["requested"])
+
+
+def _merged(whole: torch.Tensor, merge: Callable, parts):
+    """Return the tensor of which ``parts`` have been loaded: itself if they are views of it, else the merged parts.
+
+    megatron-core would merge copies, of all such tensors of the model at once.
+    """
+    place = whole.untyped_storage().data_ptr()
+    in_place = all(torch.is_tensor(p) and p.untyped_storage().data_ptr() == place for p in nested_values(parts))
+    return whole if in_place else merge(parts)
 
 
 @contextlib.contextmanager

@@ -144,11 +144,15 @@ def _prefetched(planner: Any, items: Sequence[WriteItem]) -> Iterator[tuple[Meta
 
 
 def on_host(planner: Any, item: WriteItem) -> Data:
-    """Return an item's bytes, or its tensor on the host with a storage of its own, all of which torch.save writes."""
+    """Return an item's bytes, or its tensor on the host in the dtype of the plan.
+
+    The tensor has a storage of its own, because torch.save writes whole storages.
+    """
     data = planner.resolve_data(item)
     if not isinstance(data, torch.Tensor):
         return data
-    tensor = data.detach().cpu()
+    assert item.tensor_data is not None
+    tensor = data.detach().cpu().to(item.tensor_data.properties.dtype)  # converted on the host: see SavePlanner
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

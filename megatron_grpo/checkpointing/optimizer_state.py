@@ -18,10 +18,12 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_grpo.utils.errors import GrpoError
 
@@ -63,17 +65,23 @@ def _optimizers(optimizer) -> list:
 
 def state_to_save(optimizer, model_state: dict, metadata: dict) -> dict:
     """Return the optimizer's sharded state for the model's sharded state."""
-    for part in _optimizers(optimizer):
-        if part.init_state_fn is not None:  # None when this rank has no parameter of this optimizer
-            part.init_state_fn(part.optimizer, part.config)  # the state does not exist before the first update
+    _create_state(optimizer)
     with _own_shards(optimizer):
         return optimizer.sharded_state_dict(model_state, metadata=metadata)
 
 
 def state_to_load(optimizer, model_state: dict, metadata: dict) -> dict:
     """Return the state to be filled from a checkpoint and passed to `set_loaded`."""
+    _create_state(optimizer)
     with _own_shards(optimizer):
         return optimizer.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
+
+
+def _create_state(optimizer) -> None:
+    """Create the moments, which do not exist before the first update."""
+    for part in _optimizers(optimizer):
+        if part.init_state_fn is not None:  # None when this rank has no parameter of this optimizer
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def set_loaded(optimizer, state: dict) -> None:
@@ -111,14 +119,22 @@ def _values(state: dict | list, name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _own_shards(optimizer) -> Iterator[None]:
-    """Context in which every rank saves and loads its own shards of a distributed optimizer's state, without a copy.
+    """Context in which every rank saves and loads its own shards of a distributed optimizer's state, without copies.
 
     megatron-core would first gather the state of a whole data-parallel group in the host memory of each of its ranks,
     and read all of it there again: 12 bytes for each parameter of the pipeline stage and tensor-parallel rank, several
     times over, on every rank. It also misplaces state that follows the padding of a bucket. The files hold the same
     tensors under the same names, divided otherwise.
+
+    megatron-core takes only the hyper-parameters from the inner optimizer's state dict, and gives the state's own
+    tensors back to it. Transformer Engine's Adam makes copies for both, of all moments at once and in float32.
     """
     parts = [part for part in _optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
+    inner = [part.optimizer for part in parts if isinstance(part.optimizer, torch.optim.Optimizer)]
+    inner = [adam for adam in inner if not isinstance(adam, HybridDeviceOptimizer)]
+    for adam in inner:
+        adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
+        adam.load_state_dict = partial(_set_groups, adam)
     for part in parts:
         part.sharded_param_state_fully_reshardable = partial(_sharded_state, part)
         part.load_parameter_state_from_fully_reshardable = partial(_set_state, part)
@@ -132,6 +148,15 @@ def _own_shards(optimizer) -> Iterator[None]:
         distrib_optimizer.gc = collector
         for part in parts:
             del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
+        for adam in inner:
+            del adam.state_dict, adam.load_state_dict
+
+
+def _set_groups(adam: torch.optim.Optimizer, state_dict: dict) -> None:
+    """Set the hyper-parameters of a state dict; the state stays."""
+    state = adam.state
+    torch.optim.Optimizer.load_state_dict(adam, {"state": {}, "param_groups": state_dict["param_groups"]})
+    adam.state = state
 
 
 def _sharded_state(part: DistributedOptimizer, model_state: dict, is_loading: bool, metadata: dict) -> list[dict]:
@@ -156,9 +181,13 @@ def _set_state(part: DistributedOptimizer, loaded: list[dict]) -> None:
     """Complete a load: convert the tensors that are copies of the state back to its dtype."""
     for (parameter, _), row in zip(_parameters(part), loaded, strict=True):
         tensors = row["tensors"]
-        if _state_is_converted(part):
-            tensors = {name: tensor.to(parameter.device) for name, tensor in tensors.items()}
-        part._set_main_param_and_optimizer_states(parameter, tensors)
+        if not _is_precision_aware(part):
+            part._set_main_param_and_optimizer_states(parameter, tensors)
+            continue
+        held = _precision_aware_state(part, parameter)[1]
+        for name, tensor in tensors.items():  # one by one, because each needs a copy on the device
+            if tensor is not held[name]:
+                part._set_main_param_and_optimizer_states(parameter, {name: tensor.to(parameter.device)})
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         part.optimizer._sync_hdo_state_to_sub_optimizers()
 
@@ -173,17 +202,55 @@ def _parameters(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter
 
 
 def _state_tensors(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return main parameter (``param``) and moments of this rank's shard, flat."""
-    found = part._get_main_param_and_optimizer_states(parameter)
-    tensors = {name: tensor.detach() for name, tensor in found.items() if name != "step"}  # param_groups have the step
-    # Converted copies of all parameters would not fit on the device.
-    return {name: tensor.cpu() for name, tensor in tensors.items()} if _state_is_converted(part) else tensors
+    """Return main parameter (``param``) and moments of this rank's shard, flat: the state's own tensors.
+
+    Only state that is stored with a scale (float16, FP8) is converted, to float32 copies on the host. megatron-core
+    would also copy state in bfloat16, on the device; here it is converted where it is written or read (`SavePlanner`).
+    """
+    if not _is_precision_aware(part):
+        found = part._get_main_param_and_optimizer_states(parameter)
+        return {name: tensor.detach() for name, tensor in found.items() if name != "step"}  # param_groups have the step
+    shard, held = _precision_aware_state(part, parameter)
+    adam_name = {"param": "master_param"}
+    return {
+        name: tensor
+        if type(tensor) is torch.Tensor and tensor.dtype != torch.float16
+        else part.optimizer.get_unscaled_state(shard, adam_name.get(name, name)).cpu()
+        for name, tensor in held.items()
+    }
 
 
-def _state_is_converted(part: DistributedOptimizer) -> bool:
-    """Return whether megatron-core returns copies of the state, in float32 (--use-precision-aware-optimizer)."""
+def _is_precision_aware(part: DistributedOptimizer) -> bool:
+    """Return whether Transformer Engine's Adam holds the main parameters (--use-precision-aware-optimizer)."""
     aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     return aware and not isinstance(part.optimizer, HybridDeviceOptimizer)
+
+
+def _precision_aware_state(
+    part: DistributedOptimizer, parameter: torch.nn.Parameter
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return Adam's own parameter and its state as Adam holds it, under megatron-core's names."""
+    group, place = part.model_param_group_index_map[parameter]
+    shard = part.optimizer.param_groups[group]["params"][place]
+    state = dict(part.optimizer.state[shard])
+    state["param"] = state.pop("master_param")
+    return shard, state
+
+
+class SavePlanner(MCoreSavePlanner):
+    """megatron-core's planner, which declares the optimizer's state as float32 where the optimizer holds bfloat16.
+
+    The writers convert every tensor to its declared dtype on the host, so a save needs no memory on the device.
+    """
+
+    def create_local_plan(self) -> SavePlan:
+        """Return this rank's items."""
+        plan = super().create_local_plan()
+        for item in plan.items:
+            data = item.tensor_data
+            if data is not None and "optimizer.state." in item.index.fqn and data.properties.dtype == torch.bfloat16:
+                data.properties.dtype = torch.float32
+        return plan
 
 
 def _slices(

@@ -75,6 +75,11 @@ def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """
 
     class AdamInParts(adam):
+        def initialize_state(self, param, store_param_remainders=None):
+            if store_param_remainders is None:  # megatron-core does not pass it, Transformer Engine requires it
+                store_param_remainders = self.store_param_remainders and param.dtype == torch.bfloat16
+            super().initialize_state(param, store_param_remainders)
+
         def step(self, closure=None, **options):
             if all(dtype == torch.float32 for dtype in self.name_to_dtype_map.values()):
                 return super().step(closure, **options)

@@ -58,7 +58,11 @@ def build(*flags, seed=1, padded_vocab_size=128):
     args.padded_vocab_size = padded_vocab_size
     if dist.is_initialized():
         destroy_rank_groups()
-        parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+        )
     else:
         initialize_distributed(args)
     set_random_seed(seed)
