@@ -316,8 +316,12 @@ def args_from_json(stored: dict[str, Any]) -> Namespace:
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
-    """Return megatron-core's ``OptimizerConfig``; GrpoError with its message if it rejects the combination."""
-    return core_config(OptimizerConfig, args, params_dtype=params_dtype(args))
+    """Return megatron-core's ``OptimizerConfig``; GrpoError with its message if it rejects the combination.
+
+    Without a recipe: megatron-core reads it for parameters that are stored in 8 bits, and then holds the main
+    parameters itself, beside those of Transformer Engine's Adam.
+    """
+    return core_config(OptimizerConfig, args, params_dtype=params_dtype(args), fp8_recipe=None)
 
 
 def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
