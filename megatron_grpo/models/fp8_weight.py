@@ -112,9 +112,14 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def stored(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with the memory of a tensor: the parts of an `Fp8Weight`, else the tensor itself."""
+    """Return the tensors with the memory of a tensor: the tensor itself, or the parts of one in 8 bits.
+
+    These are `Fp8Weight` and the classes of Transformer Engine, without the latter's scales: a few numbers.
+    """
     if isinstance(tensor, Fp8Weight):
         return tensor.values, tensor.scales, tensor.rows, tensor.columns
+    if hasattr(tensor, "get_data_tensors"):
+        return tuple(part for part in tensor.get_data_tensors() if part is not None)
     return (tensor,)
 
 

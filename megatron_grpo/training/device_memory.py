@@ -14,6 +14,7 @@ from megatron_grpo.estimate.savings import savings
 from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.models.layer_graphs import layer_graphs
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors
+from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError, is_out_of_memory
 
 # The phases of Timers and of setup.py, as an error message names them.
@@ -84,15 +85,22 @@ class DeviceMemory:
         return sum(graphs.reserved for chunk in self.model for graphs in layer_graphs(chunk))
 
     def held(self) -> dict[str, float]:
-        """Return the GiB that each holder has on the GPU, in this process and outside it."""
+        """Return the GiB that each holder has on the GPU, in this process and outside it.
+
+        A storage counts for its first holder: the parameters of some optimizers are the weights, or views of them.
+        """
         free, total = torch.cuda.mem_get_info()
         awake, asleep = self._engine_bytes()
         allocated = torch.cuda.memory_allocated() - asleep + self._graphs()
         reserved = torch.cuda.memory_reserved() - asleep
+        trained = self.optimizer is not None
+        counted: dict[int, int] = {}
         known = {
-            "weights": _bytes(part for chunk in self.model for weight in chunk.parameters() for part in stored(weight)),
-            "gradients": _bytes(gradient_tensors(self.model)) if self.optimizer is not None else 0,
-            "optimizer state": _bytes(optimizer_tensors(self.optimizer)) if self.optimizer is not None else 0,
+            "weights": _bytes(
+                (part for chunk in self.model for w in chunk.parameters() for part in stored(w)), counted
+            ),
+            "gradients": _bytes(gradient_tensors(self.model), counted) if trained else 0,
+            "optimizer state": _bytes(optimizer_tensors(self.optimizer), counted) if trained else 0,
             "engine": awake,
         }
         rest = {
@@ -140,10 +148,18 @@ class DeviceMemory:
         return (0, 0) if self.engine is None else self.engine.device_bytes()
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of ``tensors`` on the GPU, each counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.is_cuda}
-    return sum(storage.nbytes() for storage in storages.values())
+def _bytes(tensors: Iterable[torch.Tensor], counted: dict[int, int]) -> int:
+    """Return the bytes of the storages of ``tensors`` on the GPU that are not ``counted``; count them.
+
+    ``counted``: the bytes from each address that have been counted.
+    """
+    found = 0
+    for storage in (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device().type):
+        before = counted.get(storage.data_ptr(), 0)
+        if storage.nbytes() > before:
+            counted[storage.data_ptr()] = storage.nbytes()
+            found += storage.nbytes() - before
+    return found
 
 
 def other_programs(query: Callable = subprocess.run) -> list[str]:

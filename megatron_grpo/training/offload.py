@@ -36,8 +36,8 @@ class Offloader:
     ``weights`` (parameters), ``gradients`` and ``optimizer_state`` (float32 main parameters, moments) select the kinds
     of tensors. Gradients are not copied: they return as zeros, because every update begins with zeros. A storage with
     tensors of two kinds moves with the first of the three; an example is a float32 model, in which the optimizer
-    updates the parameters in place. Tensors on the host (``--optimizer-cpu-offload``) and tensors of subclasses, such
-    as Transformer Engine's 8-bit tensors, do not move.
+    updates the parameters in place. Of a tensor in 8 bits the tensors inside it move. Tensors on the host
+    (``--optimizer-cpu-offload``) and of other subclasses do not move.
 
     An offloaded tensor has no memory: most kernels that read it end the process (a segmentation fault on a CPU, an
     illegal memory access on a GPU; matrix products raise RuntimeError). Use a separate Offloader for a kind that moves
@@ -149,7 +149,7 @@ class Offloader:
 
 
 def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of the wrapped chunks, and what holds those that are stored in 8 bits."""
+    """Yield the parameters of the wrapped chunks; of those in 8 bits, the tensors inside them."""
     for chunk in model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             assert group.param_gather_handle is None, "a gather of parameters is running: complete it first"
@@ -172,18 +172,11 @@ def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
         # With --optimizer-cpu-offload, the share on the device has its own optimizers.
         for inner in (part.optimizer, *getattr(part.optimizer, "sub_optimizers", ())):
             for group in inner.param_groups:
-                yield from group["params"]
+                for parameter in group["params"]:
+                    yield from stored(parameter)
             for state in inner.state.values():
                 for value in filter(torch.is_tensor, state.values()):
-                    yield from _with_memory(value)
-
-
-def _with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with the memory of a tensor: one in 8 bits of Transformer Engine has no memory itself."""
-    if hasattr(tensor, "get_data_tensors"):
-        yield from (part for part in tensor.get_data_tensors() if part is not None)
-    else:
-        yield tensor
+                    yield from stored(value)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -72,6 +72,28 @@ def test_holders_add_up_to_the_device(memory, monkeypatch):
     assert sum(memory.held().values()) == 140
 
 
+def test_a_storage_counts_once(memory, monkeypatch):
+    """Weights, their gradients, and an optimizer that holds views of weights, a weight itself and a moment."""
+    Gpu(monkeypatch)
+    monkeypatch.setattr(device_memory, "device", lambda: torch.device("cpu"))  # where the tensors are
+    mib = 2**18  # float32 elements of 1 MiB
+    flat = torch.zeros(4 * mib)
+    first, second = torch.nn.Parameter(flat[:mib]), torch.nn.Parameter(flat[mib:])
+    frozen = torch.nn.Parameter(torch.zeros(mib))
+    chunk = SimpleNamespace(
+        parameters=lambda: [first, second, frozen],
+        buffers=[SimpleNamespace(grad_data=torch.zeros(3 * mib))],
+        expert_parallel_buffers=[],
+    )
+    shard = first.detach()[: mib // 2]
+    state = {shard: {"exp_avg": torch.zeros(2 * mib)}}
+    inner = SimpleNamespace(param_groups=[{"params": [shard, second, frozen]}], state=state)
+    memory.model, memory.optimizer = [chunk], SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+    held = {name: GIB * size / 2**20 for name, size in memory.held().items()}
+    assert [held[name] for name in ("weights", "gradients", "optimizer state")] == [5, 3, 2]
+    assert sum(memory.held().values()) == pytest.approx(140)
+
+
 def exhausted(memory, phase, error):
     with pytest.raises(GrpoError) as caught, memory.phase(phase):
         raise error

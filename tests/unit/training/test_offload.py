@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_grpo.training.offload import Offloader, optimizer_tensors
+from megatron_grpo.training.offload import Offloader, optimizer_tensors, weight_tensors
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -18,7 +18,7 @@ def test_memory_that_somebody_has_taken():
         offloader.to_device()
 
 
-def test_moments_in_8_bits_are_the_tensors_inside_them():
+def test_tensors_in_8_bits_are_the_tensors_inside_them():
     class Wrapper(torch.Tensor):  # as Transformer Engine's: without memory of its own
         def get_data_tensors(self):
             return self.values, None
@@ -30,3 +30,5 @@ def test_moments_in_8_bits_are_the_tensors_inside_them():
     inner = SimpleNamespace(param_groups=[{"params": [weight]}], state=state)
     found = list(optimizer_tensors(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])))
     assert [id(tensor) for tensor in found] == [id(weight), id(moment.values), id(plain)]
+    chunk = SimpleNamespace(bucket_groups=[], expert_parallel_bucket_groups=[], parameters=lambda: [moment, weight])
+    assert [id(tensor) for tensor in weight_tensors([chunk])] == [id(moment.values), id(weight)]
