@@ -81,6 +81,7 @@ def test_a_storage_counts_once(memory, monkeypatch):
     first, second = torch.nn.Parameter(flat[:mib]), torch.nn.Parameter(flat[mib:])
     frozen = torch.nn.Parameter(torch.zeros(mib))
     chunk = SimpleNamespace(
+        modules=list,
         parameters=lambda: [first, second, frozen],
         buffers=[SimpleNamespace(grad_data=torch.zeros(3 * mib))],
         expert_parallel_buffers=[],
