@@ -63,7 +63,7 @@ class StaticPack(PackedSeqParams):
 
 
 class LayerGraphs:
-    """In place of ``TransformerBlock.forward``: replays the layers of a pack whose size is recorded.
+    """Replays the layers of a pack whose size is recorded; it replaces ``TransformerBlock.forward``.
 
     ``reserved`` are the bytes of the graphs' memory that torch counts as free.
     """
@@ -92,7 +92,7 @@ class LayerGraphs:
         )
         recorded = self._of_size(size, hidden_states, rotation)
         recorded.set_pack(offsets, rotation)
-        # The second tensor makes autograd call the backward pass of adapters, whose input needs no gradient.
+        # The input of adapters needs no gradient. Because of the second tensor autograd still calls the backward pass.
         return _Replay.apply(hidden_states, torch.empty(0, requires_grad=True), recorded)
 
     def _of_size(self, size: Size, hidden_states: torch.Tensor, rotation: tuple) -> "_Recorded":
@@ -128,7 +128,7 @@ class _Recorded:
 
     def __init__(self, model, size: Size, hidden: torch.Tensor, rotation: tuple, pool: Any):
         self._size = size
-        self._pending = False  # a forward pass whose backward pass has not run
+        self._pending = False  # whether a backward pass has to follow
         self._hidden = hidden.new_zeros(size.tokens, *hidden.shape[1:]).requires_grad_(hidden.requires_grad)
         self._grad_output = torch.zeros_like(self._hidden, requires_grad=False)
         cu_seqlens = torch.from_numpy(size.offsets(np.zeros(1, np.int32)))
@@ -159,7 +159,7 @@ class _Recorded:
         self._grad_hidden, self._backward = record(lambda: _backward(passes, self._grad_output), pool)
 
     def moved(self) -> bool:
-        """Return whether the weights or their gradients have other addresses than in the graphs, after an offload."""
+        """Return whether the weights or their gradients have other addresses than in the graphs."""
         return [tensor.data_ptr() for tensor in self._tensors] != self._addresses
 
     def set_pack(self, cu_seqlens: np.ndarray, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:

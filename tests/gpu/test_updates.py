@@ -41,7 +41,7 @@ def test_one_gpu():
 
 
 def test_cuda_graphs():
-    """Packs of several sizes, each recorded at its second appearance; adapters, whose first layer needs no gradient."""
+    """All weights and adapters, with packs of several sizes. The first layer of adapters needs no gradient."""
     packs = "--max-tokens-per-microbatch 512"
     check(f"TP1: {packs}", f"TP1: {packs} --cuda-graphs", f"TP1: {packs} --cuda-graphs --gradient-accumulation-fusion")
     check(f"TP1: {packs}", f"TP1: {packs} --cuda-graphs", flags=["--lora-rank", "8"])
