@@ -13,6 +13,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -22,7 +23,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
-from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
+from megatron_grpo.models.attention_kernels import Attention, Blocks, FlashAttention4, Kernel, Varlen
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
@@ -56,6 +57,7 @@ class PackedAttention(MegatronModule):
     ):
         super().__init__(config)
         self.softcap = softcap
+        self.gpu_kernel = FlashAttention4 if config.attention_backend is AttnBackend.flash else Varlen
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -108,10 +110,11 @@ class PackedAttention(MegatronModule):
             kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
         elif cp_size == 1:
             cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            kernel = Varlen(cu, cu, longest, longest, self.left, scale)
+            kernel = self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
         else:
             cu_seqlens = _offsets_on_host(packed_seq_params)
-            kernel, keys = segments(cu_seqlens, cp_size, cp_rank, self.left, scale, query.device)
+            segmented, keys = segments(cu_seqlens, cp_size, cp_rank, query.device, self.left)
+            kernel = self.gpu_kernel(*segmented, self.left, scale)
             key, value = key.index_select(0, keys), value.index_select(0, keys)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
 
@@ -173,9 +176,9 @@ def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, s
 
 @lru_cache(maxsize=8)
 def segments(
-    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float, device: torch.device
-) -> tuple[Varlen, torch.Tensor]:
-    """Build the GPU kernel under context parallelism; return it with the indices of its gathered keys, int64.
+    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device, left: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], torch.Tensor]:
+    """Return the segments of `Varlen` under context parallelism, and the indices of the gathered keys, int64.
 
     Each of a rank's two chunks of a sequence is a segment of queries. Its keys are those up to the chunk's end that at
     least one query sees. Without a window a rank uses 1 + 1 / (2 cp) times the keys of the pack.
@@ -191,7 +194,7 @@ def segments(
     keys = np.argsort(_gathered_positions(cu, cp_size))[positions]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
-    return Varlen(cu_queries, cu_keys, int(chunk.max()), int(key_counts.max()), left, scale), keys
+    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), keys
 
 
 @lru_cache(maxsize=8)

@@ -23,6 +23,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.checkpointing import checkpoint
@@ -75,9 +76,9 @@ class Case:
             **kwargs,
         )
 
-    def module(self, groups: ProcessGroupCollection, dtype=torch.float64) -> PackedAttention:
+    def module(self, groups: ProcessGroupCollection, dtype=torch.float64, backend="auto") -> PackedAttention:
         return PackedAttention(
-            self.config(dtype, groups.tp.size()),
+            self.config(dtype, groups.tp.size(), attention_backend=AttnBackend[backend]),
             1,
             None,
             "self",
@@ -122,7 +123,9 @@ def reference(case: Case, dtype=torch.float64, device="cpu", exact=torch.float64
     return results(case, lambda *x: plain(case, *x), tensors, upstream.to(exact))
 
 
-def module_results(case: Case, groups: ProcessGroupCollection, device="cpu", dtype=torch.float64) -> list[torch.Tensor]:
+def module_results(
+    case: Case, groups: ProcessGroupCollection, device="cpu", dtype=torch.float64, backend="auto"
+) -> list[torch.Tensor]:
     """The results of this rank's module, put together over tensor- and context-parallel ranks."""
     tensors, upstream = case.tensors(device, dtype)
     tp, cp = groups.tp, groups.cp
@@ -133,7 +136,7 @@ def module_results(case: Case, groups: ProcessGroupCollection, device="cpu", dty
 
     q, k, v = (share(x.detach()).requires_grad_() for x in tensors[:3])
     sink = tensors[3].detach().view(tp.size(), -1)[tp.rank()].clone().requires_grad_()
-    module = case.module(groups, dtype)
+    module = case.module(groups, dtype, backend)
     if case.softmax == "learnable":
         module.softmax_offset = torch.nn.Parameter(sink)
         sink = module.softmax_offset

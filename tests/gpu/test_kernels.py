@@ -28,11 +28,12 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@pytest.mark.parametrize("backend", ["local", "flash"])
 @pytest.mark.parametrize("name", GPU_CASES)
-def test_attention(name):
+def test_attention(name, backend):
     """Output and gradients in bf16 against a plain masked softmax in float32 of the same numbers."""
     case = GPU_CASES[name]
-    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16)
+    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16, backend)
     want = reference(case, torch.bfloat16, "cuda", torch.float32)
     errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
     assert max(errors.values()) < 2e-2, errors
