@@ -13,7 +13,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -23,7 +22,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
-from megatron_grpo.models.attention_kernels import Attention, Blocks, FlashAttention4, Kernel, Varlen
+from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
@@ -54,10 +53,10 @@ class PackedAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
+        gpu_kernel: type[Varlen] = Varlen,
     ):
         super().__init__(config)
-        self.softcap = softcap
-        self.gpu_kernel = FlashAttention4 if config.attention_backend is AttnBackend.flash else Varlen
+        self.softcap, self.gpu_kernel = softcap, gpu_kernel
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
