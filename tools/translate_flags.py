@@ -28,7 +28,8 @@ from megatron_grpo.training.arguments import build_parser
 from megatron_grpo.utils.errors import GrpoError
 
 # Destinations of flags that work with Transformer Engine only.
-EXTRA = (*NEED_TRANSFORMER_ENGINE, "use_precision_aware_optimizer", "attention_backend")
+IN_FP8 = "fp8_format fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16".split()
+EXTRA = (*NEED_TRANSFORMER_ENGINE, "use_precision_aware_optimizer", "attention_backend", *IN_FP8)
 
 
 def groups() -> dict[str, str]:

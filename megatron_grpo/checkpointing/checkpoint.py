@@ -141,7 +141,7 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     common = _common_state(directory)
     _check_architecture(directory, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
-    request: dict[str, Any] = _model_state(model_chunks, metadata)
+    request: dict[str, Any] = _model_state_to_load(model_chunks, metadata)
     if not args.no_load_optim:
         optimizer_state.check(directory, common, metadata, optimizer)
         request["optimizer"] = optimizer_state.state_to_load(optimizer, request, metadata)
@@ -185,7 +185,7 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
             "merge it with tools/checkpoint/convert.py --merge-lora"
         )
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
-    _set_model_state(model_chunks, _load(_model_state(model_chunks, metadata), common, checkpoint))
+    _set_model_state(model_chunks, _load(_model_state_to_load(model_chunks, metadata), common, checkpoint))
 
 
 def save_weights(directory: Path, model_chunks) -> None:
@@ -363,9 +363,8 @@ def _checked_reader() -> Iterator[None]:
 
 def _check_presence(request: dict, directory: Path) -> None:
     """Raise GrpoError when a key that any rank requests is missing; megatron-core's own error is less clear."""
-    # Transformer Engine's modules request an extra state (FP8 scales), which a checkpoint of local layers lacks.
     wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
-    absent = {key for key in wanted - on_rank_0(_stored_keys, directory) if "_extra_state" not in key}
+    absent = wanted - on_rank_0(_stored_keys, directory)
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, absent)
     missing = sorted(set().union(*everywhere))
@@ -441,6 +440,16 @@ def _model_state(model_chunks, metadata: dict) -> dict:
     return {name: _chunk_state(chunk, metadata) for name, chunk in zip(names, chunks, strict=True)}
 
 
+def _model_state_to_load(model_chunks, metadata: dict) -> dict:
+    """Return `_model_state` without the extra states of layers.
+
+    Transformer Engine's layers store their recipe of FP8 there, which would replace that of the flags. They need
+    nothing else of it: the recipes take their scales from the values.
+    """
+    state = _model_state(model_chunks, metadata)
+    return {name: {key: item for key, item in of.items() if "_extra_state" not in key} for name, of in state.items()}
+
+
 def _chunk_state(chunk, metadata: dict) -> dict:
     state = chunk.sharded_state_dict(metadata=metadata)
     if not hasattr(chunk, "lora"):
@@ -451,7 +460,7 @@ def _chunk_state(chunk, metadata: dict) -> dict:
 
 def _set_model_state(model_chunks, state: dict) -> None:
     for i, chunk in enumerate(unwrap_model(model_chunks)):
-        # Not strict: _load has checked the names, and the extra states may be absent.
+        # Not strict: _load has checked the names, and the extra states are absent.
         chunk.load_state_dict(state["model" if len(model_chunks) == 1 else f"model{i}"], strict=False)
 
 

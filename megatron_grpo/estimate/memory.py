@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_grpo.lora.fp8_base import fp8_weights
 from megatron_grpo.lora.table import adapter_table
-from megatron_grpo.lora.targets import saved_weights
+from megatron_grpo.lora.targets import is_router, saved_weights
 from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
+from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
@@ -63,7 +64,10 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. ``host``: in host memory; ``stays``: on the device while the engine generates."""
+    """Bytes on one rank.
+
+    ``parameters``: with `Plan.copies`. ``host``: in host memory. ``stays``: on the device while the engine generates.
+    """
 
     parameters: float
     gradients: float
@@ -82,7 +86,9 @@ class Memory:
 def pipeline(args: Namespace) -> list[list[Chunk]]:
     """Return the model parts as ``[stage][virtual stage]``, with megatron-core's assignment of layers."""
     # Without Transformer Engine megatron-core refuses flags that need it; they do not affect the assignment of layers.
-    config = transformer_config_from_args(Namespace(**{**vars(args), **dict.fromkeys(NEED_TRANSFORMER_ENGINE)}))
+    config = transformer_config_from_args(
+        Namespace(**{**vars(args), **dict.fromkeys([*NEED_TRANSFORMER_ENGINE, "fp8_format"])})
+    )
     pp, virtual = args.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
 
@@ -111,6 +117,7 @@ class Plan:
         self.adapters = _by_place(adapter_table(args)) if args.lora_rank else {}
         self.saved = {weight.name for weight in saved_weights(args)} if args.lora_rank else set()
         self.in_8_bits = fp8_weights(args)
+        self.in_fp8 = fp8_layers(args)
 
     @cached_property
     def stages(self) -> list[list[Chunk]]:
@@ -180,7 +187,7 @@ class Plan:
         leaves += share * on_device * args.offload_optimizer
         activations = (self._activations(stage) + dequantized) * size
         return Memory(
-            weights,
+            weights + self.copies(stage),
             gradients,
             share * on_device,
             activations,
@@ -191,6 +198,15 @@ class Plan:
             - gradients * args.offload_gradients,
             weights + gradients + share * on_device - leaves + activations * args.cuda_graphs,
         )
+
+    def copies(self, stage: int) -> int:
+        """Return the bytes that Transformer Engine's 8-bit copies of weights take between micro-batches (--fp8-format).
+
+        They are a copy of each weight and one of its transpose, freed while the engine generates.
+        """
+        if self.args.disable_parameter_transpose_cache:  # each micro-batch makes its own: `_activations`
+            return 0
+        return sum(2 * self._quantized(layer) for chunk in self.stages[stage] for layer in self._layers(chunk))
 
     def staged(self, stage: int, ranks: int) -> float:
         """Return the bytes of a checkpoint that ``ranks`` ranks of a stage write, at most.
@@ -284,13 +300,32 @@ class Plan:
             for weight in (weight for layer in chunk.layers for weight in self.weights[layer]):
                 if weight.name not in self.in_8_bits:
                     continue
-                experts = weight.expert is not None
-                tp = args.expert_tensor_parallel_size if experts else args.tensor_model_parallel_size
-                one = prod(weight.shard_shape(tp))
-                all_of_rank = one * self._copies(weight) // (args.expert_model_parallel_size if experts else 1)
+                one, all_of_rank = self._on_rank(weight)
                 total += all_of_rank
                 largest = max(largest, all_of_rank if args.moe_grouped_gemm else one)
         return total, largest
+
+    def _on_rank(self, weight: Weight) -> tuple[int, int]:
+        """Return the elements of a weight on a rank; for an expert's, also those of all experts there."""
+        args, experts = self.args, weight.expert is not None
+        one = prod(weight.shard_shape(args.expert_tensor_parallel_size if experts else args.tensor_model_parallel_size))
+        return one, one * self._copies(weight) // (args.expert_model_parallel_size if experts else 1)
+
+    def _quantized(self, layer: int | str) -> int:
+        """Return the parameters of a layer's linear layers on a rank, if they compute in FP8."""
+        if not self._in_fp8(layer):
+            return 0
+        matrices = [w for w in self.weights[layer] if w.name.endswith(".weight") and len(w.part_shapes[0]) == 2]
+        number = sum(self._on_rank(weight)[1] for weight in matrices if not is_router(weight))
+        return number // (self.args.mtp_num_layers if layer == MTP else 1)
+
+    def _in_fp8(self, layer: int | str) -> bool:
+        return bool(self.args.fp8_format) if layer == MTP else self.in_fp8[layer]
+
+    def _layers(self, chunk: Chunk) -> list[int | str]:
+        """Return the layers of a chunk that run in an update; ``MTP`` for each prediction layer."""
+        args = self.args
+        return [*chunk.layers, *[MTP] * (args.mtp_num_layers if chunk.mtp and args.mtp_loss_scaling_factor else 0)]
 
     def _is_trained(self, weight: Weight, place: int | str) -> bool:
         if self.args.lora_rank:
@@ -308,16 +343,18 @@ class Plan:
         Includes the recomputed activations of the layers that are in the backward pass.
         """
         args, sparse = self.args, moe_layers(self.args) if self.args.num_experts else [False] * self.args.num_layers
-        kinds = [[sparse[layer] for layer in chunk.layers] for chunk in self.stages[stage]]
-        if args.mtp_loss_scaling_factor and self.stages[stage][-1].mtp:
-            kinds[-1] += [sparse[-1]] * args.mtp_num_layers
+        tokens = self.tokens() / args.context_parallel_size
         every = max(args.recompute_num_layers or 1, 1)
         kept: float = 0
         at_once: float = 0
-        for chunk in kinds:
-            whole = [_layer(args, kind) for kind in chunk]
+        for chunk in self.stages[stage]:
+            layers = self._layers(chunk)
+            kinds = [(sparse[-1 if layer == MTP else layer], self._saved_share(layer)) for layer in layers]
+            whole = [tokens * _layer(args, *kind) for kind in kinds]
+            if args.disable_parameter_transpose_cache:  # the backward pass needs both 8-bit copies, 2 bytes
+                whole = [size + self._quantized(layer) for size, layer in zip(whole, layers, strict=True)]
             if args.recompute_granularity == "full":
-                inputs = args.hidden_size / _sequence_split(args)
+                inputs = tokens * args.hidden_size / _sequence_split(args)
                 if args.recompute_method == "block":
                     kept += inputs * min(every, len(whole)) + sum(whole[every:])
                     at_once = max(at_once, *whole[:every], 0)
@@ -325,11 +362,21 @@ class Plan:
                     kept += inputs * ceil(len(whole) / every)
                     at_once = max(at_once, *(sum(whole[i : i + every]) for i in range(0, len(whole), every)), 0)
             else:
-                dropped = [_recomputed(args, kind) for kind in chunk]
+                dropped = [tokens * _recomputed(args, *kind) for kind in kinds]
                 kept += sum(whole) - sum(dropped)
                 at_once = max(at_once, *dropped, 0)
         tower = self._tower_activations() if self.stages[stage][0].embedding and args.vision_config else 0
-        return (self.in_flight(stage) * kept + at_once) * self.tokens() / args.context_parallel_size + tower
+        return self.in_flight(stage) * kept + at_once + tower
+
+    def _saved_share(self, layer: int | str) -> float:
+        """Return the memory of a linear layer's saved input as a share of that in the model's dtype.
+
+        In FP8 the layer saves a transposed copy of 1 byte a value, with a float32 scale for each 128 values
+        (blockwise). An adapter saves the input in bf16, and the frozen layer beside it saves none.
+        """
+        if not self._in_fp8(layer) or self.args.lora_rank:
+            return 1
+        return (1 + (4 / BLOCK if self.args.fp8_recipe == "blockwise" else 0)) / 2
 
     def _tower_activations(self) -> float:
         """Return the elements that the vision tower stores, if all tokens of the longest micro-batch are of images.
@@ -423,12 +470,12 @@ def _sequence_split(args: Namespace) -> int:
     return args.tensor_model_parallel_size if args.sequence_parallel else 1
 
 
-def _attention(args: Namespace) -> tuple[float, float]:
+def _attention(args: Namespace, share: float) -> tuple[float, float]:
     """Return the elements that attention stores per token, (projections and kernel inputs, output).
 
     Queries, keys and values are stored as projected and as kernel inputs; gathered keys and values are those of all
     context-parallel ranks. Latent attention also stores the latents before and after their norms, and pads values to
-    the size of keys.
+    the size of keys. In FP8 the output is stored in bf16 only (megatron-core's set_save_original_input).
     """
     tp, gathered = args.tensor_model_parallel_size, _gathered_keys(args)
     heads = args.num_attention_heads
@@ -436,7 +483,7 @@ def _attention(args: Namespace) -> tuple[float, float]:
         queries, keys = heads * args.kv_channels, query_groups(args) * args.kv_channels
         return (2 * queries + (2 + 2 * gathered) * keys) / tp, queries / tp
     size = args.qk_head_dim + args.qk_pos_emb_head_dim
-    latents = 2 * (args.q_lora_rank or 0) + 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
+    latents = (1 + share) * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
     projected = heads * (2 * size + args.qk_head_dim + args.v_head_dim + 2 * gathered * size)
     return projected / tp, heads * (size + args.v_head_dim) / tp + latents / _sequence_split(args)
 
@@ -462,46 +509,56 @@ def _gathered_keys(args: Namespace) -> int:
     return args.context_parallel_size if has_packed_attention(args) else 1
 
 
-def _dense_mlp(args: Namespace) -> float:
-    return 3 * args.ffn_hidden_size / args.tensor_model_parallel_size
+def _dense_mlp(args: Namespace, share: float) -> float:
+    return (2 + share) * args.ffn_hidden_size / args.tensor_model_parallel_size
 
 
-def _experts(args: Namespace) -> tuple[float, float]:
+def _experts(args: Namespace, share: float) -> tuple[float, float]:
     """Return the elements that experts store per token, (inputs and projections, outputs of the activation function).
 
     Assumes that the router spreads tokens evenly.
     """
     split, etp = _sequence_split(args), args.expert_tensor_parallel_size
     topk, ffn = args.moe_router_topk, args.moe_ffn_hidden_size
-    return topk * (etp * args.hidden_size + 2 * ffn) / split, topk * ffn / split
+    return topk * (share * etp * args.hidden_size + 2 * ffn) / split, topk * share * ffn / split
 
 
-def _shared_experts(args: Namespace) -> float:
-    return 3 * (args.moe_shared_expert_intermediate_size or 0) / args.tensor_model_parallel_size
+def _shared_experts(args: Namespace, share: float) -> float:
+    return (2 + share) * (args.moe_shared_expert_intermediate_size or 0) / args.tensor_model_parallel_size
 
 
-def _layer(args: Namespace, sparse: bool) -> float:
-    """Return the elements that a layer stores per token.
+def _norm_outputs(args: Namespace, sparse: bool, share: float) -> float:
+    """Return the elements of the two norms' outputs that a layer stores per token.
+
+    Down projections of latent attention save a copy each in FP8. The router saves its input in the model's dtype; the
+    shared experts use the same tensor.
+    """
+    attention = 2 * share if args.multi_latent_attention and share < 1 else share
+    return (attention + (1 if sparse else share)) * args.hidden_size / _sequence_split(args)
+
+
+def _layer(args: Namespace, sparse: bool, share: float) -> float:
+    """Return the elements that a layer stores per token; ``share``: `Plan._saved_share`.
 
     Inputs and outputs of its two norms; with --sandwich-norm, inputs of two more; attention; the MLP's inner size three
     times (gate, up, product).
     """
-    mlp = sum(_experts(args)) + _shared_experts(args) if sparse else _dense_mlp(args)
-    norms = 6 if args.sandwich_norm else 4
-    return norms * args.hidden_size / _sequence_split(args) + sum(_attention(args)) + mlp
+    mlp = sum(_experts(args, share)) + _shared_experts(args, share) if sparse else _dense_mlp(args, share)
+    inputs = (4 if args.sandwich_norm else 2) * args.hidden_size / _sequence_split(args)
+    return inputs + _norm_outputs(args, sparse, share) + sum(_attention(args, share)) + mlp
 
 
-def _recomputed(args: Namespace, sparse: bool) -> float:
+def _recomputed(args: Namespace, sparse: bool, share: float) -> float:
     """Return the elements of `_layer` that selective recomputation does not store (flash attention stores none)."""
     if args.recompute_granularity != "selective":
         return 0
-    parts = {"layernorm": 2 * args.hidden_size / _sequence_split(args), "core_attn": _core_attention(args)}
+    parts = {"layernorm": _norm_outputs(args, sparse, share), "core_attn": _core_attention(args)}
     if args.multi_latent_attention:
-        parts["mla_up_proj"] = _attention(args)[0]
+        parts["mla_up_proj"] = _attention(args, share)[0]
     if not sparse:
-        parts["mlp"] = _dense_mlp(args)
+        parts["mlp"] = _dense_mlp(args, share)
     elif "moe" in (args.recompute_modules or ()):
-        parts["moe"] = sum(_experts(args)) + _shared_experts(args)
+        parts["moe"] = sum(_experts(args, share)) + _shared_experts(args, share)
     else:
-        parts |= {"moe_act": _experts(args)[1], "shared_experts": _shared_experts(args)}
+        parts |= {"moe_act": _experts(args, share)[1], "shared_experts": _shared_experts(args, share)}
     return sum(number for name, number in parts.items() if name in (args.recompute_modules or ("core_attn",)))

@@ -32,7 +32,10 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(args: Namespace) -> float | None:
-    """Return --device-peak-tflops, else the 16-bit peak of this device; None if it is unknown."""
+    """Return --device-peak-tflops, else the 16-bit peak of this device; None if it is unknown.
+
+    It is that of 16 bits with --fp8-format, too: runs then compare, and attention and the head compute in 16 bits.
+    """
     if args.device_peak_tflops or not torch.cuda.is_available() or not (args.bf16 or args.fp16):
         return args.device_peak_tflops
     name = torch.cuda.get_device_name()

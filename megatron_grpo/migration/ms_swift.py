@@ -5,6 +5,7 @@ from itertools import chain
 
 from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, global_batch, updates_per_rollout
 from megatron_grpo.migration.rows import (
+    OF_DELAYED,
     SAME,
     SEQUENCE,
     SWITCH,
@@ -20,6 +21,7 @@ from megatron_grpo.migration.rows import (
     choice,
     constant,
     fixed,
+    fp8_rows,
     multiple_of,
     number,
     only_if,
@@ -188,6 +190,9 @@ MODEL = (
     Row("--torch_dtype", "--bf16", switch_for("bfloat16")),
     Row("--bf16", "--bf16", SWITCH),
     Row("--fp16", "--fp16", SWITCH),
+    *fp8_rows("--fp8_format", "--fp8_recipe", "--fp8_param_gather"),
+    Row("--fp8_amax_history_len", None, None, OF_DELAYED),
+    Row("--fp8_amax_compute_algo", None, None, OF_DELAYED),
     Row("--load_safetensors", None, None, "--load-hf loads safetensors"),
     Row("--save_safetensors", None, None, "--save-hf writes safetensors at the end of the run"),
     Row("--bridge_backend", None, None, "--load-hf needs no bridge"),

@@ -24,6 +24,7 @@ from megatron_grpo.migration.rows import (
     computed,
     constant,
     fixed,
+    fp8_rows,
     only_if,
     scaled,
     switch_for,
@@ -33,6 +34,7 @@ from megatron_grpo.migration.trl import DATA_FILES
 
 POLICY = "policy."
 MEGATRON = "policy.megatron_cfg."
+FP8 = "policy.megatron_cfg.fp8_cfg."
 OPTIMIZER = "policy.megatron_cfg.optimizer."
 SCHEDULER = "policy.megatron_cfg.scheduler."
 DTENSOR = "policy.dtensor_cfg."
@@ -289,6 +291,14 @@ MODEL = (
     Row(f"{MEGATRON}moe_enable_deepep", None, None, NO_DEEPEP),
     Row(f"{MEGATRON}num_layers_in_first_pipeline_stage", "--decoder-first-pipeline-num-layers", MEGATRON_ONLY),
     Row(f"{MEGATRON}num_layers_in_last_pipeline_stage", "--decoder-last-pipeline-num-layers", MEGATRON_ONLY),
+    Row(f"{FP8}enabled", None, None, "--fp8-format switches it on"),
+    *fp8_rows(
+        f"{FP8}fp8",
+        f"{FP8}fp8_recipe",
+        f"{FP8}fp8_param",
+        "with fp8_cfg.enabled",
+        lambda s: megatron(s) and s.true(f"{FP8}enabled"),
+    ),
     Row(
         f"{MEGATRON}activation_checkpointing",
         "--recompute-granularity",
@@ -426,6 +436,7 @@ ENGINE = (
         "--vllm-dtype",
         choice({"bfloat16": "bfloat16", "float32": "float32", "float16": "float16", "fp8": None}),
     ),
+    Row(f"{VLLM}precision", "--vllm-quantization", only_if("for fp8", lambda s: s.text(f"{VLLM}precision") == "fp8")),
     Row(
         f"{VLLM}expert_parallel_size",
         "--vllm-enable-expert-parallel",

@@ -19,6 +19,7 @@ from megatron_grpo.migration.rows import (
     choice,
     computed,
     constant,
+    fp8_rows,
     number,
     only_if,
     scaled,
@@ -250,6 +251,7 @@ MODEL = (
             "account_for_loss_in_pipeline_split",
         )
     ),
+    *fp8_rows(f"{STRATEGY}fp8", f"{STRATEGY}fp8_recipe", f"{STRATEGY}fp8_param"),
     Row(f"{STRATEGY}ulysses_size", "--context-parallel-size", None, "ranks that share a sequence"),
     Row(f"{STRATEGY}fsdp_size", None, None, "FSDP is not supported: --use-distributed-optimizer, TP and PP"),
     Row(f"{STRATEGY}*", None, None, "FSDP and DeepSpeed are not supported: docs/model_sizes.md has sizes for Megatron"),

@@ -252,6 +252,51 @@ def multiple_of(words_: str, updates: Callable[[Settings], float]) -> Conversion
     return Conversion(words_, apply)
 
 
+OF_DELAYED = "a setting of --fp8-recipe delayed, which is refused: docs/fp8.md"
+
+
+def fp8_rows(
+    fp8: str, recipe: str, param: str, condition: str = "", on: Callable[[Settings], bool] = lambda settings: True
+) -> tuple[Row, ...]:
+    """Return the rows of the format, the recipe and 8-bit parameters, by their names there.
+
+    ``on``, with ``condition`` in words: whether the format has an effect.
+    """
+    off: dict[str, str | None] = {"null": None, "none": None, "false": None}
+    formats = choice({"e4m3": "e4m3", "hybrid": "hybrid"} | off)._replace(words="e4m3 or hybrid")
+    recipes = choice(
+        {"blockwise": "blockwise", "tensorwise": "tensorwise"}, "--fp8-recipe blockwise or tensorwise: docs/fp8.md"
+    )._replace(words="blockwise or tensorwise")
+
+    def in_fp8(settings: Settings) -> bool:
+        return on(settings) and settings.text(fp8).strip("'\"").lower() in ("e4m3", "hybrid")
+
+    note = "on Hopper GPUs; the recipe is blockwise unless given"
+    return (
+        Row(fp8, "--fp8-format", only_if(condition, on, formats) if condition else formats, note),
+        Row(recipe, "--fp8-recipe", only_if(condition or f"with {fp8.rpartition('.')[2]}", in_fp8, recipes)),
+        Row(param, None, None, "parameters stay in bf16, and are quantized before each product"),
+    )
+
+
+def more_fp8_rows(prefix: str, separator: str) -> tuple[Row, ...]:
+    """Return the rows of megatron-core's other settings of FP8, as flags or as fields of its configuration."""
+
+    def name(words_: str) -> str:
+        return prefix + words_.replace("_", separator)
+
+    in_bf16 = only_if("with first_last_layers_bf16", lambda s: s.true(name("first_last_layers_bf16")))
+    delayed = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    padding = ("moe_router_padding_for_fp8", "moe_router_padding_for_quantization")
+    return (
+        *(Row(name(setting), None, None, OF_DELAYED) for setting in delayed),
+        Row(name("first_last_layers_bf16"), "--first-last-layers-bf16", SWITCH),
+        Row(name("num_layers_at_start_in_bf16"), "--num-layers-at-start-in-bf16", in_bf16),
+        Row(name("num_layers_at_end_in_bf16"), "--num-layers-at-end-in-bf16", in_bf16),
+        *(Row(name(setting), None, None, "Transformer Engine pads the tokens of each expert") for setting in padding),
+    )
+
+
 ON = Conversion("a switch", lambda value, settings: True)
 DISPATCHER = choice({"alltoall": "alltoall", "allgather": "allgather"}, "packs go through alltoall or allgather")
 NO_DEEPEP = "only the dispatchers alltoall and allgather are supported"

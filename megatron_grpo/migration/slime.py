@@ -20,6 +20,8 @@ from megatron_grpo.migration.rows import (
     computed,
     constant,
     fixed,
+    fp8_rows,
+    more_fp8_rows,
     only_if,
     scaled,
 )
@@ -347,6 +349,8 @@ CHECKPOINTS = (
     Row("--ref-load", None, None, "the policy's initial weights are the reference; --ref-load-hf gives another one"),
     Row("--moe-token-dispatcher-type", "--moe-token-dispatcher-type", DISPATCHER),
     Row("--moe-enable-deepep", None, None, NO_DEEPEP),
+    *fp8_rows("--fp8-format", "--fp8-recipe", "--fp8-param-gather"),
+    *more_fp8_rows("--", "-"),
     Row(
         "--moe-layer-freq",
         "--moe-layer-freq",

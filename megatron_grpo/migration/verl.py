@@ -23,7 +23,9 @@ from megatron_grpo.migration.rows import (
     choice,
     constant,
     fixed,
+    fp8_rows,
     key_of,
+    more_fp8_rows,
     number,
     only_if,
     scaled,
@@ -373,6 +375,9 @@ PARALLEL = (
     Row(f"{TRANSFORMER}persist_layer_norm", None, None, "apex's persistent kernel is not used"),
     Row(f"{TRANSFORMER}deallocate_pipeline_outputs", None, None, "sent tensors are always freed"),
     Row(f"{TRANSFORMER}attention_backend", "--attention-backend"),
+    *fp8_rows(f"{TRANSFORMER}fp8", f"{TRANSFORMER}fp8_recipe", f"{TRANSFORMER}fp8_param"),
+    *more_fp8_rows(TRANSFORMER, "_"),
+    Row(f"{OPTIMIZER}fp8_recipe", None, None, "the optimizer's parameters are in float32"),
 )
 
 ENGINE = (

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
 import torch
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
@@ -81,6 +82,11 @@ def _sizes(args: Namespace, tp: int, etp: int) -> Iterator[tuple[str, int, int, 
         yield "--moe-ffn-hidden-size", args.moe_ffn_hidden_size or args.ffn_hidden_size, etp, ROW
         if args.moe_shared_expert_intermediate_size:
             yield "--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size, tp, ROW
+
+
+def fp8_layers(args: Namespace) -> list[bool]:
+    """Return for each decoder layer whether its linear layers compute in FP8."""
+    return [bool(args.fp8_format) and not is_first_last_bf16_layer(args, layer) for layer in range(args.num_layers)]
 
 
 def token_multiple(args: Namespace) -> int:

@@ -56,21 +56,36 @@ class HeadsOfPack(torch.autograd.Function):
 
 
 @triton.jit
-def _heads(
-    heads, weight_q, weight_k, cos, sin, queries, keys, values,
-    tokens, groups, eps, one, slots: tl.constexpr, half: tl.constexpr, normed: tl.constexpr, rows: tl.constexpr,
-):  # fmt: skip
+def _head(queries, keys, values, tokens, groups, slots: tl.constexpr, half: tl.constexpr, rows: tl.constexpr):
+    """Return the head and the tokens of a program.
+
+    These are the head's number in its group, the tokens ``[rows, 1]``, a mask of those that exist, the channels of a
+    half ``[1, half]``, the offsets of the first half in ``heads``, and pointers to it in queries, keys or values.
+    """
     slot = tl.program_id(1)
     group, number = slot // slots, slot % slots
     row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
     column = tl.arange(0, half)[None, :]
-    inside = row < tokens
-    here = heads + row * (groups * slots * 2 * half) + slot * 2 * half + column
-    first = tl.load(here, inside, 0.0).to(tl.float32)
-    second = tl.load(here + half, inside, 0.0).to(tl.float32)
+    at = row * (groups * slots * 2 * half) + slot * 2 * half + column
     if number == slots - 1:
         there = values + row * (groups * 2 * half) + group * 2 * half + column
+    elif number == slots - 2:
+        there = keys + row * (groups * 2 * half) + group * 2 * half + column
     else:
+        query = group * (slots - 2) + number
+        there = queries + row * (groups * (slots - 2) * 2 * half) + query * 2 * half + column
+    return number, row, row < tokens, column, at, there
+
+
+@triton.jit
+def _heads(
+    heads, weight_q, weight_k, cos, sin, queries, keys, values,
+    tokens, groups, eps, one, slots: tl.constexpr, half: tl.constexpr, normed: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    number, row, inside, column, at, there = _head(queries, keys, values, tokens, groups, slots, half, rows)
+    first = tl.load(heads + at, inside, 0.0).to(tl.float32)
+    second = tl.load(heads + at + half, inside, 0.0).to(tl.float32)
+    if number < slots - 1:
         if normed:
             mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half)
             scale = tl.rsqrt(mean + eps)[:, None]
@@ -81,11 +96,6 @@ def _heads(
         turned = first * tl.load(cos + angle, inside, 0.0) + second * tl.load(sin + angle, inside, 0.0)
         second = second * tl.load(cos + angle + half, inside, 0.0) + first * tl.load(sin + angle + half, inside, 0.0)
         first = turned
-        if number == slots - 2:
-            there = keys + row * (groups * 2 * half) + group * 2 * half + column
-        else:
-            query = group * (slots - 2) + number
-            there = queries + row * (groups * (slots - 2) * 2 * half) + query * 2 * half + column
     tl.store(there, first, inside)
     tl.store(there + half, second, inside)
 
@@ -96,21 +106,9 @@ def _heads_gradient(
     tokens, groups, eps, one,
     slots: tl.constexpr, half: tl.constexpr, normed: tl.constexpr, trained: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(1)
-    group, number = slot // slots, slot % slots
-    row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
-    column = tl.arange(0, half)[None, :]
-    inside = row < tokens
-    if number == slots - 1:
-        there = values + row * (groups * 2 * half) + group * 2 * half + column
-    elif number == slots - 2:
-        there = keys + row * (groups * 2 * half) + group * 2 * half + column
-    else:
-        query = group * (slots - 2) + number
-        there = queries + row * (groups * (slots - 2) * 2 * half) + query * 2 * half + column
+    number, row, inside, column, at, there = _head(queries, keys, values, tokens, groups, slots, half, rows)
     first = tl.load(there, inside, 0.0).to(tl.float32)
     second = tl.load(there + half, inside, 0.0).to(tl.float32)
-    at = row * (groups * slots * 2 * half) + slot * 2 * half + column
     if number < slots - 1:
         angle = row * 2 * half + column
         turned = first * tl.load(cos + angle, inside, 0.0) + second * tl.load(sin + angle + half, inside, 0.0)
@@ -125,7 +123,8 @@ def _heads_gradient(
             scale = tl.rsqrt(mean + eps)[:, None]
             x, y = x * scale, y * scale
             if trained:
-                place = of_weights + (tl.program_id(0) * groups * slots + slot) * 2 * half + tl.arange(0, half)
+                program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+                place = of_weights + program * 2 * half + tl.arange(0, half)
                 tl.store(place, tl.sum(first * x, 0))
                 tl.store(place + half, tl.sum(second * y, 0))
             weight = weight_k if number == slots - 2 else weight_q

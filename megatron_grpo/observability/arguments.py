@@ -24,7 +24,7 @@ LOGGING: tuple[FlagRow, ...] = (
         "--device-peak-tflops",
         POSITIVE,
         None,
-        "peak dense TFLOP/s of a device, for perf/mfu [16-bit peak of a known device]",
+        "peak dense TFLOP/s of a device, for perf/mfu [16-bit peak of a known device, also with --fp8-format]",
     ),
     ("--num-completions-to-log", COUNT_OR_0, 8, "completions of each rollout to write to {save}/completions.jsonl"),
 )

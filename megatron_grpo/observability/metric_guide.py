@@ -95,7 +95,8 @@ METRICS = {
     "time/eval": "seconds of evaluation",
     "time/step": "wall-clock seconds since the last row",
     "perf/tokens_per_second": "tokens/update divided by time/step",
-    "perf/mfu": "model FLOPs utilization: flops/update / time/update / peak of all devices (--device-peak-tflops)",
+    "perf/mfu": "model FLOPs utilization: flops/update / time/update / 16-bit peak of all devices, "
+    "in FP8 too (--device-peak-tflops)",
     "perf/tokens_per_second_per_device": "perf/tokens_per_second divided by the number of training processes",
     "perf/update_tokens_per_second": "tokens/update divided by time/update",
     "perf/rollout_tokens_per_second": "tokens/rollout divided by time/rollout, all engines",
@@ -229,7 +230,7 @@ REMEDIES = {
     "time/save": "Large: raise --save-interval.",
     "time/eval": "Large: raise --eval-interval, or lower --eval-max-prompts.",
     "time/step": "More than the sum of its phases: other work keeps the host busy.",
-    "perf/mfu": "Below about 0.3 in 16 bits: raise --max-tokens-per-microbatch, recompute less, enable fused kernels, "
+    "perf/mfu": "Below about 0.3: raise --max-tokens-per-microbatch, recompute less, enable fused kernels, "
     "lower tensor parallelism; docs/performance.md has a measured step.",
     "perf/tokens_per_second_per_device": "Falling with more devices: find the time/* metric that does not shrink.",
     "perf/update_tokens_per_second": "As time/update.",

@@ -65,7 +65,9 @@ def teacher_args(args: Namespace) -> Namespace:
     the policy's.
     """
     own, directory = _without_training(args), args.teacher_load_hf
-    own.load_hf = directory
+    # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
+    # so that the KL of equal weights is 0.
+    own.load_hf, own.fp8_format = directory, None
     vars(own).update(default_architecture())
     config = hf.read_config(directory)
     merge_architecture(own, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")

@@ -22,6 +22,7 @@ from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.lora.attach import adapters, switched_off, trained
 from megatron_grpo.models import forward
+from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import model_weights
@@ -60,6 +61,7 @@ class ReferenceModel:
         finally:
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.data = host
+            free_fp8_weights(self.model)
 
     def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
         """Return the log-probabilities of a rollout's tokens under this model, ``[total]``; collective."""

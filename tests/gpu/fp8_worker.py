@@ -23,6 +23,7 @@ from megatron_grpo.checkpointing.checkpoint import load_checkpoint, save_checkpo
 from megatron_grpo.models import forward
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.parallel.initialize import initialize_distributed
+from megatron_grpo.reference.reference_model import SwappedReference
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import gradient_tensors
 
@@ -133,8 +134,39 @@ def crossed(directory: str, first: str, second: str) -> bool:
     return same and moved
 
 
+def formats(trainer) -> list[str]:
+    """Return the formats of the gradients in the layers of Transformer Engine."""
+    modules = (module for chunk in trainer.model for module in chunk.modules())
+    in_fp8 = (module for module in modules if getattr(module, "_fp8_workspaces", None))
+    return sorted({str(quantizer.dtype) for module in in_fp8 for quantizer in module.quantizers["scaling_bwd"]})
+
+
+def formats_after_load(directory: str, flags: str) -> list[str]:
+    """Return the formats of the gradients in a run that loads a checkpoint."""
+    args, trainer, batch, chosen = start(f"--load {directory} {flags}")
+    load_checkpoint(args, trainer.model, trainer.optimizer, trainer.scheduler)
+    pretrain_grpo.update(args, trainer, batch, chosen)
+    found = formats(trainer)
+    made_up.release(trainer)
+    return found
+
+
+def reference_is_the_first_policy(flags: str) -> bool:
+    """Return whether a reference has the log-probabilities of the policy at the start, then and after an update."""
+    args, trainer, batch, chosen = start(flags)
+    reference, policy = SwappedReference(args, trainer.model), log_probs(args, trainer, batch, chosen)
+    same = []
+    for _ in range(2):
+        with reference.ready(trainer.model) as ready:
+            same.append(torch.equal(log_probs(ready.args, ready, batch, chosen), policy))
+        pretrain_grpo.update(args, trainer, batch, chosen)
+    moved = not torch.equal(log_probs(args, trainer, batch, chosen), policy)
+    made_up.release(trainer)
+    return all(same) and moved
+
+
 def dense(directory: str) -> dict:
-    """Both recipes beside bf16, and checkpoints."""
+    """Both recipes beside bf16, checkpoints, and the reference."""
     plain = updated("")
     results = {"bf16": compared(plain, plain)}
     for name, flags in (
@@ -147,6 +179,8 @@ def dense(directory: str) -> dict:
     results["resumed"] = resumed(f"{directory}/same", FP8)
     results["to bf16"] = crossed(f"{directory}/down", FP8, "")
     results["from bf16"] = crossed(f"{directory}/up", "", FP8)
+    results["formats"] = [formats_after_load(f"{directory}/same", flags) for flags in (FP8, "--fp8-format hybrid")]
+    results["reference"] = reference_is_the_first_policy(FP8)
     return results
 
 
@@ -167,6 +201,7 @@ def more(directory: str) -> dict:
         print(name, results[name], flush=True)
     experts = " ".join([*EXPERTS, "--moe-grouped-gemm"])
     results["experts"] = compared(updated(f"{FP8} {experts}"), updated(experts))
+    results["experts loaded"] = crossed(f"{directory}/experts", f"{FP8} {experts}", f"{FP8} {experts}")
     return results
 
 

@@ -37,6 +37,9 @@ def test_recipes_and_checkpoints(tmp_path):
         assert results[name]["mean"][0] > 0 and results[name]["products"] == {"2": products}, name
         assert 2 * linear <= results[name]["freed"] < 2.2 * linear, "a copy of each weight and its transpose"
     assert results["resumed"] and results["to bf16"] and results["from bf16"]
+    (of_e4m3,), (of_hybrid,) = results["formats"]
+    assert of_e4m3 != of_hybrid, "a resumed run had the format of its checkpoint, not that of its flags"
+    assert results["reference"], "the KL of equal weights is not 0"
 
 
 @needs_te
@@ -47,5 +50,6 @@ def test_recomputation_adapters_and_experts(tmp_path):
         is_near(results[name], 1e-3, 0.9999)
     for name in ("edges in bf16", "adapter", "experts"):
         is_near(results[name])
+    assert results["experts loaded"]
     half = 3 * LINEAR * LAYERS * PACKS // 2
     assert results["edges in bf16"]["products"] == {"0": half, "2": half}

@@ -114,6 +114,44 @@ def test_written_as_a_built_model_saves(convert, tmp_path, family):
     assert all(map(torch.equal, loaded[0].parameters(), chunks[0].parameters()))
 
 
+class InFp8(torch.nn.Module):
+    """A stand-in for a layer of Transformer Engine, which stores its recipe as bytes."""
+
+    loaded = ()
+
+    def get_extra_state(self):
+        return torch.frombuffer(bytearray(pickle.dumps("e4m3")), dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        self.loaded = (*self.loaded, state)
+
+
+def test_stored_recipes_of_fp8_are_not_loaded(convert, source, tmp_path):
+    """After a load the recipe is that of the flags. The converter sees weights only."""
+    args = toy_args(source, save=str(tmp_path / "saved"), padded_vocab_size=128)
+
+    def build_with_recipes():
+        chunks = build(args)
+        for layer in chunks[0].decoder.layers:
+            layer.in_fp8 = InFp8()
+        return chunks
+
+    chunks = build_with_recipes()
+    hf.load_hf(chunks, args, source)
+    checkpoint.save_checkpoint(args, 7, chunks, None, None, {})
+    _, directory = checkpoint_directory.find(tmp_path / "saved")
+    keys = torch_checkpoint.FileSystemReader(directory).read_metadata().state_dict_metadata
+    assert any("in_fp8._extra_state" in key for key in keys)
+    convert("--megatron-to-hf", "--load", tmp_path / "saved", "--save", tmp_path / "back", "--verify")
+    check_same(source, tmp_path / "back")
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "without")
+    for root in "saved", "without":
+        restored = build_with_recipes()
+        checkpoint.load_weights(tmp_path / root, restored)
+        assert all(map(torch.equal, restored[0].parameters(), chunks[0].parameters()))
+        assert [layer.in_fp8.loaded for layer in restored[0].decoder.layers] == [()] * args.num_layers
+
+
 def megatron_lm(root, hf_dir, fused=True, singleton=False, common_pt=True, **more):
     """What Megatron-LM saves: megatron-core's own model of its local spec, the arguments, and an optimizer's state.
 

@@ -152,6 +152,7 @@ def test_rates_of_a_row():
         ("NVIDIA H100 80GB HBM3", "--bf16", 989.0),
         ("NVIDIA H100 PCIe", "--bf16", 756.0),
         ("NVIDIA H200", "--bf16", 989.0),
+        ("NVIDIA H200", "--bf16 --fp8-format e4m3", 989.0),  # not 1,979: figures compare with those in bf16
         ("NVIDIA H20", "--fp16", 148.0),
         ("NVIDIA GB200", "--bf16", 2500.0),
         ("NVIDIA A100-SXM4-80GB", "--bf16", 312.0),

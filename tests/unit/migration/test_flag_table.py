@@ -65,6 +65,68 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"importance_sampling": "seq", "add_token_level_kl": "true", "init_kl_coef": "0.2"},
             {"--loss-type": "gspo", "--beta": "0.2", "--kl-in-reward": ""},
         ),
+        (
+            "ms-swift",
+            {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": "true"},
+            {"--fp8-format": "e4m3", "--fp8-recipe": "blockwise", "--fp8-param-gather": None},
+        ),
+        (
+            "verl",
+            {
+                "actor_rollout_ref__actor__megatron__override_transformer_config__fp8": '"hybrid"',
+                "actor_rollout_ref__actor__megatron__override_transformer_config__fp8_recipe": "tensorwise",
+                "actor_rollout_ref__actor__megatron__override_transformer_config__first_last_layers_bf16": "True",
+                "actor_rollout_ref__actor__megatron__override_transformer_config__num_layers_at_end_in_bf16": "2",
+            },
+            {
+                "--fp8-format": "hybrid",
+                "--fp8-recipe": "tensorwise",
+                "--first-last-layers-bf16": "",
+                "--num-layers-at-end-in-bf16": "2",
+            },
+        ),
+        (
+            "verl",  # a recipe alone has no effect there, and is refused here
+            {
+                "actor_rollout_ref__actor__megatron__override_transformer_config__fp8": "False",
+                "actor_rollout_ref__actor__megatron__override_transformer_config__fp8_recipe": "blockwise",
+            },
+            {"--fp8-format": None, "--fp8-recipe": None},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "policy__megatron_cfg__enabled": "true",
+                "policy__megatron_cfg__fp8_cfg__enabled": "true",
+                "policy__megatron_cfg__fp8_cfg__fp8": "e4m3",
+                "policy__megatron_cfg__fp8_cfg__fp8_recipe": "blockwise",
+                "policy__generation__vllm_cfg__precision": "fp8",
+            },
+            {"--fp8-format": "e4m3", "--fp8-recipe": "blockwise", "--vllm-quantization": "fp8", "--vllm-dtype": None},
+        ),
+        (
+            "NeMo-RL",  # the example configurations have the settings, switched off
+            {
+                "policy__megatron_cfg__enabled": "true",
+                "policy__megatron_cfg__fp8_cfg__enabled": "false",
+                "policy__megatron_cfg__fp8_cfg__fp8": "e4m3",
+                "policy__megatron_cfg__fp8_cfg__fp8_recipe": "blockwise",
+            },
+            {"--fp8-format": None, "--fp8-recipe": None},
+        ),
+        (
+            "ROLL",
+            {
+                "actor_train__strategy_args__strategy_config__fp8": "e4m3",
+                "actor_train__strategy_args__strategy_config__fp8_recipe": "blockwise",
+            },
+            {"--fp8-format": "e4m3", "--fp8-recipe": "blockwise"},
+        ),
+        (
+            "slime",
+            {"fp8_format": "e4m3", "fp8_amax_history_len": "1024", "fp8_param_gather": "true"},
+            {"--fp8-format": "e4m3", "--fp8-param-gather": None},
+        ),
     ],
 )
 def test_values_are_converted(system, settings, expected):
@@ -85,6 +147,11 @@ def test_values_are_converted(system, settings, expected):
         ("TRL", {"loss_type": "luspo"}, "there is no 'luspo' here"),
         ("ms-swift", {"reward_funcs": ["accuracy", "mine"]}, "mine: register it with @register_reward"),
         ("slime", {"custom_generate_function_path": "a.b"}, "several turns are not supported"),
+        (
+            "slime",
+            {"fp8_format": "e4m3", "fp8_recipe": "delayed"},
+            "--fp8-recipe: there is no 'delayed' here: --fp8-recipe blockwise or tensorwise: docs/fp8.md",
+        ),
     ],
 )
 def test_a_person_decides(system, settings, question):
