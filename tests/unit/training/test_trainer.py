@@ -159,7 +159,7 @@ def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
     trainer.engine = Recorder("engine", notes, has_weights=has_weights, streams=False)
     trainer.device_memory = DeviceMemory(trainer.args)
     trainer.state_offloader, trainer.weight_offloader = "state", "weights"
-    trainer._offload = lambda what: notes.append(f"offload {what}")
+    trainer._offload = lambda what, margins: notes.append(f"offload {what}") or 0
     trainer._probe_engine = lambda: notes.append("probe") or "answers"
     trainer._check_probe = lambda probe: notes.append(f"check {probe}")
     trainer._position = lambda: "position"
