@@ -400,7 +400,7 @@ def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
 
 
 def engine_share(args: Namespace) -> float | None:
-    """Return the share of a GPU that an engine takes when it wakes; None if only the engine knows, or if it never sleeps."""
+    """Return the share of a GPU that an engine takes when it wakes; None if it never sleeps, or if only it knows."""
     colocated = (args.rollout_engine, args.vllm_mode) == ("vllm", "colocate")
     own_size = "kv_cache_memory_bytes" in (args.vllm_engine_kwargs or {})
     return args.vllm_gpu_memory_utilization if colocated and args.sleep_level and not own_size else None

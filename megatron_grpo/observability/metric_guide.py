@@ -79,10 +79,10 @@ METRICS = {
     "memory/sync": "as memory/train, after the weight sync",
     "memory/rollout": "as memory/train, at the start of generation",
     "memory/asleep": "as memory/train, after the engine has freed the memory of --sleep-level",
-    "memory/offloaded": "GiB of the trainer's tensors that this rollout's engine needed the memory of, on the host meanwhile",
+    "memory/offloaded": "GiB that the trainer copied to host memory, because the engine needed the room",
     "time/rollout": "seconds of generation",
-    "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model), without "
-    "the copies of the optimizer state that run beside an update",
+    "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model), "
+    "without the return of the optimizer state, which runs beside the next passes",
     "time/scoring": "seconds of the reward functions after generation has ended",
     "time/ledger": "seconds until a rollout's last groups and its batch are on the disk (--ledger)",
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
@@ -213,7 +213,7 @@ REMEDIES = {
     "consumed/left_out": "Large: filters remove most rows, and reading them takes time. Filter the files once.",
     "memory/": "Near the device's size: use --offload-optimizer, --offload-model, --sleep-level 2, a smaller "
     "--vllm-gpu-memory-utilization or --max-tokens-per-microbatch. --dry-run estimates the effect.",
-    "memory/offloaded": "Large: a smaller --vllm-gpu-memory-utilization moves less. 0: everything fits beside the engine.",
+    "memory/offloaded": "Large: a smaller --vllm-gpu-memory-utilization moves less. 0: all fits beside the engine.",
     "time/rollout": "Most of the step: raise --vllm-max-num-seqs or --vllm-gpu-memory-utilization, set "
     "--rollout-balancing dynamic, leave out --vllm-enforce-eager. The longest completion determines the end.",
     "time/offload": "Large compared with time/update: a smaller --vllm-gpu-memory-utilization moves less "

@@ -74,7 +74,7 @@ class Offloader:
 
     @torch.no_grad()
     def to_host(self, free: float = math.inf) -> Transfer:
-        """Free the gradients, and offload other tensors until ``free`` bytes of the device are free; no-op if offloaded.
+        """Free the gradients, and offload the others until ``free`` bytes of the device are free; no-op if offloaded.
 
         GrpoError if host memory is too small. With ``--overlap-param-gather`` no gather may be running
         (``forward.parameters_complete`` completes it).
@@ -93,8 +93,9 @@ class Offloader:
         # Small storages share blocks of torch's allocator with others, so they can free less than their bytes: repeat.
         while candidates and (missing := free - free_bytes()) > 0:
             moving: Storages = []
-            while candidates and _size(moving) < missing:
+            while candidates and missing > 0:
                 moving.append(candidates.pop(0))
+                missing -= moving[-1][1]
             for data, host in self._slices(moving, _size(self._copied)):
                 host.copy_(data, non_blocking=True)
             torch.cuda.synchronize()
@@ -105,11 +106,13 @@ class Offloader:
 
     @torch.no_grad()
     def to_device(self, background: bool = False) -> Transfer:
-        """Allocate the device memory again and fill it; no-op if allocated. GrpoError if device memory is too small.
+        """Allocate the device memory again and fill it; no-op if filled. GrpoError if device memory is too small.
 
         ``background``: return after the allocation; a thread copies until ``complete``.
         """
         if not self.is_out:
+            if not background:
+                self.complete()
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
         try:
@@ -166,7 +169,7 @@ class Offloader:
         return copied, dropped
 
     def _slices(self, storages: Storages, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the slices of ``storages`` from byte ``position`` of the host blocks on, split at the ends of blocks."""
+        """Yield the slices of ``storages``, from byte ``position`` of the host's blocks on, split at ends of blocks."""
         for storage, size in storages:
             data, begin = _bytes_of(storage), 0
             while begin < size:
@@ -183,7 +186,7 @@ class Offloader:
 
 
 def needed_by_engine(args, awake: int, margins: int) -> float:
-    """Return the bytes of the device that must be free for the engine, which holds ``awake`` bytes of its share already.
+    """Return the bytes of the device that must be free for an engine that holds ``awake`` bytes of its share already.
 
     Infinite if only the engine knows.
     """
@@ -200,6 +203,8 @@ def free_bytes() -> int:
 
 def _fill(slices: Slices, stream: torch.cuda.Stream) -> None:
     """Copy from the host to the device. At most one block is queued: small copies of other streams wait behind it."""
+    if device().type == "cuda":
+        torch.cuda.set_device(stream.device)  # a new thread has the first GPU
     queued = 0
     with torch.cuda.stream(stream):
         for data, host in slices:

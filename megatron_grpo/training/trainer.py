@@ -417,6 +417,7 @@ class Trainer:
                 if not self.engine.streams:  # which has groups to save
                     self.engine.close()  # frees its memory
                 self._reload()
+                self.state_offloader.complete()
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
                 able = False

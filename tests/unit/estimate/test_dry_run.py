@@ -405,12 +405,12 @@ def test_offloads_do_not_lower_the_peak_of_training():
 
 
 def test_offloads_move_what_does_not_fit_beside_a_colocated_engine():
-    """0.6B in bf16: 2 bytes a parameter of weights, 4 of gradients, 12 of the optimizer; half of the GPU for the engine."""
+    """In bf16 a parameter has 2 bytes of weights, 4 of gradients, 12 of the optimizer; the engine has half a GPU."""
     flags = f"{QWEN3_0_6B} --bf16 --offload-model --offload-optimizer"
     count = plan(f"{QWEN3_0_6B} --bf16").parameters(0).total
 
     def size(flags: str) -> float | None:
-        found = re.search(r"nothing on a GPU of ([\d.]+),", dry_run_report(arguments(flags, 1), 1))
+        found = re.search(r"Nothing is moved on a GPU of ([\d.]+),", dry_run_report(arguments(flags, 1), 1))
         return found and float(found[1])
 
     for more, kept in (("", 18), (" --offload-gradients", 14)):

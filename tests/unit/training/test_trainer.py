@@ -85,6 +85,7 @@ class Lost:
         self.args, self.background_saves = SimpleNamespace(save=str(tmp_path) if save else None), None
         self.iteration, self.done, self._reload_fails = 4, [], reload_fails
         self.engine = SimpleNamespace(streams=False, close=lambda: self.done.append("close"))
+        self.state_offloader = SimpleNamespace(complete=lambda: self.done.append("complete"))
         if newest is not None:
             self.write(newest)
 
@@ -114,12 +115,12 @@ def test_without_an_engine_the_run_is_saved_as_it_was_before(tmp_path, one_proce
     error = lost.end()
     expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} resumes from it"
     assert str(error) == expected and error.saved
-    assert lost.done == ["close", "reload", {"rollouts": 7}]
+    assert lost.done == ["close", "reload", "complete", {"rollouts": 7}]
 
 
 def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path, one_process):
     lost = Lost(tmp_path, newest=4)
-    assert "The run is saved at iteration 4" in str(lost.end()) and lost.done == ["close", "reload"]
+    assert "The run is saved at iteration 4" in str(lost.end()) and lost.done == ["close", "reload", "complete"]
 
 
 def test_a_device_that_does_not_answer_is_left_alone(tmp_path, one_process, monkeypatch):
