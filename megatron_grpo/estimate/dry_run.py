@@ -224,8 +224,8 @@ def _offload_lines(plan: Plan, peak: float) -> list[str]:
         nothing = Plan(Namespace(**vars(args) | {"offload_model": False, "offload_optimizer": False}))
         stays = max(nothing.memory(stage).stays for stage in range(len(plan.stages))) / GIB
         lines.append(
-            f"moved to the host: what does not fit beside the engine and {2 * MARGIN:g} of the GPU; the columns show the "
-            f"most. Nothing is moved on a GPU of {stays / (1 - share - 2 * MARGIN):.1f}, libraries not counted"
+            f"copied to the host: what does not fit beside the engine and {2 * MARGIN:g} of the GPU; the columns show "
+            f"the most. Nothing is copied on a GPU of {stays / (1 - share - 2 * MARGIN):.1f} and its libraries' memory"
         )
     return lines
 

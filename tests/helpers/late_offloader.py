@@ -2,6 +2,8 @@
 
 import threading
 
+import torch
+
 import pretrain_grpo  # noqa: F401  # first: it prepares for machines without a GPU
 from megatron_grpo.training.offload import Offloader
 
@@ -29,6 +31,7 @@ class LateOffloader(Offloader):
         back = super().to_device(background)
         for storage, _ in self._copied:
             storage.fill_(255)  # NaN as floating-point numbers
+        torch.cuda.synchronize()
         return back
 
     def complete(self) -> None:

@@ -410,7 +410,7 @@ def test_offloads_move_what_does_not_fit_beside_a_colocated_engine():
     count = plan(f"{QWEN3_0_6B} --bf16").parameters(0).total
 
     def size(flags: str) -> float | None:
-        found = re.search(r"Nothing is moved on a GPU of ([\d.]+),", dry_run_report(arguments(flags, 1), 1))
+        found = re.search(r"Nothing is copied on a GPU of ([\d.]+) ", dry_run_report(arguments(flags, 1), 1))
         return found and float(found[1])
 
     for more, kept in (("", 18), (" --offload-gradients", 14)):
