@@ -102,7 +102,7 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (
-    ("--offload-model", bool, False, "move the trainer's weights to host memory, where the rest is not enough for the engine"),
+    ("--offload-model", bool, False, "move the trainer's weights to host memory if the engine needs more room"),
     ("--offload-gradients", bool, False, "free the gradient buffers"),
     ("--offload-optimizer", bool, False, "move as much of the optimizer's state to host memory as the engine needs"),
 )

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_grpo.estimate.memory import MARGIN, engine_share
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
+from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -185,14 +186,15 @@ class Offloader:
         return Transfer(copied + dropped, copied, time.perf_counter() - start)
 
 
-def needed_by_engine(args, awake: int, margins: int) -> float:
-    """Return the bytes of the device that must be free for an engine that holds ``awake`` bytes of its share already.
+def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
+    """Return the bytes of the device that must be free for the engine to wake (None: to start), with so many margins.
 
     Infinite if only the engine knows.
     """
     share = engine_share(args)
     if share is None or not torch.cuda.is_available():
         return math.inf
+    awake = 0 if engine is None else engine.device_bytes()[0]
     return (share + margins * MARGIN) * torch.cuda.mem_get_info()[1] - awake
 
 

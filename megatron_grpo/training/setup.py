@@ -526,7 +526,7 @@ def _free_for_colocated_engine(args, *offloaders: Offloader) -> Iterator[None]:
         yield
         return
     for offloader in offloaders:
-        offloader.to_host(needed_by_engine(args, awake=0, margins=1))
+        offloader.to_host(needed_by_engine(args, None, margins=1))
     yield
     for offloader in offloaders:
         offloader.to_device()

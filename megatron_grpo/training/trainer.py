@@ -373,8 +373,7 @@ class Trainer:
         """Free the memory that the engine needs; return the bytes that were copied to the host."""
         # A pending gather of parameters would write into freed memory.
         with self.timers("offload"), forward.parameters_complete(self.args, self.model):
-            awake, _ = self.engine.device_bytes()
-            return offloader.to_host(needed_by_engine(self.args, awake, margins)).copied
+            return offloader.to_host(needed_by_engine(self.args, self.engine, margins)).copied
 
     def _reload(self) -> None:
         with self.timers("offload"):

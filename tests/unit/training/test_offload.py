@@ -105,11 +105,12 @@ def test_what_the_engine_needs():
     """0.3 of a GPU of 1,000 bytes; 0.03 are left beside the awake engine, and twice as much before it wakes."""
     gpu = mock.patch.multiple("torch.cuda", is_available=lambda: True, mem_get_info=lambda: (1, 1000))
     asleep = parse_args("--sleep-level 2 --vllm-gpu-memory-utilization 0.3".split())
-    assert needed_by_engine(asleep, awake=0, margins=2) == math.inf  # a CPU
+    with_weights = SimpleNamespace(device_bytes=lambda: (100, 200))
+    assert needed_by_engine(asleep, None, margins=2) == math.inf  # a CPU
     with gpu:
-        assert needed_by_engine(asleep, awake=0, margins=2) == pytest.approx(360)
-        assert needed_by_engine(asleep, awake=100, margins=1) == pytest.approx(230)
-        assert needed_by_engine(parse_args([]), awake=0, margins=1) == math.inf  # vLLM takes torch's memory
+        assert needed_by_engine(asleep, None, margins=2) == pytest.approx(360)
+        assert needed_by_engine(asleep, with_weights, margins=1) == pytest.approx(230)
+        assert needed_by_engine(parse_args([]), None, margins=1) == math.inf  # vLLM takes torch's memory
 
 
 def test_memory_that_somebody_has_taken():

@@ -151,7 +151,7 @@ class Recorder:
         vars(self).update(attributes)
 
     def __getattr__(self, method: str):
-        return lambda *_: self._notes.append(f"{self._name}.{method}")
+        return lambda *_, **__: self._notes.append(f"{self._name}.{method}")
 
 
 def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
@@ -191,6 +191,23 @@ def test_an_engine_lost_in_its_turn_ends_the_run_at_the_position_before():
     with pytest.raises(EngineLost), Trainer.engine_awake(trainer):
         raise EngineLost("gone")
     assert ended == ["position"] and "engine.sleep" not in notes and "trainer._reload" not in notes
+
+
+@pytest.mark.parametrize("transfer", ["save", "load"])
+def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monkeypatch):
+    notes: list[str] = []
+    load = {"load_checkpoint": lambda *_: notes.append("checkpoint.load") or (2, {})}
+    monkeypatch.setattr(trainer_module, "checkpoint", Recorder("checkpoint", notes, **load))
+    args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
+    parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "partial": None, "ledger": None}
+    trainer = Recorder("trainer", notes, args=args, iteration=3, background_saves=None, **parts)
+    trainer.timers = trainer._save_errors = lambda _: contextlib.nullcontext()
+    trainer.engine, trainer.early_exit = SimpleNamespace(streams=False), SimpleNamespace()
+    trainer.bad_updates = SimpleNamespace(restore_due=True)
+    trainer.logger, trainer.state_offloader = Recorder("logger", notes), Recorder("state", notes)
+    Trainer.save(trainer, {"rollouts": 1}) if transfer == "save" else Trainer._restore(trainer)
+    name = {"save": "checkpoint.save_checkpoint", "load": "checkpoint.load"}[transfer]
+    assert notes.index("state.complete") < notes.index(name)
 
 
 def test_mean_of_scored():
