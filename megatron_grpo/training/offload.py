@@ -63,8 +63,9 @@ class Offloader:
         self._copied: Storages = []
         self._dropped: Storages = []
         self._blocks: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream()  # of copies to the device, in the thread
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._copies: Future | None = None  # those to the device that run in the thread
+        self._copies: Future | None = None  # those that run
         for inner in torch_optimizers(optimizer) if optimizer_state else ():
             inner.register_step_pre_hook(lambda *_: self.complete())
 
@@ -127,9 +128,8 @@ class Offloader:
             ) from error
         for storage, _ in self._dropped:
             _bytes_of(storage).zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # its kernels may use the memory until its new allocation
-        self._copies = self._thread.submit(_fill, list(self._slices(self._copied, 0)), stream)
+        self._stream.wait_stream(torch.cuda.current_stream())  # whose kernels may have used the memory before
+        self._copies = self._thread.submit(_fill, list(self._slices(self._copied, 0)), self._stream)
         self.is_out = False
         if not background:
             self.complete()
