@@ -53,9 +53,10 @@ class PackedAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
+        gpu_kernel: type[Varlen] = Varlen,
     ):
         super().__init__(config)
-        self.softcap = softcap
+        self.softcap, self.gpu_kernel = softcap, gpu_kernel
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -108,10 +109,11 @@ class PackedAttention(MegatronModule):
             kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
         elif cp_size == 1:
             cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            kernel = Varlen(cu, cu, longest, longest, self.left, scale)
+            kernel = self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
         else:
             cu_seqlens = _offsets_on_host(packed_seq_params)
-            kernel, keys = segments(cu_seqlens, cp_size, cp_rank, self.left, scale, query.device)
+            segmented, keys = segments(cu_seqlens, cp_size, cp_rank, query.device, self.left)
+            kernel = self.gpu_kernel(*segmented, self.left, scale)
             key, value = key.index_select(0, keys), value.index_select(0, keys)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
 
@@ -173,9 +175,9 @@ def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, s
 
 @lru_cache(maxsize=8)
 def segments(
-    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float, device: torch.device
-) -> tuple[Varlen, torch.Tensor]:
-    """Build the GPU kernel under context parallelism; return it with the indices of its gathered keys, int64.
+    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device, left: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], torch.Tensor]:
+    """Return the segments of `Varlen` under context parallelism, and the indices of the gathered keys, int64.
 
     Each of a rank's two chunks of a sequence is a segment of queries. Its keys are those up to the chunk's end that at
     least one query sees. Without a window a rank uses 1 + 1 / (2 cp) times the keys of the pack.
@@ -191,7 +193,7 @@ def segments(
     keys = np.argsort(_gathered_positions(cu, cp_size))[positions]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
-    return Varlen(cu_queries, cu_keys, int(chunk.max()), int(key_counts.max()), left, scale), keys
+    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), keys
 
 
 @lru_cache(maxsize=8)

@@ -12,7 +12,10 @@ p (d p - sum(d out * out)) (Dao 2023, FlashAttention-2, algorithm 2). Called wit
 gradients of the combined output through the keys of this call.
 """
 
+import importlib
+import warnings
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -88,6 +91,43 @@ class Varlen:
             torch.empty(0, device=q.device),
         )  # the state of the dropout, unused
         return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *positional, *state, **named)
+
+
+def flash_attention_4() -> ModuleType:
+    """Return the module of FlashAttention 4 in vLLM's wheel; ImportError without a GPU or without its packages."""
+    # CUTLASS warns of an argument that these kernels do not use, at each compilation.
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+    return importlib.import_module("vllm.vllm_flash_attn.cute.interface")
+
+
+@dataclass(frozen=True)
+class FlashAttention4(Varlen):
+    """`Varlen` by FlashAttention 4, whose kernels use the asynchronous matrix products of Hopper and Blackwell GPUs.
+
+    The two passes are called, because the package's function with gradients does not pass the lse to the backward pass.
+    """
+
+    def _keywords(self) -> dict:
+        left, right = (None, None) if self.left < 0 else (self.left, 0)
+        return {
+            "softmax_scale": self.scale,
+            "causal": self.left < 0,
+            "window_size_left": left,
+            "window_size_right": right,
+            "cu_seqlens_q": self.cu_queries,
+            "cu_seqlens_k": self.cu_keys,
+            "max_seqlen_q": self.longest_queries,
+            "max_seqlen_k": self.longest_keys,
+        }
+
+    def forward(self, q, k, v):
+        out, lse, *_ = flash_attention_4()._flash_attn_fwd(q, k, v, return_lse=True, **self._keywords())
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse):
+        reproducible = torch.are_deterministic_algorithms_enabled()
+        backward = flash_attention_4()._flash_attn_bwd
+        return backward(q, k, v, out, grad, lse, **self._keywords(), deterministic=reproducible)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import fast_gelu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_grpo.parallel.arguments import has_packed_attention
 from megatron_grpo.utils.core_flags import core_config
 
 
@@ -37,6 +39,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "moe_enable_routing_replay": args.router_replay_mode != "disabled",
     }
+    if has_packed_attention(args):  # not Transformer Engine's, whose environment megatron-core checks otherwise
+        derived["attention_backend"] = AttnBackend.auto
     if not args.multi_latent_attention:
         return core_config(TransformerConfig, args, **derived)
     return core_config(

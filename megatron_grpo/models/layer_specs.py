@@ -22,11 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_grpo.models.attention import PackedAttention
+from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.two_ropes import with_two_ropes
+from megatron_grpo.parallel.arguments import has_packed_attention
 
 # Names in a layer of the local spec -> Transformer Engine's names. Transformer Engine fuses a norm into the next linear
 # layer. Checkpoints always have Transformer Engine's names, so that either implementation can load them.
@@ -135,8 +137,10 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     for layer in kinds.values():
         if not use_te:
             _use_local_modules(config, layer)
-        elif config.softmax_type != "vanilla":  # Transformer Engine has no sinks in packs before version 2.12
-            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        if has_packed_attention(args):  # Transformer Engine has no sinks in packs before version 2.12, and no soft caps
+            kernel = FlashAttention4 if args.attention_backend == "flash" else Varlen
+            core = partial(PackedAttention, softcap=args.attn_logit_softcapping, gpu_kernel=kernel)
+            layer.submodules.self_attention.submodules.core_attention = core
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = bias_dropout_add
         _add_family_modules(args, layer)
         mlp = _submodules(layer.submodules.mlp)
@@ -161,8 +165,6 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
         mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
     if args.rotary_base_local:
         attention.module = with_two_ropes(attention.module)
-    if args.attn_logit_softcapping:
-        attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
 
 def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
@@ -170,7 +172,6 @@ def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
     names: dict[str, str] = {}
     if config.multi_latent_attention:
         names |= _FUSED_LATENT_NORMS

@@ -67,6 +67,15 @@ def has_packed_attention(args: Namespace) -> bool:
     return args.transformer_impl == "local" or special
 
 
+def _check_flash_attention(args: Namespace) -> None:
+    """Refuse --attention-backend flash with what the kernels of the package flash-attn-4 do not compute."""
+    given, instead = "--attention-backend flash", "give --attention-backend local"
+    if not (args.bf16 or args.fp16):
+        raise GrpoError(f"{given} needs --bf16 or --fp16: its kernels take no float32; {instead}")
+    if args.attn_logit_softcapping is not None:
+        raise GrpoError(f"{given} with --attn-logit-softcapping: its backward pass has no soft caps here; {instead}")
+
+
 def _attention_name(args: Namespace) -> str:
     """Return the name of the attention implementation for messages."""
     if has_packed_attention(args) and args.transformer_impl != "local":
@@ -116,12 +125,14 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
                     f"recompute {instead} instead"
                 )
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
-    backends = ("auto", "local") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
+    backends = ("auto", "local", "flash") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
         raise GrpoError(
             f"--attention-backend is {args.attention_backend}, but {_attention_name(args)} supports only "
             f"{', '.join(backends)}"
         )
+    if args.attention_backend == "flash" and has_packed_attention(args):
+        _check_flash_attention(args)
     _check_experts(args)
     _check_pipeline(args, costs)
     _check_context_parallelism(args)

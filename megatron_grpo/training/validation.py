@@ -13,11 +13,12 @@ from megatron_grpo.data.arguments import check_data, check_pass_rates
 from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_cuda_graphs, check_model
+from megatron_grpo.models.attention_kernels import flash_attention_4
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.fp8_training import check_fp8
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.arguments import check_logging
-from megatron_grpo.parallel.arguments import check_parallelism
+from megatron_grpo.parallel.arguments import check_parallelism, has_packed_attention
 from megatron_grpo.reference.arguments import check_reference_models
 from megatron_grpo.rollout.arguments import (
     check_dynamic_sampling,
@@ -72,6 +73,20 @@ def validate_args(args: Namespace, world_size: int) -> None:
     _check_libraries(args)
 
 
+def _check_flash_attention_4() -> None:
+    """Raise GrpoError if this machine cannot run the kernels of --attention-backend flash."""
+    given, instead = "--attention-backend flash", "give --attention-backend local"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        raise GrpoError(f"{given} needs a GPU of compute capability 9.0 (Hopper) or newer: {instead}")
+    try:
+        flash_attention_4()
+    except ImportError as error:
+        raise GrpoError(
+            f"{given} needs FlashAttention 4 of vLLM's wheel, which cannot be imported ({error}): install "
+            f"requirements-gpu.txt, or {instead}"
+        ) from error
+
+
 def _check_libraries(args: Namespace) -> None:
     """Raise GrpoError for flags that this machine, its libraries or megatron-core do not support."""
     have_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -89,6 +104,8 @@ def _check_libraries(args: Namespace) -> None:
         )
     if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
+    if args.attention_backend == "flash" and has_packed_attention(args) and not args.dry_run:
+        _check_flash_attention_4()
     if args.cuda_graphs and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--cuda-graphs needs a GPU: leave it out")
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 tests/distributed/attention_worker.py --cuda
     the flash kernels of GPUs in bf16, one line a case; all processes are one context-parallel group (tests/gpu)
 """
 
+import itertools
 import math
 import os
 import sys
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.models.attention import PackedAttention
+from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
 from megatron_grpo.parallel.zigzag import zigzag
 
 NAMES = "output", "d q", "d k", "d v", "d sink"
@@ -75,7 +77,7 @@ class Case:
             **kwargs,
         )
 
-    def module(self, groups: ProcessGroupCollection, dtype=torch.float64) -> PackedAttention:
+    def module(self, groups: ProcessGroupCollection, dtype=torch.float64, kernel=Varlen) -> PackedAttention:
         return PackedAttention(
             self.config(dtype, groups.tp.size()),
             1,
@@ -86,6 +88,7 @@ class Case:
             v_channels=self.value_size,
             pg_collection=groups,
             softcap=self.cap,
+            gpu_kernel=kernel,
         )
 
 
@@ -122,7 +125,9 @@ def reference(case: Case, dtype=torch.float64, device="cpu", exact=torch.float64
     return results(case, lambda *x: plain(case, *x), tensors, upstream.to(exact))
 
 
-def module_results(case: Case, groups: ProcessGroupCollection, device="cpu", dtype=torch.float64) -> list[torch.Tensor]:
+def module_results(
+    case: Case, groups: ProcessGroupCollection, device="cpu", dtype=torch.float64, kernel=Varlen
+) -> list[torch.Tensor]:
     """The results of this rank's module, put together over tensor- and context-parallel ranks."""
     tensors, upstream = case.tensors(device, dtype)
     tp, cp = groups.tp, groups.cp
@@ -133,7 +138,7 @@ def module_results(case: Case, groups: ProcessGroupCollection, device="cpu", dty
 
     q, k, v = (share(x.detach()).requires_grad_() for x in tensors[:3])
     sink = tensors[3].detach().view(tp.size(), -1)[tp.rank()].clone().requires_grad_()
-    module = case.module(groups, dtype)
+    module = case.module(groups, dtype, kernel)
     if case.softmax == "learnable":
         module.softmax_offset = torch.nn.Parameter(sink)
         sink = module.softmax_offset
@@ -264,16 +269,16 @@ def on_gpu() -> None:
         dist.init_process_group("nccl", device_id=device)
         groups.cp = dist.group.WORLD
     worst = 0.0
-    for name, case in GPU_CASES.items():
+    for (name, case), kernel in itertools.product(GPU_CASES.items(), (Varlen, FlashAttention4)):
         if world > 1 and any(length % (2 * world) for length in case.lengths):
             continue
-        got = module_results(case, groups, device, torch.bfloat16)
+        got = module_results(case, groups, device, torch.bfloat16, kernel)
         want = reference(case, torch.bfloat16, device, torch.float32)
         errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
         worst = max(worst, *errors)
         if not dist.is_initialized() or dist.get_rank() == 0:
             numbers = "  ".join(f"{label} {error:.1e}" for label, error in zip(NAMES, errors, strict=False))
-            print(f"cp {world}  {name:24s} {numbers}", flush=True)
+            print(f"cp {world}  {name:24s} {kernel.__name__:15s} {numbers}", flush=True)
     assert worst < 2e-2, f"worst relative error {worst}"
     if world > 1:
         dist.destroy_process_group()

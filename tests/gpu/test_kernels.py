@@ -14,6 +14,7 @@ from launch import torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_grpo.models.attention import visible_keys
+from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
@@ -28,11 +29,12 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@pytest.mark.parametrize("kernel", [Varlen, FlashAttention4])
 @pytest.mark.parametrize("name", GPU_CASES)
-def test_attention(name):
+def test_attention(name, kernel):
     """Output and gradients in bf16 against a plain masked softmax in float32 of the same numbers."""
     case = GPU_CASES[name]
-    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16)
+    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16, kernel)
     want = reference(case, torch.bfloat16, "cuda", torch.float32)
     errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
     assert max(errors.values()) < 2e-2, errors
@@ -42,7 +44,9 @@ def test_attention(name):
 def test_attention_with_context_parallelism():
     """The worker asserts; here it must have come to the end."""
     output = torchrun(2, "tests/distributed/attention_worker.py", "--cuda")
-    assert output.count("cp 2  ") == sum(all(n % 4 == 0 for n in case.lengths) for case in GPU_CASES.values()), output
+    assert output.count("cp 2  ") == 2 * sum(all(n % 4 == 0 for n in case.lengths) for case in GPU_CASES.values()), (
+        output
+    )
 
 
 def test_soft_capped_attention_stays_compiled():

@@ -40,6 +40,14 @@ def test_one_gpu():
     check("TP1", more, recompute)
 
 
+def test_flash_attention_4():
+    """In packs of several sizes, with recomputation, and in graphs."""
+    flash = "TP1: --attention-backend flash"
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    packs = "--max-tokens-per-microbatch 512"
+    check(f"TP1: {packs}", flash, f"{flash} {packs}", f"{flash} {recompute}", f"{flash} {packs} --cuda-graphs")
+
+
 def test_cuda_graphs():
     """All weights and adapters, with packs of several sizes. The first layer of adapters needs no gradient."""
     packs = "--max-tokens-per-microbatch 512"
@@ -55,7 +63,15 @@ def test_transformer_engine():
 
 @pytest.mark.gpus(2)
 def test_two_gpus():
-    check("TP1", "TP2", "TP2 SP", "PP2", "CP2", "DP2: --use-distributed-optimizer --overlap-grad-reduce")
+    check(
+        "TP1",
+        "TP2",
+        "TP2 SP",
+        "PP2",
+        "CP2",
+        "CP2: --attention-backend flash",
+        "DP2: --use-distributed-optimizer --overlap-grad-reduce",
+    )
 
 
 @pytest.mark.gpus(2)

@@ -280,7 +280,8 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
         sink = {"vanilla": None, "off-by-one": torch.zeros_like(sink), "learnable": sink}[case.softmax]
         out = torch.zeros(len(q), case.heads, case.value_size, dtype=q.dtype)
         for rank, own in enumerate(gathered.chunk(cp_size)):
-            kernel, keys = segments(cu, cp_size, rank, left, scale, torch.device("cpu"))
+            segmented, keys = segments(cu, cp_size, rank, torch.device("cpu"), left)
+            kernel = Varlen(*segmented, left, scale)
             if left < 0:
                 assert len(keys) <= len(q) * (1 + 1 / (2 * cp_size))
             part = attend(q[own], k[gathered][keys], v[gathered][keys], sink, kernel)

@@ -109,7 +109,14 @@ REFUSED = {
     ),
     "--sequence-parallel": "--sequence-parallel needs --tensor-model-parallel-size 2 or more",
     "--apply-rope-fusion": "--apply-rope-fusion needs --transformer-impl transformer_engine",
-    "--attention-backend flash": "--attention-backend is flash, but --transformer-impl local supports only auto, local",
+    "--attention-backend fused": (
+        "--attention-backend is fused, but --transformer-impl local supports only auto, local, flash"
+    ),
+    "--attention-backend flash": "--attention-backend flash needs --bf16 or --fp16: its kernels take no float32",
+    "--attention-backend flash --bf16": "--attention-backend flash needs a GPU of compute capability 9.0 (Hopper)",
+    "--attention-backend flash --bf16 --attn-logit-softcapping 50": (
+        "--attention-backend flash with --attn-logit-softcapping"
+    ),
     "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
     "--use-precision-aware-optimizer --bf16 --use-distributed-optimizer": "needs a GPU and Transformer Engine's Adam",
     "--num-layers 0": "--num-layers (0) must be greater than 0",
