@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron_grpo.estimate.memory import GIB, Chunk, Memory, Plan
+from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Memory, Plan, engine_share
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.arguments import generating_width, recompute_note
 from megatron_grpo.parallel.roles import role_of
@@ -211,12 +211,23 @@ def _wider_engines(plan: Plan) -> str:
     return "a larger --vllm-tensor-parallel-size divides them: " + ", ".join(sizes) if sizes else ""
 
 
-def _offload_line(args: Namespace, peak: float) -> list[str]:
-    """Return the line about offloads that act only while the engine generates; ``peak``: of training, GiB."""
-    given = [flag(dest) for dest in ("offload_model", "offload_gradients", "offload_optimizer") if getattr(args, dest)]
+def _offload_lines(plan: Plan, peak: float) -> list[str]:
+    """Return the lines about offloads that act only while the engine generates; ``peak``: of training, GiB."""
+    args = plan.args
+    given = [dest for dest in ("offload_model", "offload_gradients", "offload_optimizer") if getattr(args, dest)]
     if not given:
         return []
-    return [f"{', '.join(given)}: only while the engine generates; the peak of training stays {peak:.2f}"]
+    names = ", ".join(map(flag, given))
+    lines = [f"{names}: only while the engine generates; the peak of training stays {peak:.2f}"]
+    share = engine_share(args)
+    if share is not None and share + 2 * MARGIN < 1:
+        nothing = Plan(Namespace(**vars(args) | {"offload_model": False, "offload_optimizer": False}))
+        stays = max(nothing.memory(stage).stays for stage in range(len(plan.stages))) / GIB
+        lines.append(
+            f"copied to the host: what does not fit beside the engine and {2 * MARGIN:g} of the GPU; the columns show "
+            f"the most. Nothing is copied on a GPU of {stays / (1 - share - 2 * MARGIN):.1f} and its libraries' memory"
+        )
+    return lines
 
 
 def _reference_lines(args: Namespace) -> list[str]:
@@ -262,7 +273,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     ]
     if copies := max(plan.copies(stage) for stage in range(len(plan.stages))):
         lines.append(f"params: {copies / GIB:.2f} are 8-bit copies for --fp8-format, freed while the engine generates")
-    lines += _offload_line(args, max(memory.total for memory in memories) / GIB)
+    lines += _offload_lines(plan, max(memory.total for memory in memories) / GIB)
     if note := recompute_note(args):
         lines.append(note)
     lines += _engine_lines(plan, memories)

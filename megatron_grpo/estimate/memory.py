@@ -31,6 +31,9 @@ from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
 GIB = 2**30
+# Share of a GPU for what is allocated while a colocated vLLM wakes, such as buffers of the weight sync and of NCCL: so
+# much stays free beside the engine, and twice as much before it wakes.
+MARGIN = 0.03
 # Keys of the multi-token-prediction layers and of the vision tower; other keys are layer numbers and parameter names.
 MTP, TOWER = "mtp", "vision"
 EMBEDDING, OUTPUT, FINAL_NORM = "embedding.word_embeddings", "output_layer", "decoder.final_layernorm"
@@ -441,6 +444,13 @@ def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
             place = weight.name.removesuffix(".weight")
         found.setdefault(place, []).append(weight)
     return found
+
+
+def engine_share(args: Namespace) -> float | None:
+    """Return the share of a GPU that an engine takes when it wakes; None if it never sleeps, or if only it knows."""
+    colocated = (args.rollout_engine, args.vllm_mode) == ("vllm", "colocate")
+    own_size = "kv_cache_memory_bytes" in (args.vllm_engine_kwargs or {})
+    return args.vllm_gpu_memory_utilization if colocated and args.sleep_level and not own_size else None
 
 
 def _optimizer_bytes(args: Namespace, half: bool) -> tuple[float, float]:

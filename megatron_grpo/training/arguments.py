@@ -102,9 +102,9 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (
-    ("--offload-model", bool, False, "move the trainer's weights to host memory"),
+    ("--offload-model", bool, False, "move the trainer's weights to host memory if the engine needs more room"),
     ("--offload-gradients", bool, False, "free the gradient buffers"),
-    ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
+    ("--offload-optimizer", bool, False, "move as much of the optimizer's state to host memory as the engine needs"),
 )
 
 LEARNING_RATE: tuple[FlagRow, ...] = (

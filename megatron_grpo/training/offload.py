@@ -5,21 +5,28 @@ is resized back and filled. All tensors that share the storage (parameters, mega
 an optimizer) stay the same objects, so this module does not depend on the class of the optimizer.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_grpo.estimate.memory import MARGIN, engine_share
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
+from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 
 # Size of the host's memory blocks in bytes; storages fill the blocks without gaps. torch rounds a request for
 # page-locked memory up to a power of two (64 GiB for 33), so only the end of the last block is unused.
 BLOCK_BYTES = 1 << 28
+
+Storages = list[tuple[torch.UntypedStorage, int]]  # with their bytes on the device
+Slices = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (bytes on the device, bytes on the host)
 
 
 class Transfer(NamedTuple):
@@ -42,6 +49,9 @@ class Offloader:
     An offloaded tensor has no memory: most kernels that read it end the process (a segmentation fault on a CPU, an
     illegal memory access on a GPU; matrix products raise RuntimeError). Use a separate Offloader for a kind that moves
     at a different time, such as the weights, which a weight sync needs.
+
+    The optimizer state can return in the background (``to_device``), while forward and backward passes run: they do not
+    read it. The optimizer's step waits for it. Other readers, such as a save, call ``complete`` first.
     """
 
     def __init__(
@@ -50,9 +60,14 @@ class Offloader:
         self.model, self.optimizer = model, optimizer
         self.weights, self.gradients, self.optimizer_state = weights, gradients, optimizer_state
         self.is_out = False
-        self._copied: list[tuple[torch.UntypedStorage, int]] = []  # (storage, its bytes on the device)
-        self._dropped: list[tuple[torch.UntypedStorage, int]] = []
+        self._copied: Storages = []
+        self._dropped: Storages = []
         self._blocks: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream()  # of copies to the device, in the thread
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._copies: Future | None = None  # those that run
+        for inner in torch_optimizers(optimizer) if optimizer_state else ():
+            inner.register_step_pre_hook(lambda *_: self.complete())
 
     @property
     def host_bytes(self) -> int:
@@ -60,32 +75,46 @@ class Offloader:
         return len(self._blocks) * BLOCK_BYTES
 
     @torch.no_grad()
-    def to_host(self) -> Transfer:
-        """Offload the tensors and free their device memory; no-op if offloaded. GrpoError if host memory is too small.
+    def to_host(self, free: float = math.inf) -> Transfer:
+        """Free the gradients, and offload the others until ``free`` bytes of the device are free; no-op if offloaded.
 
-        With ``--overlap-param-gather`` no gather may be running (``forward.parameters_complete`` completes it).
+        GrpoError if host memory is too small. With ``--overlap-param-gather`` no gather may be running
+        (``forward.parameters_complete`` completes it).
         """
         if self.is_out:
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
+        self.complete()
         torch.cuda.synchronize()  # all streams, because collectives run on their own
         if self.gradients:
             self.optimizer.zero_grad()  # gradients outside the buffers: float32 copies of 16-bit gradients
         free_fp8_weights(self.model)
-        self._collect()
-        for data, host in self._slices():
-            host.copy_(data, non_blocking=True)
-        torch.cuda.synchronize()
-        for storage, _ in self._copied + self._dropped:
-            storage.resize_(0)
-        torch.cuda.empty_cache()  # returns the memory from torch's allocator to the device, for the engine's allocator
+        candidates, self._dropped = self._collect()
+        self._copied = []
+        _release(self._dropped)
+        # Small storages share blocks of torch's allocator with others, so they can free less than their bytes: repeat.
+        while candidates and (missing := free - free_bytes()) > 0:
+            moving: Storages = []
+            while candidates and missing > 0:
+                moving.append(candidates.pop(0))
+                missing -= moving[-1][1]
+            for data, host in self._slices(moving, _size(self._copied)):
+                host.copy_(data, non_blocking=True)
+            torch.cuda.synchronize()
+            self._copied += moving
+            _release(moving)
         self.is_out = True
         return self._transfer(start)
 
     @torch.no_grad()
-    def to_device(self) -> Transfer:
-        """Allocate the device memory again and fill it; no-op if allocated. GrpoError if device memory is too small."""
+    def to_device(self, background: bool = False) -> Transfer:
+        """Allocate the device memory again and fill it; no-op if filled. GrpoError if device memory is too small.
+
+        ``background``: return after the allocation; a thread copies until ``complete``.
+        """
         if not self.is_out:
+            if not background:
+                self.complete()
             return Transfer(0, 0, 0.0)
         start = time.perf_counter()
         try:
@@ -97,25 +126,34 @@ class Offloader:
                 f"the trainer freed {size:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
                 "the inference server or program that still holds memory there, and resume with --load"
             ) from error
-        for data, host in self._slices():
-            data.copy_(host, non_blocking=True)
         for storage, _ in self._dropped:
             _bytes_of(storage).zero_()
-        torch.cuda.synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream())  # whose kernels may have used the memory before
+        self._copies = self._thread.submit(_fill, list(self._slices(self._copied, 0)), self._stream)
         self.is_out = False
+        if not background:
+            self.complete()
+            torch.cuda.synchronize()
         return self._transfer(start)
 
-    def _collect(self) -> None:
-        """Find the storages to move.
+    def complete(self) -> None:
+        """Wait for the copies of ``to_device``."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.result()
+
+    def _collect(self) -> tuple[Storages, Storages]:
+        """Return the storages to copy and those to drop.
 
         This runs before every move, because an optimizer creates its moments in its first step, and a load replaces
         them.
         """
-        self._copied, self._dropped = [], []
+        copied: Storages = []
+        dropped: Storages = []
         kinds = (
-            (self.weights, self._copied, weight_tensors(self.model)),
-            (self.gradients, self._dropped, gradient_tensors(self.model)),
-            (self.optimizer_state, self._copied, optimizer_tensors(self.optimizer)),
+            (self.weights, copied, weight_tensors(self.model)),
+            (self.gradients, dropped, gradient_tensors(self.model)),
+            (self.optimizer_state, copied, optimizer_tensors(self.optimizer)),
         )
         seen = set()
         for wanted, moving, tensors in kinds:
@@ -129,11 +167,11 @@ class Offloader:
                 seen.add(storage.data_ptr())
                 if wanted:
                     moving.append((storage, storage.nbytes()))
+        return copied, dropped
 
-    def _slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (bytes on the device, bytes on the host) of all copied storages, split at the ends of host blocks."""
-        position = 0
-        for storage, size in self._copied:
+    def _slices(self, storages: Storages, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the slices of ``storages``, from byte ``position`` of the host's blocks on, split at ends of blocks."""
+        for storage, size in storages:
             data, begin = _bytes_of(storage), 0
             while begin < size:
                 block, offset = divmod(position, BLOCK_BYTES)
@@ -144,8 +182,51 @@ class Offloader:
                 begin, position = begin + count, position + count
 
     def _transfer(self, start: float) -> Transfer:
-        copied, dropped = (sum(size for _, size in storages) for storages in (self._copied, self._dropped))
+        copied, dropped = _size(self._copied), _size(self._dropped)
         return Transfer(copied + dropped, copied, time.perf_counter() - start)
+
+
+def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
+    """Return the bytes of the device that must be free for the engine to wake (None: to start), with so many margins.
+
+    Infinite if only the engine knows.
+    """
+    share = engine_share(args)
+    if share is None or not torch.cuda.is_available():
+        return math.inf
+    awake = 0 if engine is None else engine.device_bytes()[0]
+    return (share + margins * MARGIN) * torch.cuda.mem_get_info()[1] - awake
+
+
+def free_bytes() -> int:
+    """Return the free bytes of the device; 0 on a CPU."""
+    return torch.cuda.mem_get_info()[0] if device().type == "cuda" else 0
+
+
+def _fill(slices: Slices, stream: torch.cuda.Stream) -> None:
+    """Copy from the host to the device. At most one block is queued: small copies of other streams wait behind it."""
+    if device().type == "cuda":
+        torch.cuda.set_device(stream.device)  # a new thread has the first GPU
+    queued = 0
+    with torch.cuda.stream(stream):
+        for data, host in slices:
+            data.copy_(host, non_blocking=True)
+            queued += len(host)
+            if queued >= BLOCK_BYTES:
+                stream.synchronize()
+                queued = 0
+    stream.synchronize()
+
+
+def _release(storages: Storages) -> None:
+    """Free the memory of ``storages``, and return it from torch's allocator to the device, for the engine's."""
+    for storage, _ in storages:
+        storage.resize_(0)
+    torch.cuda.empty_cache()
+
+
+def _size(storages: Storages) -> int:
+    return sum(size for _, size in storages)
 
 
 def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
@@ -166,17 +247,20 @@ def gradient_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Ten
 
 def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
     """Yield main parameters and moments; megatron-core has one optimizer for dense parameters and one for experts."""
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is None:  # this rank has no such parameters
-            continue
+    for outer in torch_optimizers(optimizer):
         # With --optimizer-cpu-offload, the share on the device has its own optimizers.
-        for inner in (part.optimizer, *getattr(part.optimizer, "sub_optimizers", ())):
+        for inner in (outer, *getattr(outer, "sub_optimizers", ())):
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     yield from stored(parameter)
             for state in inner.state.values():
                 for value in filter(torch.is_tensor, state.values()):
                     yield from stored(value)
+
+
+def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizers inside megatron-core's; None is of a rank that has no such parameters."""
+    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

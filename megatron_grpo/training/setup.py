@@ -63,7 +63,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
-from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger, open_replay
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
@@ -521,12 +521,12 @@ def _build_base_reference(args, model: forward.Model) -> BaseReference:
 
 @contextlib.contextmanager
 def _free_for_colocated_engine(args, *offloaders: Offloader) -> Iterator[None]:
-    """Context in which the tensors of --offload-* are on the host: vLLM takes its share of the memory that is free."""
+    """Context in which vLLM's share of the memory is free, because tensors of --offload-* are on the host."""
     if (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
         yield
         return
     for offloader in offloaders:
-        offloader.to_host()
+        offloader.to_host(needed_by_engine(args, None, margins=1))
     yield
     for offloader in offloaders:
         offloader.to_device()

@@ -59,7 +59,7 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
-from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.vision.images import ImageStore
@@ -296,7 +296,7 @@ class Trainer:
     def engine_awake(self) -> Iterator[None]:
         """Context in which the engine uses the device, with the newest weights and a KV cache.
 
-        1. `_offload`: gradients and optimizer state move to the host
+        1. `_offload`: gradients are freed, optimizer state moves to the host
         2. ``engine.wake_weights``: the engine allocates memory for its weights
         3. `sync`: the engine receives the trainer's weights, if it does not hold them
         4. `_offload`: the trainer's weights move to the host
@@ -305,16 +305,18 @@ class Trainer:
            replica completes a few prompts
         7. the body: rollouts
         8. ``engine.sleep``: the engine frees its memory
-        9. `_reload`: the trainer's tensors return to the device
+        9. `_reload`: the trainer's tensors return to the device, the optimizer state in the background
         10. `_check_probe`: the probe's log-probabilities are compared with the trainer's
 
-        Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
-        only without --offload-model. If the engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
+        Steps 1 and 4 move what the engine needs the memory of (`needed_by_engine`), which is everything for an engine
+        whose need is unknown. The optimizer's first step waits for the end of step 9. Step 1 has nothing to run beside
+        it: steps 2 and 3 are short and need its memory. If the engine is lost in steps 2 to 8, `_raise_engine_lost`
+        ends the run.
         """
         memory = {"train": self._memory()}
         position = None if self.engine.streams else self._position()  # a stream goes on meanwhile
         probe = None
-        self._offload(self.state_offloader)
+        offloaded = self._offload(self.state_offloader, margins=2)
         try:
             self.device_memory.mark(engine=False)
             with self.device_memory.phase("the engine's allocation of memory for its weights"):
@@ -323,11 +325,11 @@ class Trainer:
             if new_weights:
                 self.sync()
             memory["sync"] = self._memory()
-            self._offload(self.weight_offloader)
+            offloaded += self._offload(self.weight_offloader, margins=1)
             self.device_memory.mark(engine=True)
             with self.device_memory.phase("the engine's allocation of its KV cache"):
                 self.engine.wake_cache()
-            memory["rollout"] = self._memory()
+            memory |= {"rollout": self._memory(), "offloaded": offloaded / 2**30}
             probes_adapter = self.args.lora_weight_sync == "adapter" and not self.adapter_probed
             if probes_adapter:
                 with self.timers("sync"):
@@ -367,15 +369,16 @@ class Trainer:
             if self.args.check_weight_sync:
                 weight_check.compare_tensors(self.engine, stream(self.model, self.args), self.iteration)
 
-    def _offload(self, offloader: Offloader) -> None:
+    def _offload(self, offloader: Offloader, margins: int) -> int:
+        """Free the memory that the engine needs; return the bytes that were copied to the host."""
         # A pending gather of parameters would write into freed memory.
         with self.timers("offload"), forward.parameters_complete(self.args, self.model):
-            offloader.to_host()
+            return offloader.to_host(needed_by_engine(self.args, self.engine, margins)).copied
 
     def _reload(self) -> None:
         with self.timers("offload"):
             self.weight_offloader.to_device()
-            self.state_offloader.to_device()
+            self.state_offloader.to_device(background=True)
 
     def _probe_engine(self) -> RolloutBatch:
         """Return completions of the first prompts of the data by every replica."""
@@ -413,6 +416,7 @@ class Trainer:
                 if not self.engine.streams:  # which has groups to save
                     self.engine.close()  # frees its memory
                 self._reload()
+                self.state_offloader.complete()
             except (GrpoError, RuntimeError) as reason:
                 print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
                 able = False
@@ -531,6 +535,7 @@ class Trainer:
         own = {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
         source = argparse.Namespace(**vars(self.args) | own)
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
+            self.state_offloader.complete()
             self._end_background_save()  # a load deletes what is not complete
             iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
         self.bad_updates.restore_due = False
@@ -640,6 +645,7 @@ class Trainer:
             save_unfinished = lambda directory: self.engine.save(directory / DIRECTORY)  # noqa: E731
         began = time.monotonic()
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
+            self.state_offloader.complete()
             self._end_background_save()
             with self._save_errors(last):
                 # With these files a checkpoint can be resumed and exported without the original model directory.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import made_up
+from late_offloader import LateOffloader
 from megatron.core import dist_checkpointing
 
 import pretrain_grpo
@@ -162,11 +163,14 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
     args, trainer, batch = build(name, hf_dir, save)
     offloader = offload.Offloader(trainer.model, trainer.optimizer, True, True, True)
     rows = []
-    for completions in np.split(np.arange(batch.num_completions), 2):
-        if away:
-            with forward.parameters_complete(args, trainer.model):
-                absence(offloader, held(trainer))
-        rows.append(pretrain_grpo.update(args, trainer, batch, completions))
+    with LateOffloader(trainer.model, trainer.optimizer, False, True, True) as late:
+        for completions in np.split(np.arange(batch.num_completions), 2):
+            if away:
+                with forward.parameters_complete(args, trainer.model):
+                    absence(offloader, held(trainer))
+                    late.to_host()
+                late.to_device(background=True)
+            rows.append(pretrain_grpo.update(args, trainer, batch, completions))
     if away:
         absence(offloader, held(trainer))
         assert len(trainer.optimizer.chained_optimizers) == (2 if "experts" in name else 1)

@@ -4,7 +4,8 @@
 
 Flags are those of pretrain_grpo.py, whose code runs the cycle, with any engine. Without --load-hf the weights are
 random. The weight sync is compared with a plain copy of as many bytes, on the same device or, for servers, to the next
-device. Prints a Markdown table with the medians of all cycles but the first.
+device. The optimizer state returns beside the next updates, which the cycle's seconds leave out: offload.py measures
+that. Prints a Markdown table with the medians of all cycles but the first.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.weights.stream import describe, stream_hf
 
-STAGES = ("train", "sync", "rollout", "asleep")
+STAGES = ("train", "sync", "rollout", "asleep", "offloaded")
 
 
 def build(args) -> Trainer:

@@ -85,6 +85,7 @@ class Lost:
         self.args, self.background_saves = SimpleNamespace(save=str(tmp_path) if save else None), None
         self.iteration, self.done, self._reload_fails = 4, [], reload_fails
         self.engine = SimpleNamespace(streams=False, close=lambda: self.done.append("close"))
+        self.state_offloader = SimpleNamespace(complete=lambda: self.done.append("complete"))
         if newest is not None:
             self.write(newest)
 
@@ -114,12 +115,12 @@ def test_without_an_engine_the_run_is_saved_as_it_was_before(tmp_path, one_proce
     error = lost.end()
     expected = f"no server is left. The run is saved at iteration 4: --load {tmp_path} resumes from it"
     assert str(error) == expected and error.saved
-    assert lost.done == ["close", "reload", {"rollouts": 7}]
+    assert lost.done == ["close", "reload", "complete", {"rollouts": 7}]
 
 
 def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path, one_process):
     lost = Lost(tmp_path, newest=4)
-    assert "The run is saved at iteration 4" in str(lost.end()) and lost.done == ["close", "reload"]
+    assert "The run is saved at iteration 4" in str(lost.end()) and lost.done == ["close", "reload", "complete"]
 
 
 def test_a_device_that_does_not_answer_is_left_alone(tmp_path, one_process, monkeypatch):
@@ -150,7 +151,7 @@ class Recorder:
         vars(self).update(attributes)
 
     def __getattr__(self, method: str):
-        return lambda *_: self._notes.append(f"{self._name}.{method}")
+        return lambda *_, **__: self._notes.append(f"{self._name}.{method}")
 
 
 def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
@@ -159,7 +160,7 @@ def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
     trainer.engine = Recorder("engine", notes, has_weights=has_weights, streams=False)
     trainer.device_memory = DeviceMemory(trainer.args)
     trainer.state_offloader, trainer.weight_offloader = "state", "weights"
-    trainer._offload = lambda what: notes.append(f"offload {what}")
+    trainer._offload = lambda what, margins: notes.append(f"offload {what}") or 0
     trainer._probe_engine = lambda: notes.append("probe") or "answers"
     trainer._check_probe = lambda probe: notes.append(f"check {probe}")
     trainer._position = lambda: "position"
@@ -190,6 +191,23 @@ def test_an_engine_lost_in_its_turn_ends_the_run_at_the_position_before():
     with pytest.raises(EngineLost), Trainer.engine_awake(trainer):
         raise EngineLost("gone")
     assert ended == ["position"] and "engine.sleep" not in notes and "trainer._reload" not in notes
+
+
+@pytest.mark.parametrize("transfer", ["save", "load"])
+def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monkeypatch):
+    notes: list[str] = []
+    load = {"load_checkpoint": lambda *_: notes.append("checkpoint.load") or (2, {})}
+    monkeypatch.setattr(trainer_module, "checkpoint", Recorder("checkpoint", notes, **load))
+    args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
+    parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "partial": None, "ledger": None}
+    trainer = Recorder("trainer", notes, args=args, iteration=3, background_saves=None, **parts)
+    trainer.timers = trainer._save_errors = lambda _: contextlib.nullcontext()
+    trainer.engine, trainer.early_exit = SimpleNamespace(streams=False), SimpleNamespace()
+    trainer.bad_updates = SimpleNamespace(restore_due=True)
+    trainer.logger, trainer.state_offloader = Recorder("logger", notes), Recorder("state", notes)
+    Trainer.save(trainer, {"rollouts": 1}) if transfer == "save" else Trainer._restore(trainer)
+    name = {"save": "checkpoint.save_checkpoint", "load": "checkpoint.load"}[transfer]
+    assert notes.index("state.complete") < notes.index(name)
 
 
 def test_mean_of_scored():

@@ -1,0 +1,89 @@
+"""What tests/gpu/test_offload_gpu.py runs: updates with offloads before them, and without.
+
+torchrun --nproc-per-node 1 tests/gpu/offload_gpu_worker.py FLAGS
+"""
+
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO / "tools"), str(REPO / "tests" / "helpers")]
+import made_up
+import numpy as np
+import torch
+from late_offloader import LateOffloader
+from megatron.core.utils import get_model_config
+
+import pretrain_grpo
+from megatron_grpo.parallel.initialize import initialize_distributed
+from megatron_grpo.training.offload import (
+    Offloader,
+    free_bytes,
+    gradient_tensors,
+    optimizer_tensors,
+    weight_tensors,
+)
+from megatron_grpo.utils.cpu_backend import device
+
+UPDATES = 3
+
+
+def given_gradients(model, *_, **__) -> None:
+    """Replace the gradients by numbers that depend on nothing: those of some kernels differ from run to run."""
+    for number, gradients in enumerate(gradient_tensors(model)):
+        gradients.normal_(generator=torch.Generator(device()).manual_seed(number))
+
+
+def leave_and_return(weights: Offloader, state: Offloader) -> None:
+    """Offload everything, write to the memory that is free then, and let the optimizer state return later."""
+    size = state.to_host().size + weights.to_host().size
+    torch.full((size,), 255, dtype=torch.uint8, device=device())
+    weights.to_device()
+    state.to_device(background=True)
+
+
+def run(args, kind: type[Offloader] | None) -> list[torch.Tensor]:
+    """Return what the trainer holds after the updates, before each of which an offloader of ``kind`` has moved it."""
+    initialize_distributed(args)
+    trainer = made_up.trainer(args)
+    get_model_config(trainer.model[0]).finalize_model_grads_func = given_gradients
+    batch, completions = made_up.rollout(args), np.arange(args.global_batch_size)
+    if kind is not None:
+        weights = kind(trainer.model, trainer.optimizer, True, False, False)
+        state = kind(trainer.model, trainer.optimizer, False, True, True)
+    for _ in range(UPDATES):
+        if kind is not None:
+            leave_and_return(weights, state)
+        pretrain_grpo.update(args, trainer, batch, completions)
+    if kind is not None:
+        check_part(trainer)
+    held = [*weight_tensors(trainer.model), *optimizer_tensors(trainer.optimizer)]
+    held = [tensor.detach().cpu().clone() for tensor in held]
+    made_up.release(trainer)
+    return held
+
+
+def check_part(trainer) -> None:
+    """Offload so much that half of the optimizer state's bytes become free."""
+    state = Offloader(trainer.model, trainer.optimizer, False, False, True)
+    whole = state.to_host().copied
+    state.to_device()
+    torch.cuda.empty_cache()
+    wanted = free_bytes() + whole // 2
+    part = state.to_host(wanted).copied
+    if device().type == "cuda":
+        assert whole // 2 <= part < 0.8 * whole and free_bytes() >= wanted, (part, whole, free_bytes(), wanted)
+    state.to_device()
+
+
+def main() -> None:
+    args = made_up.parse(sys.argv[1:], 1)
+    plain = run(args, None)
+    for kind in (Offloader, LateOffloader):
+        held = run(args, kind)
+        assert len(held) == len(plain) and all(map(torch.equal, held, plain)), kind
+        print(f"equal: {len(held)} tensors, {kind.__name__}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
