@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
-from megatron_grpo.models.attention_kernels import Attention, Blocks, Kernel, Varlen
+from megatron_grpo.models.attention_kernels import Attention, Blocks, FlashAttention4, Kernel, Varlen
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
@@ -40,6 +40,8 @@ class PackedAttention(MegatronModule):
     order of `zigzag`, and returns ``[t / cp, heads * d_v]``. cp ranks hold the pack (`place_in_pack`).
     """
 
+    gpu_kernel: type[Varlen] = Varlen
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -53,10 +55,9 @@ class PackedAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
-        gpu_kernel: type[Varlen] = Varlen,
     ):
         super().__init__(config)
-        self.softcap, self.gpu_kernel = softcap, gpu_kernel
+        self.softcap = softcap
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -133,6 +134,12 @@ class PackedAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+
+class FlashPackedAttention(PackedAttention):
+    """`PackedAttention` by FlashAttention 4, for Hopper and Blackwell GPUs."""
+
+    gpu_kernel = FlashAttention4
 
 
 def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:

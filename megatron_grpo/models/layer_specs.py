@@ -21,8 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_grpo.models.attention import PackedAttention
-from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
+from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
@@ -138,8 +137,7 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
         if not use_te:
             _use_local_modules(config, layer)
         if has_packed_attention(args):  # Transformer Engine has no sinks in packs before version 2.12, and no soft caps
-            kernel = FlashAttention4 if args.attention_backend == "flash" else Varlen
-            core = partial(PackedAttention, softcap=args.attn_logit_softcapping, gpu_kernel=kernel)
+            core = FlashPackedAttention if args.attention_backend == "flash" else PackedAttention
             layer.submodules.self_attention.submodules.core_attention = core
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = bias_dropout_add
         _add_family_modules(args, layer)
@@ -165,6 +163,8 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
         mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
     if args.rotary_base_local:
         attention.module = with_two_ropes(attention.module)
+    if args.attn_logit_softcapping:
+        attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
 
 def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:

@@ -27,8 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.checkpointing import checkpoint
-from megatron_grpo.models.attention import PackedAttention
-from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
+from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.parallel.zigzag import zigzag
 
 NAMES = "output", "d q", "d k", "d v", "d sink"
@@ -77,8 +76,8 @@ class Case:
             **kwargs,
         )
 
-    def module(self, groups: ProcessGroupCollection, dtype=torch.float64, kernel=Varlen) -> PackedAttention:
-        return PackedAttention(
+    def module(self, groups: ProcessGroupCollection, dtype=torch.float64, kind=PackedAttention) -> PackedAttention:
+        return kind(
             self.config(dtype, groups.tp.size()),
             1,
             None,
@@ -88,7 +87,6 @@ class Case:
             v_channels=self.value_size,
             pg_collection=groups,
             softcap=self.cap,
-            gpu_kernel=kernel,
         )
 
 
@@ -126,7 +124,7 @@ def reference(case: Case, dtype=torch.float64, device="cpu", exact=torch.float64
 
 
 def module_results(
-    case: Case, groups: ProcessGroupCollection, device="cpu", dtype=torch.float64, kernel=Varlen
+    case: Case, groups: ProcessGroupCollection, device="cpu", dtype=torch.float64, kind=PackedAttention
 ) -> list[torch.Tensor]:
     """The results of this rank's module, put together over tensor- and context-parallel ranks."""
     tensors, upstream = case.tensors(device, dtype)
@@ -138,7 +136,7 @@ def module_results(
 
     q, k, v = (share(x.detach()).requires_grad_() for x in tensors[:3])
     sink = tensors[3].detach().view(tp.size(), -1)[tp.rank()].clone().requires_grad_()
-    module = case.module(groups, dtype, kernel)
+    module = case.module(groups, dtype, kind)
     if case.softmax == "learnable":
         module.softmax_offset = torch.nn.Parameter(sink)
         sink = module.softmax_offset
@@ -269,16 +267,16 @@ def on_gpu() -> None:
         dist.init_process_group("nccl", device_id=device)
         groups.cp = dist.group.WORLD
     worst = 0.0
-    for (name, case), kernel in itertools.product(GPU_CASES.items(), (Varlen, FlashAttention4)):
+    for (name, case), kind in itertools.product(GPU_CASES.items(), (PackedAttention, FlashPackedAttention)):
         if world > 1 and any(length % (2 * world) for length in case.lengths):
             continue
-        got = module_results(case, groups, device, torch.bfloat16, kernel)
+        got = module_results(case, groups, device, torch.bfloat16, kind)
         want = reference(case, torch.bfloat16, device, torch.float32)
         errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
         worst = max(worst, *errors)
         if not dist.is_initialized() or dist.get_rank() == 0:
             numbers = "  ".join(f"{label} {error:.1e}" for label, error in zip(NAMES, errors, strict=False))
-            print(f"cp {world}  {name:24s} {kernel.__name__:15s} {numbers}", flush=True)
+            print(f"cp {world}  {name:24s} {kind.__name__:20s} {numbers}", flush=True)
     assert worst < 2e-2, f"worst relative error {worst}"
     if world > 1:
         dist.destroy_process_group()

@@ -13,8 +13,7 @@ from attention_worker import GPU_CASES, NAMES, Alone, module_results, reference
 from launch import torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_grpo.models.attention import visible_keys
-from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
+from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention, visible_keys
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
@@ -29,12 +28,12 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-@pytest.mark.parametrize("kernel", [Varlen, FlashAttention4])
+@pytest.mark.parametrize("kind", [PackedAttention, FlashPackedAttention])
 @pytest.mark.parametrize("name", GPU_CASES)
-def test_attention(name, kernel):
+def test_attention(name, kind):
     """Output and gradients in bf16 against a plain masked softmax in float32 of the same numbers."""
     case = GPU_CASES[name]
-    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16, kernel)
+    got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16, kind)
     want = reference(case, torch.bfloat16, "cuda", torch.float32)
     errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
     assert max(errors.values()) < 2e-2, errors
