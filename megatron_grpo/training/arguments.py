@@ -102,9 +102,15 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (
-    ("--offload-model", bool, False, "move the trainer's weights to host memory if the engine needs more room"),
+    ("--offload-model", bool, False, "move the trainer's weights to host memory"),
     ("--offload-gradients", bool, False, "free the gradient buffers"),
-    ("--offload-optimizer", bool, False, "move as much of the optimizer's state to host memory as the engine needs"),
+    ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
+    (
+        "--offload-as-needed",
+        bool,
+        False,
+        "move only what a colocated vLLM needs the memory of; the optimizer's state returns beside the next passes",
+    ),
 )
 
 LEARNING_RATE: tuple[FlagRow, ...] = (

@@ -296,7 +296,7 @@ class Trainer:
     def engine_awake(self) -> Iterator[None]:
         """Context in which the engine uses the device, with the newest weights and a KV cache.
 
-        1. `_offload`: gradients are freed, optimizer state moves to the host
+        1. `_offload`: gradients and optimizer state move to the host
         2. ``engine.wake_weights``: the engine allocates memory for its weights
         3. `sync`: the engine receives the trainer's weights, if it does not hold them
         4. `_offload`: the trainer's weights move to the host
@@ -305,13 +305,14 @@ class Trainer:
            replica completes a few prompts
         7. the body: rollouts
         8. ``engine.sleep``: the engine frees its memory
-        9. `_reload`: the trainer's tensors return to the device, the optimizer state in the background
+        9. `_reload`: the trainer's tensors return to the device
         10. `_check_probe`: the probe's log-probabilities are compared with the trainer's
 
-        Steps 1 and 4 move what the engine needs the memory of (`needed_by_engine`), which is everything for an engine
-        whose need is unknown. The optimizer's first step waits for the end of step 9. Step 1 has nothing to run beside
-        it: steps 2 and 3 are short and need its memory. If the engine is lost in steps 2 to 8, `_raise_engine_lost`
-        ends the run.
+        Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
+        only without --offload-model. With --offload-as-needed, steps 1 and 4 move only what the engine needs the memory
+        of (`needed_by_engine`), and the optimizer state returns beside the next passes: the optimizer's first step
+        waits for it. Step 1 has nothing to run beside it, because steps 2 and 3 are short and need its memory. If the
+        engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
         """
         memory = {"train": self._memory()}
         position = None if self.engine.streams else self._position()  # a stream goes on meanwhile
@@ -378,7 +379,7 @@ class Trainer:
     def _reload(self) -> None:
         with self.timers("offload"):
             self.weight_offloader.to_device()
-            self.state_offloader.to_device(background=True)
+            self.state_offloader.to_device(background=self.args.offload_as_needed)
 
     def _probe_engine(self) -> RolloutBatch:
         """Return completions of the first prompts of the data by every replica."""
