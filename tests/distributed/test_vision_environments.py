@@ -191,6 +191,8 @@ def test_each_picture_of_an_agent_is_decoded_and_processed_once(data, tmp_path):
 
 AGENT_LAYOUTS = {
     "TP2 SP, engine TP2": "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2",
+    "DP2": "--micro-batch-size 2",
+    "PP2": "--pipeline-model-parallel-size 2",
     "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 1600",
 }
 
@@ -213,10 +215,17 @@ def test_agents_in_layouts(data, one_rank_of_agents, tmp_path, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--partial-rollouts --vllm-max-num-seqs 16", "--rollout-ranks 1"])
-def test_interrupted_agents(data, tmp_path, more):
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        ("--partial-rollouts --vllm-max-num-seqs 16", 1),
+        ("--rollout-ranks 1", 2),
+        ("--rollout-ranks 1 --micro-batch-size 2", 3),
+        ("--rollout-ranks 2 --vllm-tensor-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+    ],
+)
+def test_interrupted_agents(data, tmp_path, more, ranks):
     """Calls go on after their pictures under new weights, which hardly differ."""
-    ranks = 2 if "ranks" in more else 1
     rows = run(data, ranks, tmp_path / "run", *AGENT_FLAGS, *STREAM.split(), *more.split(), agent=True)
     assert len(rows) == 4 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert all(row["environment/failed"] == 0 for row in rows)
@@ -234,8 +243,8 @@ def test_split_episodes(data, tmp_path, shape):
     rows = run(data, 1, tmp_path / "run", *flags, "--micro-batch-size", "4", shape=shape)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 1.2 and row["environment/failed"] == 0 for row in rows)
-    budget = ["--context-parallel-size", "2", "--max-tokens-per-microbatch", "1600"]
-    check_equal(run(data, 2, tmp_path / "shared", *flags[:-2], *budget, shape=shape), rows)
+    for layout in ("DP2", "PP2", "CP2, a token budget"):
+        check_equal(run(data, 2, tmp_path / layout, *flags[:-2], *AGENT_LAYOUTS[layout].split(), shape=shape), rows)
 
 
 @pytest.mark.parametrize("shape", slow_except(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))
