@@ -4,7 +4,7 @@ import json
 
 import pytest
 from ranks import run_torchrun
-from test_vision_environments import data, run  # noqa: F401
+from test_vision_environments import AGENT, data, run  # noqa: F401
 from test_vision_environments import make as make_model
 from test_vision_runs import PLUGIN as EVEN
 from vision_models import picture
@@ -55,7 +55,7 @@ def test_agents_with_pictures(data, served, tmp_path, layout):
     """
     (shape, url), (more, ranks) = served, AGENT_LAYOUTS[layout]
     flags = f"{FLAGS} {more} --vllm-server-base-url {url} --max-prompt-length 200 --environment-timeout 300".split()
-    rows = run(data, ranks, tmp_path / "run", *flags, shape=shape, agent=True)
+    rows = run(data, ranks, tmp_path / "run", *flags, shape=shape, agent=AGENT)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 4 and row["environment/failed"] == 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
