@@ -5,15 +5,19 @@ This module imports no torch: processes of environments start fast.
 
 import base64
 import binascii
+import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.utils.errors import GrpoError
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 UInt8 = npt.NDArray[np.uint8]
 _SIZE = np.dtype("<i8")
@@ -59,20 +63,46 @@ def as_data_uri(value: Any) -> str:
     name = "an image of the environment"
     if isinstance(value, PIL.Image.Image):
         file = io.BytesIO()
-        value.save(file, "PNG")
+        with named(name, b""):
+            as_rgb(value).save(file, "PNG")
         return _data_uri("image/png", file.getvalue())
     source = as_source(value, name)
-    try:
-        data = source if isinstance(source, bytes) else Path(source).read_bytes()
-    except OSError as error:
-        raise GrpoError(f"{name} ({source}) cannot be read: {error.strerror}") from error
-    try:
+    source = source if isinstance(source, bytes) else Path(source)
+    with named(name, source):
+        data = source if isinstance(source, bytes) else source.read_bytes()
         with PIL.Image.open(io.BytesIO(data)) as image:
-            image.load()
-            kind = PIL.Image.MIME.get(image.format or "", "image")
-    except Exception as error:  # PIL's readers raise errors of many types for damaged images
+            as_rgb(image)
+            return _data_uri(PIL.Image.MIME.get(image.format or "", "image"), data)
+
+
+@contextlib.contextmanager
+def named(name: str, source: bytes | Path) -> Iterator[None]:
+    """Context that turns any error of an image into a GrpoError with its name and file."""
+    from PIL import UnidentifiedImageError
+
+    name += "" if isinstance(source, bytes) else f" ({source})"
+    try:
+        yield
+    except GrpoError as error:
+        raise GrpoError(f"{name} {error}") from error
+    except UnidentifiedImageError as error:
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        raise GrpoError(f"{name} cannot be read: {size} bytes in no format of images that Pillow reads") from error
+    except Exception as error:  # PIL's readers raise errors of many types for damaged files
         raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    return _data_uri(kind, data)
+
+
+def as_rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    """Return an image in RGB, upright as its EXIF data says; GrpoError if its pixels have no range."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    image = PIL.ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F"):
+        raise GrpoError(f"has pixels of 32 bits (mode {image.mode}), whose range is not known: convert it to 8 bits")
+    if image.mode.startswith("I;16"):  # Pillow would clip them to 255
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _data_uri(kind: str, data: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -11,7 +10,7 @@ import re
 import threading
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import prod
@@ -22,7 +21,7 @@ import cachetools
 import numpy as np
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.vision.encoded import as_source, frames_of, source_of_part
+from megatron_grpo.vision.encoded import as_rgb, as_source, frames_of, named, source_of_part
 from megatron_grpo.vision.kinds import (
     Grid,
     Int64,
@@ -222,7 +221,7 @@ def opened(source: Source, number: int) -> Image | npt.NDArray[np.uint8]:
 def _within(directory: Path, source: bytes | str | Video, number: int) -> Source:
     """Return an image or video with its files relative to ``directory``."""
     if isinstance(source, Video):
-        with _named(f"video {number}", b""):
+        with named(f"video {number}", b""):
             return source.within(directory)
     return source if isinstance(source, bytes) else directory / source
 
@@ -284,7 +283,7 @@ class ImageReader:
 
     def _as_shown(self, source: Source) -> Source:
         """Return the video that an environment showed for its bytes, and anything else as it is."""
-        with _named("a video", b""):
+        with named("a video", b""):
             video = frames_of(source) if isinstance(source, bytes) else None
         if video is None:
             return source
@@ -341,18 +340,17 @@ class ImageReader:
         return tuple(found)
 
     def _grid(self, source: bytes | Path, number: int) -> Grid:
-        with _named(f"image {number}", source):
+        with named(f"image {number}", source):
             return self._kind.grid(self._args, self.processor.image_processor, *_size_of(source))
 
     def _video_grid(self, video: Video, number: int) -> Grid:
         assert self._kind.video is not None
+        sizes, count = list[tuple[int, int]](), len(video.indices)
         if video.path is not None:
-            with _named(f"video {number}", b""):
-                height, width = read_frames(video, 1).shape[1:3]
-                return self._kind.video(self.processor.video_processor, len(video.indices), height, width)
-        sizes = []
+            with named(f"video {number}", b""):
+                sizes.append(read_frames(video, 1).shape[1:3])
         for i, frame in enumerate(video.frames, 1):
-            with _named(f"video {number}, frame {i}", frame):
+            with named(f"video {number}, frame {i}", frame):
                 sizes.append(_size_of(frame))
         for i, size in enumerate(sizes, 1):
             if size != sizes[0]:
@@ -360,8 +358,14 @@ class ImageReader:
                     f"video {number}, frame {i} has {size[1]} x {size[0]} pixels, and frame 1 has {sizes[0][1]} x "
                     f"{sizes[0][0]}: give frames of one size"
                 )
-        with _named(f"video {number}", b""):
-            return self._kind.video(self.processor.video_processor, len(sizes), *sizes[0])
+        height, width = sizes[0]
+        with named(f"video {number}", b""):
+            if height in (1, 3):
+                raise GrpoError(
+                    f"has frames of {width} x {height} pixels, and the processor would read rows as colours: give "
+                    "frames of another height"
+                )
+            return self._kind.video(self.processor.video_processor, count, height, width)
 
     def pixels(self, images: RowImages) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's input for images and videos: pixels ``[patches, channels]`` and grids ``[sources, 3]``."""
@@ -486,15 +490,13 @@ def decoded(source: bytes | Path, number: int) -> Image:
 
 
 def _decoded(source: bytes | Path, name: str) -> Image:
-    from PIL import ImageOps
-
-    with _named(name, source), _opened(source) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+    with named(name, source), _opened(source) as image:
+        return as_rgb(image)
 
 
 def _frames_of(video: Video, number: int) -> npt.NDArray[np.uint8]:
     if video.path is not None:
-        with _named(f"video {number}", b""):
+        with named(f"video {number}", b""):
             return read_frames(video)
     frames = [_decoded(frame, f"video {number}, frame {i}") for i, frame in enumerate(video.frames, 1)]
     return np.stack([np.asarray(frame) for frame in frames])
@@ -512,23 +514,6 @@ def _size_of(source: bytes | Path) -> tuple[int, int]:
         turned = image.getexif().get(0x0112, 1) >= 5  # a photograph on its side, which `decoded` turns
         width, height = image.size[::-1] if turned else image.size
         return height, width
-
-
-@contextlib.contextmanager
-def _named(name: str, source: bytes | Path) -> Iterator[None]:
-    """Context that turns any error of an image into a GrpoError with its name and file."""
-    from PIL import UnidentifiedImageError
-
-    name += "" if isinstance(source, bytes) else f" ({source})"
-    try:
-        yield
-    except GrpoError as error:
-        raise GrpoError(f"{name} {error}") from error
-    except UnidentifiedImageError as error:
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        raise GrpoError(f"{name} cannot be read: {size} bytes in no format of images that Pillow reads") from error
-    except Exception as error:  # PIL's readers raise errors of many types for damaged files
-        raise GrpoError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def load_processor(args: Namespace) -> Any:

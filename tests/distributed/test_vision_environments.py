@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from ranks import run_torchrun
 from slow import slow_except
-from vision_models import FORGETFUL, check_equal, make, picture, tool
+from vision_models import FORGETFUL, check_equal, encoded, make, odd_pictures, picture, tool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 PLUGIN = Path(__file__).resolve().parents[1] / "data/screen_environment.py"
-AGENT = Path(__file__).resolve().parents[1] / "data/picture_agent.py"
+AGENT = f"{Path(__file__).resolve().parents[1]}/data/picture_agent.py:play"
+ODD = Path(__file__).resolve().parents[1] / "data/odd_pictures.py"
 FLAGS = """--transformer-impl local --vllm-max-num-seqs 16 --num-generations 4 --global-batch-size 16 --lr 1e-3
     --max-prompt-length 200 --max-completion-length 24 --max-environment-tokens 280
     --reward-funcs environment --train-iters 2 --no-shuffle --beta 0.02"""
@@ -29,14 +31,12 @@ def data(tmp_path_factory):
     return directory
 
 
-def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=False, environment="screen") -> list[dict]:
+def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=None, environment="screen") -> list[dict]:
     if not (data / shape).exists():
         make(data / shape, shape=shape)
     # Every tenth byte ends a turn, so that random weights have several.
     ends = ["--stop-token-ids", *range(10, 250, 10)]
-    program = (
-        f"--agent {AGENT}:play" if agent else f"--external-plugins {PLUGIN} --environment {environment} --max-turns 4"
-    )
+    program = f"--agent {agent}" if agent else f"--external-plugins {PLUGIN} --environment {environment} --max-turns 4"
     words = f"--load-hf {data}/{shape} --train-data-path {data}/train.jsonl {program} {FLAGS}"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *ends, "--save", save, *flags,
                  env={"SCREEN_CALLS": str(save) + ".calls"})  # fmt: skip
@@ -143,13 +143,13 @@ AGENT_FLAGS = ["--environment-timeout", "300"]
 def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
     """Branches of a conversation share pictures; the engine and the trainer see the same ones."""
     flags = [*AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf"]
-    rows = run(data, 1, tmp_path / "run", *flags, "--ledger", tmp_path / "run" / "ledger", shape=shape, agent=True)
+    rows = run(data, 1, tmp_path / "run", *flags, "--ledger", tmp_path / "run" / "ledger", shape=shape, agent=AGENT)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 5 and row["environment/failed"] == 0 for row in rows)
     assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in rows)
     if shape != "qwen2_5_vl":
         return
-    again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape, agent=True)
+    again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape, agent=AGENT)
     kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
     assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
 
@@ -183,7 +183,7 @@ def test_each_picture_of_an_agent_is_decoded_and_processed_once(data, tmp_path):
     """Under one load of the weights: every call of an episode shows all earlier pictures."""
     (tmp_path / "count.py").write_text(COUNT)
     flags = [*AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf", "--train-iters", "1"]
-    rows = run(data, 1, tmp_path / "run", *flags, "--external-plugins", tmp_path / "count.py", agent=True)
+    rows = run(data, 1, tmp_path / "run", *flags, "--external-plugins", tmp_path / "count.py", agent=AGENT)
     assert rows[0]["environment/turns"] > 5
     lines = (tmp_path / "run.calls").read_text().splitlines()
     assert len(lines) == len(set(lines)) and len({line for line in lines if line.startswith("processed")}) > 8
@@ -191,6 +191,8 @@ def test_each_picture_of_an_agent_is_decoded_and_processed_once(data, tmp_path):
 
 AGENT_LAYOUTS = {
     "TP2 SP, engine TP2": "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2",
+    "DP2": "--micro-batch-size 2",
+    "PP2": "--pipeline-model-parallel-size 2",
     "CP2, a token budget": "--context-parallel-size 2 --max-tokens-per-microbatch 1600",
 }
 
@@ -201,23 +203,30 @@ SMALL_STEP = ["--lr", "1e-4", "--no-save-hf"]
 
 @pytest.fixture(scope="module")
 def one_rank_of_agents(data):
-    return run(data, 1, data / "agents", *AGENT_FLAGS, *SMALL_STEP, "--micro-batch-size", "4", agent=True)
+    return run(data, 1, data / "agents", *AGENT_FLAGS, *SMALL_STEP, "--micro-batch-size", "4", agent=AGENT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", AGENT_LAYOUTS)
 def test_agents_in_layouts(data, one_rank_of_agents, tmp_path, layout):
     flags = [*AGENT_FLAGS, *AGENT_LAYOUTS[layout].split(), *SMALL_STEP]
-    rows = run(data, 2, tmp_path / "run", *flags, agent=True)
+    rows = run(data, 2, tmp_path / "run", *flags, agent=AGENT)
     check_equal(rows, one_rank_of_agents)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--partial-rollouts --vllm-max-num-seqs 16", "--rollout-ranks 1"])
-def test_interrupted_agents(data, tmp_path, more):
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        ("--partial-rollouts --vllm-max-num-seqs 16", 1),
+        ("--rollout-ranks 1", 2),
+        ("--rollout-ranks 1 --micro-batch-size 2", 3),
+        ("--rollout-ranks 2 --vllm-tensor-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+    ],
+)
+def test_interrupted_agents(data, tmp_path, more, ranks):
     """Calls go on after their pictures under new weights, which hardly differ."""
-    ranks = 2 if "ranks" in more else 1
-    rows = run(data, ranks, tmp_path / "run", *AGENT_FLAGS, *STREAM.split(), *more.split(), agent=True)
+    rows = run(data, ranks, tmp_path / "run", *AGENT_FLAGS, *STREAM.split(), *more.split(), agent=AGENT)
     assert len(rows) == 4 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert all(row["environment/failed"] == 0 for row in rows)
 
@@ -234,8 +243,33 @@ def test_split_episodes(data, tmp_path, shape):
     rows = run(data, 1, tmp_path / "run", *flags, "--micro-batch-size", "4", shape=shape)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 1.2 and row["environment/failed"] == 0 for row in rows)
-    budget = ["--context-parallel-size", "2", "--max-tokens-per-microbatch", "1600"]
-    check_equal(run(data, 2, tmp_path / "shared", *flags[:-2], *budget, shape=shape), rows)
+    for layout in ("DP2", "PP2", "CP2, a token budget"):
+        check_equal(run(data, 2, tmp_path / layout, *flags[:-2], *AGENT_LAYOUTS[layout].split(), shape=shape), rows)
+
+
+@pytest.mark.parametrize(
+    "shape", slow_except(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
+)
+def test_odd_pictures(data, tmp_path, shape):
+    """In rows, environments and agents: vLLM and the trainer see the same ones; refused ones do not end the run."""
+    odd = {name: picture for name, (picture, _) in odd_pictures().items()}
+    odd |= {"too wide": picture(20000, 10), "32 bits": encoded(Image.new("F", (30, 30)), "TIFF")}
+    for name, file in odd.items():
+        (tmp_path / name).write_bytes(file)
+    refused = ["too wide", "32 bits"] if shape.startswith("qwen") else ["32 bits"]  # the others cut it into tiles
+    question = {"prompt": [{"role": "user", "content": "?"}]}
+    rows = [question | {"images": [name]} for name in refused]  # bad rows
+    for name in odd:
+        rows.append(question | {"shown": str(tmp_path / name), "images": [] if name in refused else [name, name]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--train-data-path", tmp_path / "rows.jsonl", "--bad-rows", "skip", "--num-generations", "2"]
+    flags += ["--global-batch-size", str(2 * len(odd)), "--train-iters", "1", "--no-save-hf"]
+    flags += ["--max-tokens-per-microbatch", "1600"]
+    (row,) = run(data, 1, tmp_path / "run", *flags, "--external-plugins", ODD, shape=shape, environment="odd")
+    assert row["mismatch/mean_abs"] < 1e-5 and row["environment/failed"] == len(refused) / len(odd)
+    (row,) = run(data, 1, tmp_path / "agent", *flags, *AGENT_FLAGS, shape=shape, agent=f"{ODD}:play")
+    assert row["mismatch/mean_abs"] < 1e-5 and row["environment/failed"] == 0
+    assert row["reward/mean"] == pytest.approx(len(refused) / len(odd))
 
 
 @pytest.mark.parametrize("shape", slow_except(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))

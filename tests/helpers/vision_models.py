@@ -65,3 +65,42 @@ def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.fromarray(noise).save(file, kind)
     return file.getvalue()
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **more) -> bytes:
+    """Return the file of a picture."""
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def odd_pictures() -> dict[str, tuple[bytes, np.ndarray]]:
+    """Return by name pictures that are seldom seen, as files, and their pixels in RGB.
+
+    The pixels of a JPEG file are those of Pillow's decoder.
+    """
+    noise = np.random.default_rng(3).integers(0, 256, (60, 44, 4), dtype=np.uint8)
+    rgb, grey = noise[..., :3], noise[..., 0]
+    palette = Image.fromarray(grey // 16).convert("P")
+    palette.putpalette(noise[:16, 0, :3].tobytes())
+    colours = noise[:16, 0, :3][grey // 16]
+    frames = [Image.fromarray(255 - grey) for _ in range(2)]
+    cmyk = encoded(Image.fromarray(noise, "CMYK"), "JPEG", quality=100)
+    with Image.open(io.BytesIO(cmyk)) as opened:
+        inks = 255 - np.asarray(opened).astype(int)
+    found = {
+        "one pixel": (encoded(Image.fromarray(rgb[:1, :1])), rgb[:1, :1]),
+        "three pixels high": (encoded(Image.fromarray(rgb[:3])), rgb[:3]),
+        "a column": (encoded(Image.fromarray(rgb[:, :1])), rgb[:, :1]),
+        "16 bits": (encoded(Image.fromarray(grey.astype(np.uint16) * 257)), np.stack([grey] * 3, -1)),
+        "transparent": (encoded(Image.fromarray(noise)), rgb),
+        "grey and transparent": (encoded(Image.fromarray(noise[..., :2], "LA")), np.stack([grey] * 3, -1)),
+        "a transparent colour": (encoded(palette, transparency=3), colours),
+        "transparent colours": (encoded(palette, transparency=bytes(range(0, 160, 10))), colours),
+        "animated": (
+            encoded(Image.fromarray(grey), "GIF", save_all=True, append_images=frames),
+            np.stack([grey] * 3, -1),
+        ),
+        "CMYK": (cmyk, np.round(inks[..., :3] * inks[..., 3:] / 255)),
+    }
+    return found

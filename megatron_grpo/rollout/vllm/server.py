@@ -12,6 +12,7 @@ import json
 import os
 import re
 import threading
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,13 +71,14 @@ class VllmServer(Server):
     """One vLLM server."""
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
-    shared = (*Server.shared, "model", "adapter")
+    shared = (*Server.shared, "model", "adapter", "load")
 
     def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
         self._args = args
         self.model = ""  # the model's name at the server
         self.adapter: str | None = None  # name of the adapter that completes requests
+        self.load = ""  # name of the newest load of weights
         self._video_flags: dict[str, Any] = {}  # of its --media-io-kwargs
 
     async def check(self) -> None:
@@ -267,13 +269,14 @@ class VllmServer(Server):
     def _body_with_images(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
         """Return the body of a request for completions of one prompt with images, which the server expands."""
         sampling, images = requests[0].sampling, requests[0].images
-        assert images is not None and self.version is not None
+        assert images is not None
         given = {"n": len(requests), "seed": seed, "max_tokens": sampling.max_tokens, "ignore_eos": True}
         given |= {"logprobs": sampling.num_kept} if sampling.log_probs else {}
         if sampling.structured_outputs:
             given["structured_outputs"] = json.loads(sampling.structured_outputs)
-        # The server keeps embeddings of images by these names: those of an earlier tower have others.
-        names = [f"{name} {weight_tag(self.version)}" for name in images.names]
+        # The server keeps embeddings of images by these names. A load of weights clears them in the worker and not in
+        # the scheduler, so the engine would fail at a name of an earlier load ("Encoder cache miss").
+        names = [f"{name} {self.load}" for name in images.names]
         parts = [
             self._part(source, decoded) | {"uuid": name}
             for source, decoded, name in zip(images.sources, images.open(), names, strict=True)
@@ -340,6 +343,7 @@ class VllmServer(Server):
         path = "/reset_prefix_cache?reset_external=true"
         if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
             raise Fault("it could not drop its prefix cache: stop all other clients of this server")
+        self.load = uuid.uuid4().hex
         body = {"new_version": weight_tag(version)}
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from test_environment_images import SCREENS, World
-from vision_models import make, picture
+from vision_models import encoded, make, odd_pictures, picture
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.environments.pool import EnvironmentPool
@@ -278,6 +278,16 @@ def test_forty_pictures(qwen, pool):
     assert done.prompt_ids.count(qwen.reader.of(()).token) == sum(qwen.reader.of(pictures).tokens)
 
 
+def test_odd_pictures(qwen, pool):
+    """Their pixels reach the engine."""
+    odd = list(odd_pictures().values())
+    uris = [f"data:image;base64,{base64.b64encode(data).decode()}" for data, _ in odd]
+    done, failures = qwen.play(pool, "many", uris=uris)
+    assert not failures and done.shown_images == [[data for data, _ in odd]]
+    for found, (_, expected) in zip(qwen.engine.seen[0]["image"], odd, strict=True):
+        assert np.array_equal(found, expected)
+
+
 def test_pictures_count_at_the_limits(qwen, pool):
     done, failures = qwen.play(pool, "many", uris=[as_data_uri(picture(280, 280))] * 20, room=60)
     assert done.finish_reason == "failed" and not done.token_ids and done.shown_images == [[]]
@@ -319,6 +329,7 @@ def broken(url):
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
+FLOATS = encoded(Image.new("F", (30, 30)), "TIFF")
 CASES = [
     (broken("https://example.com/a.png"), "downloads nothing"),
     (broken("file:///etc/passwd"), "reads no files"),
@@ -334,6 +345,8 @@ CASES = [
     (broken(as_data_uri(picture(40, 40))[:-400]), "image 1 cannot be read"),
     ([*broken(URIS[0]), *broken("data:image/png;base64,AAAA")], "image 2 cannot be read"),
     (broken(as_data_uri(picture(1, 400))), "image 1 of 1 x 400 pixels: absolute aspect ratio"),
+    (broken(as_data_uri(picture(20000, 10))), "image 1 of 20000 x 10 pixels: absolute aspect ratio"),
+    (broken(f"data:;base64,{base64.b64encode(FLOATS).decode()}"), "image 1 has pixels of 32 bits (mode F)"),
     ([{"type": "input_audio", "input_audio": {"data": "AAAA"}}], "a part of the type 'input_audio'"),
     ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}], "a part of the type 'video_url'"),
     ([text("<|image_pad|>"), *broken(URIS[0])], "a text contains the token"),

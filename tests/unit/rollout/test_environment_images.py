@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from test_episodes import Said, Script
 from toy_checkpoints import toy_args
-from vision_models import FORGETFUL, make, picture
+from vision_models import FORGETFUL, encoded, make, picture
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
@@ -150,6 +150,29 @@ def test_a_reset_with_images(world):
     assert failed.finish_reason == "failed" and "more than --max-prompt-length" in world.failures[0]
 
 
+def test_too_wide_a_screenshot(world):
+    """Qwen's processor refuses it: a fault of the episode. The others scale it to a tile."""
+    done = world.run(["a", "b"], [{"messages": says(picture(20000, 10))}, {"done": True}])
+    if world.family == "qwen2_5_vl":
+        assert done.finish_reason == "failed" and "20000 x 10 pixels: absolute aspect ratio" in world.failures[0]
+    else:
+        assert done.finish_reason == "stop" and not world.failures
+
+
+def test_a_template_without_images_in_the_systems_message(tmp_path):
+    """A fault of the episode with the reason, also of the same picture twice in a message."""
+    world = World(tmp_path, "qwen2_5_vl")
+    message = {"role": "system", "content": says(SCREENS[0], SCREENS[0])[0]["content"]}
+    done = world.run(["a"], [{"done": True}], reset=[message])
+    assert done.shown_images == [[SCREENS[0]] * 2] and not world.failures
+    template = world.tokenizer._tokenizer.chat_template
+    whole = "{% if message['content'] is string %}"
+    dropping = "{% if message['role'] == 'system' %}rules<|im_end|>{% elif message['content'] is string %}"
+    world.tokenizer._tokenizer.chat_template = template.replace(whole, dropping)
+    done = world.run(["a"], [{"done": True}], reset=[message])
+    assert done.finish_reason == "failed" and "the chat template drops images" in world.failures[0]
+
+
 def test_texts_in_place_of_images(world):
     """A text with the model's image token has no image: the episode fails, and says why."""
     name = world.reader._texts["image"]
@@ -209,9 +232,23 @@ def test_the_forms_of_an_image(tmp_path):
         assert message["content"] == [{"type": "image", "image": uri}]
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "I;16", "I;16B"])
+def test_pil_images_of_all_modes(mode):
+    """PNG has no CMYK and others; white stays white."""
+    white = Image.new("RGB", (30, 20), "white")
+    image = Image.new(mode, white.size, 65535) if "16" in mode else white.convert(mode)
+    data = base64.b64decode(as_data_uri(image).partition("base64,")[2])
+    with Image.open(io.BytesIO(data)) as found:
+        assert found.mode == "RGB" and np.array_equal(found, white)
+
+
 WRONG = {
     "damaged": (SCREENS[0][:200], "cannot be read"),
-    "no file": ("none.png", "cannot be read: No such file"),
+    "a damaged PIL image": (Image.open(io.BytesIO(SCREENS[0][:400])), "the environment cannot be read: OSError"),
+    "in no format": (b"GIF? no", "the environment cannot be read: 7 bytes in no format"),
+    "of 32 bits": (Image.new("F", (30, 30)), r"the environment has pixels of 32 bits \(mode F\)"),
+    "a file of 32 bits": (encoded(Image.new("I", (30, 30)), "TIFF"), r"environment has pixels of 32 bits \(mode I\)"),
+    "no file": ("none.png", r"environment \(none.png\) cannot be read: .*No such file"),
     "a URL": ("https://example.org/a.png", "download it first"),
     "no image": (7, "expected a path, bytes"),
 }

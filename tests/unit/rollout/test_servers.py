@@ -15,6 +15,7 @@ import torch.distributed as dist
 from server_double import EOS, HIDDEN, LAYERS, VOCABULARY, Double, called, sample, tiny_model
 from slow import slow_except
 from torch.multiprocessing import reductions
+from vision_models import picture
 
 from megatron_grpo.utils import cpu_backend
 
@@ -35,6 +36,7 @@ from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault
+from megatron_grpo.vision.images import RowImages
 
 SAMPLING = Sampling(max_tokens=4, stop_token_ids=(EOS,), log_probs=True)
 PROMPTS = [[2 + i, 3, 5 + i] for i in range(6)]
@@ -658,3 +660,21 @@ def test_a_gpu_is_named_by_its_uuid(monkeypatch):
     found = sglang_ipc._Pickler(io.BytesIO()).reducer_override(mock.Mock(spec=torch.Tensor, is_cuda=True))
     assert found[0] is reductions.rebuild_cuda_tensor
     assert found[1][6] == "GPU-of-3" and found[1][:6] + found[1][7:] == rebuild[1][:6] + rebuild[1][7:]
+
+
+def test_images_have_other_names_after_each_load(start, weights, tmp_path):
+    """vLLM's engine ends at an image whose name it knows from before a load, even of the same weights."""
+    pool, other = synced_pool([start()], weights, tmp_path), make_pool([start()])
+    images = RowImages((picture(28, 28),), ((1, 2, 2),), ((6,),), 6, 2)
+    request = Request(0, [2, 6, 3], SAMPLING, images=images)
+
+    def named(pool) -> str:
+        (part,) = pool.servers[0]._body_with_images([request], 1)["content_parts"]
+        return part["uuid"]
+
+    first = named(pool)
+    assert named(pool) == first
+    other.adopt(pool.states())
+    assert named(other) == first  # ranks share what the server keeps
+    CheckpointTransfer(str(tmp_path)).send(iter(weights.items()), 7, pool)
+    assert named(pool) != first

@@ -11,7 +11,7 @@ from good_args import MODEL, RUN
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from vision_models import make, picture
+from vision_models import encoded, make, odd_pictures, picture
 
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
@@ -111,6 +111,22 @@ def test_images_turn_and_lose_their_transparency(dataset, tmp_path):
     assert {prompt.images.open()[0].mode for prompt in (clear, grey)} == {"RGB"}
 
 
+def test_odd_pictures(dataset, model, tmp_path):
+    """Twice in the system's message: their pixels, and the tokens of transformers' processor."""
+    odd = odd_pictures()
+    for name, (data, _) in odd.items():
+        (tmp_path / name).write_bytes(data)
+    places = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "see"}]
+    conversation = [{"role": "system", "content": places}, {"role": "user", "content": "what?"}]
+    found = dataset(*({"messages": conversation, "images": [name, name]} for name in odd))
+    processor = ImageReader(arguments(model), HuggingFaceTokenizer(str(model[0])).special_tokens).processor
+    text = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    for prompt, (name, (_, pixels)) in zip(found, odd.items(), strict=True):
+        images = [Image.fromarray(pixels.astype(np.uint8))] * 2
+        assert prompt.ids == list(processor(text=[text], images=images)["input_ids"][0]), name
+        assert all(np.array_equal(image, pixels) for image in prompt.images.open()), name
+
+
 def test_flags_bound_the_pixels(dataset):
     def grid(**flags):
         return next(iter(dataset(user("?", images=["red.png"]), **flags))).images.grids[0]
@@ -135,6 +151,7 @@ def damaged(seed: int) -> str:
     return cut(bytes(data))
 
 
+FLOATS = Image.fromarray(np.ones((60, 60), np.float32))
 BAD = {
     "images.0 a number": (user("<image>", images=[3]), "expected a path, bytes"),
     "images.0 empty": (user("<image>", images=[""]), "expected a path, bytes"),
@@ -151,6 +168,11 @@ BAD = {
     "text": (user("<image>", images=[cut(b"<svg></svg>")]), "in no format of images"),
     "empty bytes": (user("<image>", images=["data:image/png;base64,"]), "cannot"),
     "too narrow": (user("<image>", images=[cut(picture(1000, 4, 1))]), "aspect ratio"),
+    "too wide": (
+        user("<image>", images=[cut(picture(20000, 10))]),
+        "image 1 of 20000 x 10 pixels: absolute aspect ratio must be smaller than 200",
+    ),
+    "32 bits": (user("<image>", images=[cut(encoded(FLOATS, "TIFF"))]), "image 1 has pixels of 32 bits (mode F)"),
     "one place, no image": (user("<image> what?"), "0 images"),
     "two places, one image": (user("<image><image>", images=["red.png"]), "2 places"),
     "one place, two images": (user("<image>", images=["red.png"] * 2), "2 images"),

@@ -250,6 +250,10 @@ BAD = {
     "a damaged frame": ([[*uris(1), uri(frames(1)[0][:400])]], "video 1, frame 2 cannot be read"),
     "frames of two sizes": ([[*uris(1), SMALL]], "frame 2 has 56 x 56 pixels, and frame 1 has 84 x 112"),
     "too narrow": ([[uri(picture(1000, 4))] * 2], "video 1 has frames of 1000 x 4 pixels"),
+    "three rows": (
+        [[uri(picture(60, 3))] * 2],
+        "video 1 has frames of 60 x 3 pixels, and the processor would read rows",
+    ),
     "no rate": ([{"frames": uris(2), "fps": 0}], '"fps" of video 1 is 0'),
     "a rate that is a text": ([{"frames": uris(2), "fps": "2"}], "\"fps\" of video 1 is '2'"),
     "two videos, one place": ([uris(2)] * 2, 'the row has 2 videos in its column "videos"'),
