@@ -53,6 +53,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
         **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
         **{"iteration": 1, "_position": dict, "reference": None},
         early_exit=SimpleNamespace(),
+        state_offloader=SimpleNamespace(complete=lambda: None),
         bad_updates=BadUpdates("stop", None, None),
     )
     found = {}
