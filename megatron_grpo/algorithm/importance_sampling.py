@@ -121,9 +121,11 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
         Float64 scalars without gradient; `loss_metrics` defines how micro-batches and ranks are combined.
     """
     known = ~torch.isnan(rollout_log_probs)
-    trainer, engine = log_probs.detach()[known].double(), rollout_log_probs[known].double()
+    trainer = log_probs.detach().double()
+    # A selection of the known tokens would wait for the device, whose launches would then begin anew.
+    engine = rollout_log_probs.double().where(known, trainer)
     difference = trainer - engine
-    ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().where(known, 0.0)
     return {
         "mismatch/tokens": known.sum().double(),
         "mismatch/abs_sum": difference.abs().sum(),

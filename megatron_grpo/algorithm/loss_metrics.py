@@ -38,10 +38,10 @@ def report(
         "ratio/mean": ratio,
         **policy.metrics,
     }
-    values = {"loss": loss, "tokens": loss.new_tensor(len(old))}
+    values = {"loss": loss, "tokens": loss.new_full((), len(old))}
     values |= {name: tensor.sum() for name, tensor in of_tokens.items()}
-    values["ratio/min"] = ratio.amin() if len(ratio) else ratio.new_tensor(1.0)
-    values["ratio/max"] = ratio.amax() if len(ratio) else ratio.new_tensor(1.0)
+    values["ratio/min"] = ratio.amin() if len(ratio) else ratio.new_ones(())
+    values["ratio/max"] = ratio.amax() if len(ratio) else ratio.new_ones(())
     values |= mismatch(old, batch["rollout_log_probs"])
     return {name: value.detach() for name, value in values.items()}
 

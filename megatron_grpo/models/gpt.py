@@ -60,7 +60,7 @@ class PolicyModel(GPTModel):
         hidden_states, *out = super()._preprocess(*args, padding_mask=None, **kwargs)
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
-            hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
+            hidden_states = hidden_states * hidden_states.new_full((), self.embedding_scale)
         if self.vision is not None:
             hidden_states = self.vision(hidden_states, self._images)
         if padding_mask is not None:

@@ -94,6 +94,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function).removeprefix("aten.")
         view = any(out.alias_info and not out.alias_info.is_write for out in function._schema.returns)
+        if name.startswith("index") and any(getattr(x, "dtype", None) == torch.bool for x in tree_flatten(args)[0][1:]):
+            name += " of a mask"  # calls nonzero, which waits for the device
         if not view and not name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "profiler")):
             phases.count(name)
         return function(*args, **(kwargs or {}))
