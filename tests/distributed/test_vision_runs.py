@@ -83,7 +83,10 @@ def data(tmp_path_factory):
         rows.append({"prompt": [{"role": "user", "content": text}], "images": [f"{image}.png" for image in images]})
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "plugin.py").write_text(PLUGIN)
-    (directory / "videos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_videos(directory)))
+    text = "".join(json.dumps(row) + "\n" for row in rows_with_videos(directory))
+    (directory / "videos.jsonl").write_text(text)
+    # LLaVA-OneVision's template shows images before videos.
+    (directory / "images_first.jsonl").write_text(text.replace("<video>, <image>", "<image>, <video>"))
     return directory
 
 
@@ -125,7 +128,14 @@ def one_rank(data):
         ("model", "videos"),
         *(
             pytest.param(*words.split(), marks=pytest.mark.slow)
-            for words in ("model train", "llava_onevision train", "qwen3_vl videos", "qwen3_vl_moe videos")
+            for words in (
+                "model train",
+                "llava_onevision train",
+                "llava_onevision images_first",
+                "internvl videos",
+                "qwen3_vl videos",
+                "qwen3_vl_moe videos",
+            )
         ),
     ],
 )
