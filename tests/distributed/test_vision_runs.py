@@ -169,11 +169,16 @@ def test_layouts(data, one_rank, tmp_path, layout):
         ("model", LAYOUTS["CP2, a token budget, recomputed"]),
         ("qwen3_vl", LAYOUTS["CP2, a token budget, recomputed"]),
         ("qwen3_vl", PP2_RECOMPUTED),
+        ("internvl", LAYOUTS["CP2, a token budget, recomputed"]),
+        ("internvl", LAYOUTS["DP2"]),
+        ("llava_onevision", LAYOUTS["CP2, a token budget, recomputed"]),
+        ("llava_onevision", PP2_RECOMPUTED),
     ],
 )
 def test_videos_in_layouts(data, tmp_path, model, layout):
+    file = "images_first" if model == "llava_onevision" else "videos"
     both = [
-        run(data, ranks, tmp_path / str(ranks), *flags.split(), "--no-save-hf", model=model, rows="videos")
+        run(data, ranks, tmp_path / str(ranks), *flags.split(), "--no-save-hf", model=model, rows=file)
         for ranks, flags in ((1, "--micro-batch-size 4"), (2, layout))
     ]
     for row, expected in zip(*both, strict=True):

@@ -22,7 +22,7 @@ from vision_models import forward, make, picture
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prompts import PromptDataset
-from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, check_vocabulary
 from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.utils.errors import GrpoError
@@ -353,6 +353,42 @@ def test_a_single_frame_is_too_short_for_qwen3_vl(world, tmp_path):
     args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
     with pytest.raises(GrpoError, match=r"jsonl:1: video 1 has 1 frames of 84 x 112 pixels"):
         dataset_of(args, tmp_path, user("what?", videos=[uris(1)]))
+
+
+@pytest.mark.parametrize("shape", ["internvl", "llava_onevision"])
+def test_frames_that_the_processor_would_change(world, tmp_path, shape):
+    make(tmp_path, shape=shape)
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=272, max_prompt_length=None)
+    row, file = user("what?", videos=[uris(2)]), tmp_path / "processor_config.json"
+    config = json.loads(file.read_text())
+    for key, value, reason in [
+        ("size", {"height": 42, "width": 42}, "video 1 has frames that the processor scales to .*42"),
+        ("do_sample_frames", True, "set do_sample_frames to false"),
+    ]:
+        changed = {**config, "video_processor": {**config["video_processor"], key: value}}
+        file.write_text(json.dumps(changed))
+        with pytest.raises(GrpoError, match=f"jsonl:1: .*{reason}"):
+            dataset_of(args, tmp_path, row)
+
+
+def test_an_embedding_without_a_row_for_videos(world, tmp_path):
+    """As in the published files, InternVL's token for videos is the first one behind the vocabulary of the model."""
+    make(tmp_path, shape="internvl")
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
+    tokenizer = HuggingFaceTokenizer(args.tokenizer_model)
+    assert (tokenizer.vocab_size, args.vocab_size) == (265, 264)
+    check_vocabulary(tokenizer, 264, ImageReader(args, tokenizer.special_tokens).tokens)
+    with pytest.raises(GrpoError, match="265 entries"):
+        check_vocabulary(tokenizer, 264)
+    with pytest.raises(GrpoError, match="token 264, and the embedding has 264 rows: raise --make-vocab-size-div"):
+        dataset_of(args, tmp_path, user("what?", videos=[uris(2)]))
+
+
+def test_videos_of_llava_onevision_for_servers(world, tmp_path):
+    make(tmp_path, shape="llava_onevision")
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, vllm_mode="server")
+    with pytest.raises(GrpoError, match="jsonl:1: video 1 cannot go to a server"):
+        dataset_of(args, tmp_path, user("what?", videos=[uris(2)]))
 
 
 def test_text_goes_on_behind_the_time_of_a_long_video():
