@@ -246,7 +246,7 @@ class ImageReader:
         self.processor = load_processor(args)
         self._args, self._kind, self._token = args, kind_of(args), image_token_id(args)
         self._video_token = video_token_id(args, self.processor)
-        self.tokens = self._token, self._video_token
+        self.tokens = self._token, self._video_token  # that stand for parts of images and videos
         names = {token: name for name, token in special_tokens.items()}
         begin, end = (args.vision_config.get(f"vision_{side}_token_id") for side in ("start", "end"))
         for what, token in ("image", self._token), ("video", self._video_token):

@@ -230,7 +230,7 @@ def _internvl_grid(args: Namespace, processor: Any, height: int, width: int) -> 
 
 
 def _check_frames(processor: Any, height: int, width: int) -> None:
-    """Raise GrpoError if the video processor would scale frames to another size than that of tiles, or leave some out."""
+    """Raise GrpoError if the video processor would leave frames out, or scale them to another size than tiles have."""
     if dict(processor.size) != {"height": height, "width": width}:
         raise GrpoError(
             f"has frames that the processor scales to {dict(processor.size)}, and config.json has tiles of {height} x "
@@ -275,8 +275,8 @@ def _llava_onevision_see(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) 
 
     # As get_image_features and get_video_features, in one pass of the tower.
     seen = tower.vision_tower(pixels, output_hidden_states=True)
-    tiles, rows = tower.multi_modal_projector(seen.hidden_states[-1]), []
-    for part, (*_, height, width) in zip(tiles.split(grids[:, 0].tolist()), grids.tolist(), strict=True):
+    tiles, sizes, rows = tower.multi_modal_projector(seen.hidden_states[-1]), grids.tolist(), list[torch.Tensor]()
+    for part, (*_, height, width) in zip(tiles.split([size[0] for size in sizes]), sizes, strict=True):
         if height:
             (image,), _ = tower.pack_image_features([part], [[height, width]], tower.image_newline)
             rows.append(image)  # unpadded and with its newlines

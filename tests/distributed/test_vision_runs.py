@@ -177,8 +177,9 @@ def test_layouts(data, one_rank, tmp_path, layout):
 )
 def test_videos_in_layouts(data, tmp_path, model, layout):
     file = "images_first" if model == "llava_onevision" else "videos"
+    more = ["--no-save-hf", "--lr", "3e-4"]  # large steps let the KL term multiply differences of rounding
     both = [
-        run(data, ranks, tmp_path / str(ranks), *flags.split(), "--no-save-hf", model=model, rows=file)
+        run(data, ranks, tmp_path / str(ranks), *flags.split(), *more, model=model, rows=file)
         for ranks, flags in ((1, "--micro-batch-size 4"), (2, layout))
     ]
     for row, expected in zip(*both, strict=True):
@@ -244,7 +245,9 @@ def streamed(data, ranks, save, *flags, model="model", rows="train") -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "file"), [("model", "train"), ("model", "videos"), ("qwen3_vl", "videos")])
+@pytest.mark.parametrize(
+    ("model", "file"), [("model", "train"), ("model", "videos"), ("qwen3_vl", "videos"), ("internvl", "videos")]
+)
 def test_partial_rollouts_and_their_replay(data, tmp_path, model, file):
     flags = ["--partial-rollouts", "--vllm-max-num-seqs", "20"]
     rows = streamed(data, 1, tmp_path / "run", *flags, model=model, rows=file)
