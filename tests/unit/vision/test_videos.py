@@ -388,7 +388,7 @@ def test_an_embedding_without_a_row_for_videos(world, tmp_path):
 def test_llava_onevision_shows_images_first(world, tmp_path):
     make(tmp_path, shape="llava_onevision")
     args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
-    with pytest.raises(GrpoError, match="jsonl:1: .*1 images and 1 videos.* in another order"):
+    with pytest.raises(GrpoError, match=r"jsonl:1: .*1 images and 1 videos.* in another order"):
         dataset_of(args, tmp_path, user("<video><image>", videos=[uris(2)], images=uris(1)))
 
 
