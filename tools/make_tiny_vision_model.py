@@ -58,7 +58,7 @@ TEMPLATE = (
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE, VIDEO = (f"<|vision_start|><|{medium}_pad|><|vision_end|>" for medium in ("image", "video"))
 IGNORED = -100
 # Family -> processors of images, of videos and of both, and pixels along a patch.
 PROCESSORS = {
@@ -66,16 +66,18 @@ PROCESSORS = {
     "qwen3_vl": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
 }
 SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
-INTERNVL_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT> <video> <quad>".split()
+INTERNVL_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT> <quad> </quad>".split()
+INTERNVL_VIDEO = "<video>"  # as published, behind the tokens that have an embedding
 TILE, TILE_TOKENS = 56, 4  # of InternVL: pixels along each side, and tokens
 LLAVA_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <image> <video> <unused0> <unused1> <unused2>".split()
 LLAVA_TILE = 28  # pixels along each side; a patch of 14 pixels is a token
 # Heights and widths to which images are scaled. Of more than 9 tiles the features are scaled down: at most 46 tokens.
 LLAVA_SIZES = [[height * LLAVA_TILE, width * LLAVA_TILE] for height in range(1, 5) for width in range(1, 5)]
-# As in transformers' conversion of the published model: lists of parts only, images before the text.
+# As in transformers' conversion of the published model: lists of parts only, images before videos before the text.
 LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>\n' }}{% endfor %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] }}{% endfor %}"
     "{{ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -85,14 +87,14 @@ def make_tokenizer(shape: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     """Build a tokenizer of bytes with the family's special tokens, and Qwen2.5-VL's template."""
     special, template = SPECIAL, TEMPLATE
     if shape == "internvl":
-        special, template = INTERNVL_SPECIAL, TEMPLATE.replace(IMAGE, "<IMG_CONTEXT>\n")
+        special, template = INTERNVL_SPECIAL, TEMPLATE.replace(IMAGE, "<IMG_CONTEXT>\n").replace(VIDEO, "<video>\n")
     if shape == "llava_onevision":
         special, template = LLAVA_SPECIAL, LLAVA_TEMPLATE
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(special)
+    made.add_special_tokens([*special, INTERNVL_VIDEO] if shape == "internvl" else special)
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
     if shape == "internvl":
@@ -160,7 +162,7 @@ def make_model(
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*SPECIAL, *INTERNVL_SPECIAL, *LLAVA_SPECIAL)}
     section: dict[str, Any] = {"mrope_section": [4, 6, 6]}
     text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(tokenizer) - (shape == "internvl"),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,

@@ -106,7 +106,7 @@ class PromptDataset:
         if self.streamed:
             # A row that is not read yet may set stop words or a constraint.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
-            self.has_videos = images is not None and "video" in images.media
+            self.has_videos = images is not None
             print_rank_0(f"{', '.join(words)}: {len(self._files):,} rows, each checked when it is read")
             self._print_first_answer()
         else:

@@ -6,7 +6,7 @@ import binascii
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -351,9 +351,13 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
     raise GrpoError(f"--tokenizer-type {args.tokenizer_type} is not supported")
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids at or above ``vocab_size``, for which the model has no embedding."""
-    if tokenizer.vocab_size > vocab_size:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, visual: Collection[int] = ()) -> None:
+    """Refuse a tokenizer with ids at or above ``vocab_size``, for which the model has no embedding.
+
+    ``visual``: ids that stand for parts of images and videos. They need no embedding; InternVL3's last one has none.
+    """
+    size = tokenizer.vocab_size
+    if size - (size - 1 in visual) > vocab_size:
         raise GrpoError(
             f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary holds {vocab_size}; "
             "give the tokenizer of the model (--tokenizer-model) or raise --vocab-size"

@@ -108,13 +108,13 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
-    check_vocabulary(tokenizer, args.vocab_size)
+    images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
+    check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
     args.end_token_ids = end_token_ids(args, tokenizer)
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
-    images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
     dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)
     valid = None
     if args.valid_data_path:
@@ -124,7 +124,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     args.engine_decodes |= args.agent is not None  # its calls can have stop words
     args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
     args.engine_sees_videos = any(data.has_videos for data in (dataset, valid) if data) or (
-        images is not None and "video" in images.media and args.environment is not None and videos_are_shown()
+        images is not None and args.environment is not None and videos_are_shown()
     )
     if args.train_iters is None:
         rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ class RowImages:
     expansions: tuple[tuple[int, ...], ...]
     token: int
     merge: int
-    video_token: int | None = None
+    video_token: int
     steps: tuple[float, ...] = ()
     timestamps: bool = False
     mrope: bool = True
@@ -153,7 +152,7 @@ class RowImages:
 
     def _is_visual(self, ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         array = np.asarray(ids, np.int64)
-        return (array == self.token) | (array == (self.token if self.video_token is None else self.video_token))
+        return (array == self.token) | (array == self.video_token)
 
     def _places(self, ids: Sequence[int]) -> Int64:
         """Return where the images' and videos' tokens are; such tokens behind the last of them are sampled ones."""
@@ -241,16 +240,19 @@ class ImageReader:
     pixels.
     """
 
+    media = ("image", "video")  # what rows can have beside text
+
     def __init__(self, args: Namespace, special_tokens: Mapping[str, int]):
         self.processor = load_processor(args)
         self._args, self._kind, self._token = args, kind_of(args), image_token_id(args)
-        self._video_token = video_token_id(args)
+        self._video_token = video_token_id(args, self.processor)
+        self.tokens = self._token, self._video_token  # that stand for parts of images and videos
         names = {token: name for name, token in special_tokens.items()}
         begin, end = (args.vision_config.get(f"vision_{side}_token_id") for side in ("start", "end"))
         for what, token in ("image", self._token), ("video", self._video_token):
-            if token is not None and token not in names:
+            if token not in names:
                 raise GrpoError(
-                    f"--tokenizer-model {args.tokenizer_model}: config.json's {what} token {token} is no special "
+                    f"--tokenizer-model {args.tokenizer_model}: the model's {what} token {token} is no special "
                     "token of this tokenizer: give the tokenizer of the model"
                 )
         self._texts = {
@@ -258,18 +260,13 @@ class ImageReader:
             for medium, own in (("image", self._token), ("video", self._video_token))
         }
 
-    @property
-    def media(self) -> tuple[str, ...]:
-        """What rows can have beside text."""
-        return ("image",) if self._video_token is None else ("image", "video")
-
     def read(self, row: Mapping[str, Any], prompt: str | Messages, directory: Path) -> tuple[str | Messages, RowImages]:
         """Return the prompt with a place for each image and video, and these; GrpoError for a row that cannot be read.
 
         Files are relative to ``directory``. Nothing is decoded but the images' sizes.
         """
         given: dict[str, list[Any]] = {"image": [as_source(v, f"image {i}") for i, v in enumerate(column(row), 1)]}
-        videos = video_column(row) if "video" in self.media else None
+        videos = video_column(row)
         if videos is not None:
             given["video"] = [as_video(value, f"video {i}") for i, value in enumerate(videos, 1)]
         prompt, sources = placed(prompt, given, self._texts)
@@ -287,8 +284,6 @@ class ImageReader:
             video = frames_of(source) if isinstance(source, bytes) else None
         if video is None:
             return source
-        if "video" not in self.media:
-            raise GrpoError(f"a message has a video, and model family {self._args.model_family} takes none")
         return as_video({"frames": video[0], "fps": video[1]}, "a video")
 
     def of(self, sources: Sequence[Source]) -> RowImages:
@@ -300,11 +295,9 @@ class ImageReader:
             for source, number in numbered
         )
         expansions = tuple(map(self._expansion, sources, grids))
-        processor = self.processor.video_processor if kind.video is not None else None
+        processor, timed = self.processor.video_processor, kind.mrope and kind.around_frames is None
         steps = tuple(
-            video_step(self._args, processor, source.sampled_fps)
-            if isinstance(source, Video) and not kind.timestamps
-            else 1.0
+            video_step(self._args, processor, source.sampled_fps) if timed and isinstance(source, Video) else 1.0
             for source in sources
         )
         return RowImages(
@@ -315,28 +308,23 @@ class ImageReader:
             merge_size(self._args),
             self._video_token,
             steps,
-            kind.timestamps,
+            kind.around_frames is not None,
             kind.mrope,
         )
 
     def _expansion(self, source: Source, grid: Grid) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video with these patches."""
+        count = self._kind.tokens(self._args, self.processor, grid)
         if not isinstance(source, Video):
             around = self._kind.around(self.processor)
-            count = self._kind.tokens(self._args, self.processor, grid)
             return (*around[:1], *[self._token] * count, *around[1:])
-        assert self._video_token is not None
-        count = prod(grid) // merge_size(self._args) ** 2
-        if not self._kind.timestamps:
+        if self._kind.around_frames is None:
             return (self._video_token,) * count
-        times = self.processor._calculate_timestamps(
-            source.metadata()["frames_indices"], source.fps, self.processor.video_processor.temporal_patch_size
-        )
-        begin, end = self.processor.vision_start_token_id, self.processor.vision_end_token_id
-        found: list[int] = []
-        for time in times:
-            found += self.processor.tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False)
-            found += [begin, *[self._video_token] * (count // grid[0]), end]
+        encode, found = self.processor.tokenizer.encode, list[int]()
+        for before, behind in self._kind.around_frames(self.processor, source):
+            found += encode(before, add_special_tokens=False)
+            found += [self._video_token] * (count // grid[0])
+            found += encode(behind, add_special_tokens=False)
         return tuple(found)
 
     def _grid(self, source: bytes | Path, number: int) -> Grid:
@@ -344,7 +332,11 @@ class ImageReader:
             return self._kind.grid(self._args, self.processor.image_processor, *_size_of(source))
 
     def _video_grid(self, video: Video, number: int) -> Grid:
-        assert self._kind.video is not None
+        if self._video_token >= self._args.padded_vocab_size:
+            raise GrpoError(
+                f"video {number} needs token {self._video_token}, and the embedding has {self._args.padded_vocab_size} "
+                f"rows: raise --make-vocab-size-divisible-by ({self._args.make_vocab_size_divisible_by})"
+            )
         sizes, count = list[tuple[int, int]](), len(video.indices)
         if video.path is not None:
             with named(f"video {number}", b""):
@@ -365,7 +357,7 @@ class ImageReader:
                     f"has frames of {width} x {height} pixels, and the processor would read rows as colours: give "
                     "frames of another height"
                 )
-            return self._kind.video(self.processor.video_processor, count, height, width)
+            return self._kind.video(self._args, self.processor.video_processor, count, height, width)
 
     def pixels(self, images: RowImages) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tower's input for images and videos: pixels ``[patches, channels]`` and grids ``[sources, 3]``."""
@@ -384,8 +376,14 @@ class ImageReader:
         return pixels, patches
 
     def _video_pixels(self, video: Video, frames: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
         found = self.processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
-        return found["pixel_values_videos"], found["video_grid_thw"]
+        pixels = found["pixel_values_videos"]
+        if not self._kind.tiles:
+            return pixels, found["video_grid_thw"]
+        grid = self._kind.video(self._args, self.processor.video_processor, len(pixels[0]), *frames.shape[1:3])
+        return pixels[0], torch.tensor([grid])
 
 
 def column(row: Mapping[str, Any]) -> list[Any]:
@@ -528,11 +526,10 @@ def load_processor(args: Namespace) -> Any:
             f"--tokenizer-model {args.tokenizer_model}: transformers cannot read the processor of images "
             f"(preprocessor_config.json): {str(error).strip().splitlines()[0]}"
         ) from error
-    if kind_of(args).video is not None:
-        # Both sides see the frames of the row, and each has the pixels of the processor's bounds.
-        processor.video_processor.do_sample_frames = processor.video_processor.cap_pixels_per_frame = False
     if kind_of(args).tiles:
         return processor
+    # Both sides see the frames of the row, and each has the pixels of the processor's bounds.
+    processor.video_processor.do_sample_frames = processor.video_processor.cap_pixels_per_frame = False
     size = dict(image_processor.size)
     for flag, key in (("min_image_pixels", "shortest_edge"), ("max_image_pixels", "longest_edge")):
         if getattr(args, flag) is not None:

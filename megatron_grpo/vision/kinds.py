@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.videos import Video
 
 if TYPE_CHECKING:
     import torch
 
 Int64 = npt.NDArray[np.int64]
-# Patches of an image: frames or tiles, rows, columns; LLaVA-OneVision: and its height and width in pixels.
+# Patches of an image or video: frames or tiles, rows, columns; LLaVA-OneVision: and the height and width of an image in
+# pixels, 0 and 0 of a video.
 Grid = tuple[int, ...]
 
 
@@ -35,35 +37,36 @@ class Vision:
     `prefix`: of the weights' Hugging Face names. `projector`: beginnings, behind it, of those that project the tower's
     output to the language model. `tower(config, hidden_size)`: transformers' module for ``args.vision_config`` and the
     language model's size. `see(tower, pixels, grids)`: its output. `grid(args, processor, height, width)`: the patches
-    into which transformers' image processor cuts an image of this size. `tokens(args, processor, grid)`: the tokens of
-    an image with these patches. `pixels(args, processor, images)`: the tower's input for images, and the grids.
-    `around(processor)`: tokens that the processor puts before and behind each image. `unused`: beginnings of the
-    weights that files hold and the features do not depend on. `nested`: a beginning of names in the tower, and the
-    same in files. `tiles`: the processor cuts images into tiles of one size, and has no bounds of pixels.
-    `class_token`: a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate
-    from frequency to frequency. `video(processor, frames, height, width)`: the patches into which transformers' video
-    processor cuts frames of this size; None: no videos. `timestamps`: the prompt has the time before each of a video's
-    frames, each of which has M-RoPE's positions of an image; else the positions tell the time.
+    into which transformers' image processor cuts an image of this size. `video(args, processor, frames, height,
+    width)`: those into which its video processor cuts frames of this size. `tokens(args, processor, grid)`: the tokens
+    of an image or video with these patches. `pixels(args, processor, images)`: the tower's input for images, and the
+    grids. `around(processor)`: tokens that the processor puts before and behind each image. `around_frames(processor,
+    video)`: texts before and behind each frame of patches of a video, each of which has M-RoPE's positions of an image;
+    None: a video has no texts, and its positions tell the time. `unused`: beginnings of the weights that files hold and
+    the features do not depend on. `nested`: a beginning of names in the tower, and the same in files. `tiles`: the
+    processor cuts images into tiles of one size, to which it scales frames, and has no bounds of pixels. `class_token`:
+    a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate from frequency
+    to frequency.
     """
 
     prefix: str
     projector: tuple[str, ...]
     tower: Callable[[dict[str, Any], int], torch.nn.Module]
     grid: Callable[[Namespace, Any, int, int], Grid]
+    video: Callable[[Namespace, Any, int, int, int], Grid]
     see: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any] = lambda tower, pixels, grids: tower(
         pixels, grid_thw=grids
     )
     tokens: Callable[[Namespace, Any, Grid], int] = lambda args, processor, grid: merged(args, grid)
     pixels: Callable[[Namespace, Any, Sequence[Any]], tuple[torch.Tensor, torch.Tensor]] = _qwen_pixels
     around: Callable[[Any], tuple[int, ...]] = lambda processor: ()
+    around_frames: Callable[[Any, Video], list[tuple[str, str]]] | None = None
     unused: tuple[str, ...] = ()
     nested: tuple[str, str] = ("", "")
     tiles: bool = False
     class_token: bool = False
     mrope: bool = True
     interleaved: bool = False
-    video: Callable[[Any, int, int, int], Grid] | None = None
-    timestamps: bool = False
 
     def file_name(self, name: str) -> str:
         """Return the Hugging Face name of the weight with this name in the tower."""
@@ -99,9 +102,10 @@ def image_token_id(args: Namespace) -> int:
     return next(args.vision_config[key] for key in IMAGE_TOKEN if key in args.vision_config)
 
 
-def video_token_id(args: Namespace) -> int | None:
-    """Return the token that stands for a part of a video; None for a model without videos."""
-    return args.vision_config.get("video_token_id") if kind_of(args).video is not None else None
+def video_token_id(args: Namespace, processor: Any) -> int:
+    """Return the token that stands for a part of a video in vLLM: of config.json, or of InternVL's processor."""
+    of_config = (args.vision_config[key] for key in VIDEO_TOKEN if key in args.vision_config)
+    return next(of_config, processor.tokenizer.convert_tokens_to_ids(processor.video_token))
 
 
 def _qwen2_5_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
@@ -137,7 +141,7 @@ def _qwen_grid(args: Namespace, processor: Any, height: int, width: int) -> Grid
     return 1, rows, columns
 
 
-def _qwen2_5_vl_video(processor: Any, frames: int, height: int, width: int) -> Grid:
+def _qwen2_5_vl_video(args: Namespace, processor: Any, frames: int, height: int, width: int) -> Grid:
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
     rows, columns = _patches(smart_resize, processor, "has frames ", height, width)
@@ -153,12 +157,19 @@ def video_step(args: Namespace, processor: Any, fps: float) -> float:
     return seconds * Qwen2_5_VLVisionConfig(**args.vision_config["vision_config"]).tokens_per_second
 
 
-def _qwen3_vl_video(processor: Any, frames: int, height: int, width: int) -> Grid:
+def _qwen3_vl_video(args: Namespace, processor: Any, frames: int, height: int, width: int) -> Grid:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
     sizes, thickness = (frames, height, width), processor.temporal_patch_size
     rows, columns = _patches(smart_resize, processor, f"has {frames} frames ", *sizes, temporal_factor=thickness)
     return -(-frames // thickness), rows, columns
+
+
+def _qwen3_vl_around_frames(processor: Any, video: Video) -> list[tuple[str, str]]:
+    indices, thickness = list(video.indices), processor.video_processor.temporal_patch_size
+    begin, end = processor.vision_start_token, processor.vision_end_token
+    times = processor._calculate_timestamps(indices, video.fps, thickness)
+    return [(f"<{time:.1f} seconds>{begin}", end) for time in times]
 
 
 def _qwen3_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
@@ -218,6 +229,30 @@ def _internvl_grid(args: Namespace, processor: Any, height: int, width: int) -> 
     return processor.get_number_of_image_patches(height, width, {"crop_to_patches": True}), *_tile(args)
 
 
+def _check_frames(processor: Any, height: int, width: int) -> None:
+    """Raise GrpoError if the video processor would leave frames out, or scale them to another size than tiles have."""
+    if dict(processor.size) != {"height": height, "width": width}:
+        raise GrpoError(
+            f"has frames that the processor scales to {dict(processor.size)}, and config.json has tiles of {height} x "
+            f"{width} pixels: correct size in video_preprocessor_config.json or processor_config.json"
+        )
+    if processor.do_sample_frames:
+        raise GrpoError(
+            "has frames of which the processor would leave some out: set do_sample_frames to false in "
+            "video_preprocessor_config.json or processor_config.json, and give the frames that the model is to see"
+        )
+
+
+def _internvl_video(args: Namespace, processor: Any, frames: int, height: int, width: int) -> Grid:
+    _check_frames(processor, *args.vision_config["vision_config"]["image_size"])
+    return frames, *_tile(args)
+
+
+def _internvl_around_frames(processor: Any, video: Video) -> list[tuple[str, str]]:
+    begin, end = processor.start_image_token, processor.end_image_token
+    return [("\n" * (i > 1) + f"Frame{i}: {begin}", end) for i in range(1, len(video.indices) + 1)]
+
+
 def _internvl_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
@@ -238,8 +273,16 @@ def _llava_onevision_tower(config: dict[str, Any], hidden_size: int) -> torch.nn
 def _llava_onevision_see(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
     import torch
 
-    seen = tower.get_image_features(pixels, grids[:, 3:].tolist())
-    seen.pooler_output = torch.cat(seen.pooler_output)  # of each image, unpadded and with its newlines
+    # As get_image_features and get_video_features, in one pass of the tower.
+    seen = tower.vision_tower(pixels, output_hidden_states=True)
+    tiles, sizes, rows = tower.multi_modal_projector(seen.hidden_states[-1]), grids.tolist(), list[torch.Tensor]()
+    for part, (*_, height, width) in zip(tiles.split([size[0] for size in sizes]), sizes, strict=True):
+        if height:
+            (image,), _ = tower.pack_image_features([part], [[height, width]], tower.image_newline)
+            rows.append(image)  # unpadded and with its newlines
+        else:
+            rows += [tower.apply_pooling(part).flatten(0, 1), tower.image_newline[None]]
+    seen.pooler_output = torch.cat(rows)
     return seen
 
 
@@ -261,8 +304,23 @@ def _llava_onevision_grid(args: Namespace, processor: Any, height: int, width: i
     return image_size_to_num_patches((height, width), points, side), patches, patches, height, width
 
 
+def _llava_onevision_video(args: Namespace, processor: Any, frames: int, height: int, width: int) -> Grid:
+    if args.vllm_mode == "server":
+        raise GrpoError(
+            "cannot go to a server: vLLM 0.32 ends when it encodes videos of different lengths of this family "
+            "together; give --vllm-mode colocate"
+        )
+    keys = args.vision_config["vision_config"]
+    _check_frames(processor, keys["image_size"], keys["image_size"])
+    patches = keys["image_size"] // keys["patch_size"]
+    return frames, patches, patches, 0, 0
+
+
 def _llava_onevision_tokens(args: Namespace, processor: Any, grid: Grid) -> int:
-    return processor._get_num_multimodal_tokens([grid[3:]])["num_image_tokens"][0]
+    frames, _, _, height, width = grid
+    if height:
+        return processor._get_num_multimodal_tokens([(height, width)])["num_image_tokens"][0]
+    return processor._get_num_multimodal_tokens(video_sizes=[(frames, 0, 0)])["num_video_tokens"][0]
 
 
 def _llava_onevision_pixels(
@@ -277,19 +335,21 @@ def _llava_onevision_pixels(
 
 
 _MERGERS = ("merger.", "deepstack_merger_list.")
-_QWEN3_VL: dict[str, Any] = {"interleaved": True, "video": _qwen3_vl_video, "timestamps": True}
+_QWEN3_VL: dict[str, Any] = {"interleaved": True, "around_frames": _qwen3_vl_around_frames}
 KINDS = {
-    "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid, video=_qwen2_5_vl_video),
-    "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, **_QWEN3_VL),
-    "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, **_QWEN3_VL),
+    "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid, _qwen2_5_vl_video),
+    "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, _qwen3_vl_video, **_QWEN3_VL),
+    "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, _qwen3_vl_video, **_QWEN3_VL),
     "internvl": Vision(
         prefix="",
         projector=("multi_modal_projector.",),
         tower=_internvl_tower,
         grid=_internvl_grid,
+        video=_internvl_video,
         see=_internvl_see,
         pixels=_internvl_pixels,
         around=lambda processor: (processor.start_image_token_id, processor.end_image_token_id),
+        around_frames=_internvl_around_frames,
         tiles=True,
         class_token=True,
         mrope=False,
@@ -299,6 +359,7 @@ KINDS = {
         projector=("multi_modal_projector.", "image_newline"),
         tower=_llava_onevision_tower,
         grid=_llava_onevision_grid,
+        video=_llava_onevision_video,
         see=_llava_onevision_see,
         tokens=_llava_onevision_tokens,
         pixels=_llava_onevision_pixels,
@@ -375,6 +436,7 @@ def mrope_positions(
 
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index")
+VIDEO_TOKEN = ("video_token_id", "video_token_index")
 # Keys of config.json beside vision_config: the ids of its tokens; the step from the tower to the projector of InternVL
 # and LLaVA-OneVision.
 VISION_KEYS = """image_token_id image_token_index video_token_id video_token_index vision_start_token_id

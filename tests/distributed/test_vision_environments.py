@@ -272,7 +272,7 @@ def test_odd_pictures(data, tmp_path, shape):
     assert row["reward/mean"] == pytest.approx(len(refused) / len(odd))
 
 
-@pytest.mark.parametrize("shape", slow_except(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("shape", slow_except(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"]))
 def test_an_environment_with_videos_and_its_replay(data, tmp_path, shape):
     flags = ["--micro-batch-size", "4", "--no-save-hf", "--max-prompt-length", "160", "--max-environment-tokens", "320"]
     more = {"shape": shape, "environment": "clip"}

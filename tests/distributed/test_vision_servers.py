@@ -88,7 +88,7 @@ VIDEOS = """--max-prompt-length 200 --max-completion-length 16 --num-generations
     --vllm-mode server --vllm-server-timeout 300 --no-save-hf"""
 
 
-@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 def test_videos(data, tmp_path, shape):
     """The server gets all frames, at the rate of its flags; a video with another rate ends the run."""
     if not (data / shape).exists():

@@ -417,6 +417,8 @@ def _build(args, directory: str):
     # So that CUDA does not start in its own process, vLLM starts another one, which imports torch and vLLM, to ask the
     # model's class for its abilities: on every rank, unless the home directory remembers it. Here CUDA has started.
     registry._run_in_subprocess = lambda function: function()
+    if args.model_family == "llava_onevision" and args.engine_sees_videos:
+        _flatten_videos()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
@@ -459,6 +461,17 @@ def _build(args, directory: str):
             f"vLLM could not be started: {error} (in {_innermost(error)}). Check the --vllm-* flags and the model's "
             "config.json"
         ) from error
+
+
+def _flatten_videos() -> None:
+    """Let vLLM's LLaVA-OneVision return a matrix for each video.
+
+    vLLM 0.32's has one dimension more when it encodes videos of different lengths together, and its runner refuses it.
+    """
+    from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration as Model
+
+    process = Model._process_video_pixels
+    Model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]
 
 
 def _innermost(error: Exception) -> str:

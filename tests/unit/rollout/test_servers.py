@@ -665,7 +665,7 @@ def test_a_gpu_is_named_by_its_uuid(monkeypatch):
 def test_images_have_other_names_after_each_load(start, weights, tmp_path):
     """vLLM's engine ends at an image whose name it knows from before a load, even of the same weights."""
     pool, other = synced_pool([start()], weights, tmp_path), make_pool([start()])
-    images = RowImages((picture(28, 28),), ((1, 2, 2),), ((6,),), 6, 2)
+    images = RowImages((picture(28, 28),), ((1, 2, 2),), ((6,),), 6, 2, 7)
     request = Request(0, [2, 6, 3], SAMPLING, images=images)
 
     def named(pool) -> str:

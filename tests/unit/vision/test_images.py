@@ -233,7 +233,7 @@ def test_expanding_and_positions(parts, rest):
     ids += [7] * rest
     expected += [(at + k,) * 3 for k in range(rest + 2)]
     counts = tuple(rows * columns for _, rows, columns in grids for rows, columns in [(rows // 2, columns // 2)])
-    images = RowImages((b"",) * len(grids), tuple(grids), tuple((6,) * count for count in counts), 6, 2)
+    images = RowImages((b"",) * len(grids), tuple(grids), tuple((6,) * count for count in counts), 6, 2, 9)
     prompt = images.expand(ids)
     sampled = [*prompt, 6, 8]  # a sampled image token is text
     assert images.collapse(sampled) == [*ids, 6, 8]

@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from toy_checkpoints import build, toy_args
@@ -20,7 +22,7 @@ from vision_models import forward, make, picture
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prompts import PromptDataset
-from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, check_vocabulary
 from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.rollout.collect import with_images
 from megatron_grpo.utils.errors import GrpoError
@@ -56,13 +58,19 @@ ROWS = [
     ),
 ]
 FPS = {0: [4.0], 3: [8.0, 2.0]}  # 2 without a rate
+# LLaVA-OneVision's template shows images before videos, and both before the text.
+LLAVA_ROWS = [*ROWS[:3], {**ROWS[3], **user("<image><video><video>, ")}]
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
 def made(request, world, tmp_path):
     theirs = make(tmp_path, shape=request.param)
-    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264)
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=272)
     return theirs, args, tmp_path
+
+
+def rows_of(args) -> list[dict]:
+    return LLAVA_ROWS if args.model_family == "llava_onevision" else ROWS
 
 
 def dataset_of(args, directory, *rows, **changes) -> PromptDataset:
@@ -73,8 +81,62 @@ def dataset_of(args, directory, *rows, **changes) -> PromptDataset:
     return PromptDataset([directory / "train.jsonl"], tokenizer, args, images=reader)
 
 
-def theirs_of(processor, row, number, completion) -> dict:
-    """transformers' inputs for a row and a completion, by its own processor."""
+def decoded(values) -> list:
+    return [Image.open(io.BytesIO(base64.b64decode(value.partition(",")[2]))).convert("RGB") for value in values]
+
+
+def decoded_videos(row) -> list:
+    return [np.stack(decoded(v["frames"] if isinstance(v, dict) else v)) for v in row.get("videos", [])]
+
+
+def theirs_in_tiles(theirs, processor, row, completion) -> tuple[list[int], dict]:
+    """transformers' prompt and its inputs with a completion, of a family whose processor makes tiles.
+
+    Its processors take no videos of different lengths together: each image and video is one call.
+    """
+    images, videos = iter(decoded(row.get("images", []))), iter(decoded_videos(row))
+    content = row["prompt"][0]["content"]
+    if "<" not in content:
+        content = "<video>" * len(row.get("videos", [])) + "<image>" * len(row.get("images", [])) + content
+    parts = [
+        {"type": part[1:-1]} if part in ("<image>", "<video>") else {"type": "text", "text": part}
+        for part in filter(None, re.split("(<image>|<video>)", content))
+    ]
+    text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    video_token = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
+    internvl = not hasattr(theirs.model, "image_newline")
+    ids, of_vllm, tiles, found = list[int](), list[int](), [], {"image": [], "video": []}
+    for part in filter(None, re.split(f"({processor.image_token}|{processor.video_token})", text)):
+        if part == processor.image_token:
+            inputs = processor(text=part, images=[next(images)], return_tensors="pt")
+            if not internvl:
+                found["image"] += theirs.get_image_features(inputs["pixel_values"], inputs["image_sizes"]).pooler_output
+        elif part == processor.video_token:
+            inputs = processor(text=part, videos=[next(videos)], return_tensors="pt")
+            if not internvl:
+                found["video"] += theirs.model.get_video_features(inputs["pixel_values_videos"]).pooler_output
+        else:
+            inputs = processor.tokenizer(part, return_tensors="pt")
+        own = inputs["input_ids"][0].tolist()
+        ids += own
+        # transformers' InternVL has the image's token in videos, too.
+        replaced = part == processor.video_token and internvl
+        of_vllm += [video_token if replaced and token == processor.image_token_id else token for token in own]
+        tiles += [inputs["pixel_values"]] if internvl and "pixel_values" in inputs else []
+    given = {"input_ids": torch.tensor([ids + completion])}
+    if tiles:
+        given["pixel_values"] = torch.cat(tiles)
+    seen = {medium: torch.cat(rows) for medium, rows in found.items() if rows}
+    if seen:
+        given["mm_encoder_outputs"] = {
+            medium: SimpleNamespace(pooler_output=[rows] if medium == "image" else rows[None])
+            for medium, rows in seen.items()
+        }
+    return of_vllm, given
+
+
+def theirs_of(processor, row, number, completion) -> tuple[list[int], dict]:
+    """transformers' prompt and its inputs with a completion, by its own processor."""
     parts = {
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
@@ -87,11 +149,7 @@ def theirs_of(processor, row, number, completion) -> dict:
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
     )
 
-    def decoded(values) -> list:
-        return [Image.open(io.BytesIO(base64.b64decode(value.partition(",")[2]))).convert("RGB") for value in values]
-
-    images = decoded(row.get("images", []))
-    videos = [np.stack(decoded(v["frames"] if isinstance(v, dict) else v)) for v in row.get("videos", [])]
+    images, videos = decoded(row.get("images", [])), decoded_videos(row)
     metadata = [
         {"total_num_frames": len(video), "fps": fps, "frames_indices": list(range(len(video)))}
         for video, fps in zip(videos, FPS.get(number, []), strict=True)
@@ -108,16 +166,22 @@ def theirs_of(processor, row, number, completion) -> dict:
     return prompt, found
 
 
+VISION = "model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.image_newline"
+
+
 def test_log_probs_and_gradients_equal_transformers(made):
     """A pack of rows with a video, nothing, an image, and two videos with an image between them."""
     theirs, args, directory = made
-    data = dataset_of(args, directory, *ROWS, max_prompt_length=None)
+    rows = rows_of(args)
+    data = dataset_of(args, directory, *rows, max_prompt_length=None)
     (model,) = chunks = build(args)
     hf.load_hf(chunks, args, directory)
     attach(chunks, data.images, data.images_of)
     rng, prompts = np.random.default_rng(0), list(data)
     completions = [rng.integers(9, 264, size).tolist() for size in (5, 7, 3, 6)]
-    completions[1][2:4] = prompts[0].images.video_token, prompts[0].images.token  # sampled ones are text
+    mrope = prompts[0].images.mrope
+    if mrope:  # transformers' other families would search an image or a video for them
+        completions[1][2:4] = prompts[0].images.video_token, prompts[0].images.token  # sampled ones are text
     batch = RolloutBatch.from_completions(
         prompts=[prompt.ids for prompt in prompts],
         completions=completions,
@@ -128,18 +192,22 @@ def test_log_probs_and_gradients_equal_transformers(made):
         sample_ids=range(4),
         finish_reasons=[FinishReason.STOP] * 4,
     )
-    batch = with_images(batch, data.images_of, True)
+    batch = with_images(batch, data.images_of, mrope)
     batch.validate()
     pack = pack_completions(batch, np.arange(4))
     assert pack.images.keys == [0, 2, 3]
     output, expected = forward(model, pack), []
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        ids, given = theirs_of(data.images.processor, ROWS[number], number, completion)
+        if mrope:
+            ids, given = theirs_of(data.images.processor, rows[number], number, completion)
+        else:
+            ids, given = theirs_in_tiles(theirs, data.images.processor, rows[number], completion)
         assert prompt.ids == ids
         assert prompt.images.expand(prompt.images.collapse(ids + completion)[: -len(completion)]) == ids
-        shapes = {name: value for name, value in given.items() if not name.startswith("pixel_values")}
-        positions, _ = theirs.model.get_rope_index(**shapes)
-        assert np.array_equal(positions[:, 0].numpy().T, prompt.images.layout(ids + completion)[0])
+        if mrope:
+            shapes = {name: value for name, value in given.items() if not name.startswith("pixel_values")}
+            positions, _ = theirs.model.get_rope_index(**shapes)
+            assert np.array_equal(positions[:, 0].numpy().T, prompt.images.layout(ids + completion)[0])
         logits = theirs(**given).logits[0].float().log_softmax(-1)
         expected.append(logits[len(ids) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0])
     expected = torch.cat(expected)
@@ -149,20 +217,21 @@ def test_log_probs_and_gradients_equal_transformers(made):
     (output[0] * weights).sum().backward()
     (expected * weights).sum().backward()
     compared = {
-        "vision.tower." + name.removeprefix("model.visual."): parameter.grad
+        "vision.tower." + name.removeprefix("model.").removeprefix("visual."): parameter.grad
         for name, parameter in theirs.named_parameters()
-        if name.startswith("model.visual.")
+        if name.startswith(VISION) and "post_layernorm" not in name  # LLaVA-OneVision's features are those before it
     }
     compared["embedding.word_embeddings.weight"] = theirs.get_input_embeddings().weight.grad
     ours = dict(model.named_parameters())
     assert compared.keys() <= ours.keys() and len(compared) > 30
     for name, gradient in compared.items():
-        assert (ours[name].grad - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
+        own = ours[name].grad[: len(gradient)]  # without the padded rows of the embedding
+        assert (own - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
 
 
 def test_flops_are_those_that_torch_counts(made):
     _, args, directory = made
-    data = dataset_of(args, directory, ROWS[3], max_prompt_length=None)
+    data = dataset_of(args, directory, rows_of(args)[3], max_prompt_length=None)
     (model,), images = build(args), data[0].images
     pixels, grids = data.images.pixels(images)
     with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -288,13 +357,46 @@ def test_a_single_frame_is_too_short_for_qwen3_vl(world, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["internvl", "llava_onevision"])
-def test_families_without_videos_refuse_them_by_name(world, tmp_path, shape):
+def test_frames_that_the_processor_would_change(world, tmp_path, shape):
     make(tmp_path, shape=shape)
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=272, max_prompt_length=None)
+    row, file = user("what?", videos=[uris(2)]), tmp_path / "processor_config.json"
+    config = json.loads(file.read_text())
+    for key, value, reason in [
+        ("size", {"height": 42, "width": 42}, "video 1 has frames that the processor scales to .*42"),
+        ("do_sample_frames", True, "set do_sample_frames to false"),
+    ]:
+        changed = {**config, "video_processor": {**config["video_processor"], key: value}}
+        file.write_text(json.dumps(changed))
+        with pytest.raises(GrpoError, match=f"jsonl:1: .*{reason}"):
+            dataset_of(args, tmp_path, row)
+
+
+def test_an_embedding_without_a_row_for_videos(world, tmp_path):
+    """As in the published files, InternVL's token for videos is the first one behind the vocabulary of the model."""
+    make(tmp_path, shape="internvl")
     args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
-    with pytest.raises(GrpoError, match=f'jsonl:1: "videos" is not empty, but only text and images .* family {shape}'):
+    tokenizer = HuggingFaceTokenizer(args.tokenizer_model)
+    assert (tokenizer.vocab_size, args.vocab_size) == (265, 264)
+    check_vocabulary(tokenizer, 264, ImageReader(args, tokenizer.special_tokens).tokens)
+    with pytest.raises(GrpoError, match="265 entries"):
+        check_vocabulary(tokenizer, 264)
+    with pytest.raises(GrpoError, match="token 264, and the embedding has 264 rows: raise --make-vocab-size-div"):
         dataset_of(args, tmp_path, user("what?", videos=[uris(2)]))
-    with pytest.raises(GrpoError, match=r'jsonl:1: part 1 .* "text", "image" or "image_url"'):
-        dataset_of(args, tmp_path, user([{"type": "video", "video": uris(2)}]))
+
+
+def test_llava_onevision_shows_images_first(world, tmp_path):
+    make(tmp_path, shape="llava_onevision")
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, max_prompt_length=None)
+    with pytest.raises(GrpoError, match=r"jsonl:1: .*1 images and 1 videos.* in another order"):
+        dataset_of(args, tmp_path, user("<video><image>", videos=[uris(2)], images=uris(1)))
+
+
+def test_videos_of_llava_onevision_for_servers(world, tmp_path):
+    make(tmp_path, shape="llava_onevision")
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, vllm_mode="server")
+    with pytest.raises(GrpoError, match="jsonl:1: video 1 cannot go to a server"):
+        dataset_of(args, tmp_path, user("what?", videos=[uris(2)]))
 
 
 def test_text_goes_on_behind_the_time_of_a_long_video():
