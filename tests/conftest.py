@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("thorough", max_examples=100, **patient)
     settings.register_profile("quick", max_examples=25, **patient)
     settings.load_profile("thorough" if ranks.thorough else "quick")
-    on_gpu = config.args == ["tests/gpu"]  # these tests start torchrun itself
+    on_gpu = all(arg.startswith("tests/gpu") for arg in config.args)  # these tests start torchrun itself
     if getattr(config.option, "numprocesses", None) and not on_gpu:  # the lanes share these processes
         ranks.start_warm_ranks()
 
