@@ -12,6 +12,7 @@ p (d p - sum(d out * out)) (Dao 2023, FlashAttention-2, algorithm 2). Called wit
 gradients of the combined output through the keys of this call.
 """
 
+import functools
 import importlib
 import warnings
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class Varlen:
         return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *positional, *state, **named)
 
 
+@functools.cache
 def flash_attention_4() -> ModuleType:
     """Return the module of FlashAttention 4 in vLLM's wheel; ImportError without a GPU or without its packages."""
     # CUTLASS warns of an argument that these kernels do not use, at each compilation.
