@@ -7,7 +7,7 @@ Both use the same engine with the same settings. Ours is all of `collect_rollout
 trivial reward in worker processes, and the exchange of the batch between ranks. The two alternate in each round, with
 and without log-probabilities; all completions have the same length (--ignore-eos). Flags that are not in --help are
 those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of the ratios of the speeds. CPU
-time is rank 0's, without the reward workers, over the tokens of all replicas; on a GPU it includes waiting for the GPU.
+time is that of rank 0's process, without the reward workers, over the tokens of all replicas.
 """
 
 import argparse
