@@ -103,7 +103,7 @@ def test_log_probs_go_to_the_requests_of_their_rows(starts, columns):
         outputs = [SimpleNamespace(request_id=name, new_token_ids=ids) for name, ids in new_tokens.items()]
         return {0: SimpleNamespace(outputs=outputs)}
 
-    flat = {name: SimpleNamespace(logprobs=[-9.0]) for name in ("a", "b")} | {"c": None}
+    flat = {name: SimpleNamespace(logprobs=[-9.0]) for name in ("a", "b", "failed")} | {"c": None}
     states = {name: SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=f)) for name, f in flat.items()}
     scheduler = SimpleNamespace(update_from_output=update_from_output)
     collected(scheduler, states)
