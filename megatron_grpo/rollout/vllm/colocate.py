@@ -644,6 +644,7 @@ def _sampling_params(sampling: Sampling):
             StructuredOutputsParams(**json.loads(sampling.structured_outputs)) if sampling.structured_outputs else None
         ),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # submit copies it; vLLM's deep copy takes 40 us
     )
 
 
