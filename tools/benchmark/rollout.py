@@ -6,7 +6,8 @@
 Both use the same engine with the same settings. Ours is all of `collect_rollout`: requests, polling, decoding, a
 trivial reward in worker processes, and the exchange of the batch between ranks. The two alternate in each round, with
 and without log-probabilities; all completions have the same length (--ignore-eos). Flags that are not in --help are
-those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of the ratios.
+those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of the ratios of the speeds. CPU
+time is that of rank 0's process, without the reward workers, over the tokens of all replicas.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -81,6 +83,7 @@ class Benchmark:
         """Call `LLM.generate` on this replica's share of the prompts; return the completion tokens of all replicas."""
         from vllm import SamplingParams
 
+        scheduler = self.engine._engine.engine_core.engine_core.scheduler
         own = self.prompts[self.engine.replica :: self.engine.num_replicas]
         prompts = [{"prompt_token_ids": p.ids} for p in own for _ in range(self.args.num_generations)]
         self.engine._llm.reset_prefix_cache()
@@ -90,19 +93,25 @@ class Benchmark:
             logprobs=0 if sampling.log_probs else None,
             detokenize=False,
         )
-        outputs = self.engine._llm.generate(prompts, params, use_tqdm=False)
+        update = type(scheduler).update_from_output.__get__(scheduler)
+        with mock.patch.object(scheduler, "update_from_output", update):  # without colocate._collect_log_probs
+            outputs = self.engine._llm.generate(prompts, params, use_tqdm=False)
         tokens = torch.tensor(sum(len(o.outputs[0].token_ids) for o in outputs) * self.engine.is_lead)
         dist.all_reduce(tokens, group=host_group())
         return int(tokens)
 
 
-def speed(make: Callable[[], int]) -> float:
-    """Return the tokens per second of ``make``, which returns its tokens, until the last rank has finished."""
+def measure(make: Callable[[], int]) -> tuple[float, float]:
+    """Return tokens per second of ``make``, which returns its tokens, and this process's CPU time per token in us.
+
+    The time ends when the last rank has finished.
+    """
     dist.barrier(group=host_group())
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     tokens = make()
+    cpu = time.process_time() - cpu
     dist.barrier(group=host_group())
-    return tokens / (time.perf_counter() - start)
+    return tokens / (time.perf_counter() - start), 1e6 * cpu / tokens
 
 
 def main() -> None:
@@ -121,16 +130,21 @@ def main() -> None:
         plugin = Path(directory, "reward.py")
         plugin.write_text(REWARD)
         benchmark = Benchmark(args, own.prompts, own.prompt_length, plugin)
-    print_rank_0("| log-probabilities | ours, tokens/s | stock vLLM, tokens/s | ratio |")
-    print_rank_0("|---|---|---|---|")
+    print_rank_0(
+        "| log-probabilities | ours, tokens/s | stock vLLM, tokens/s | ratio | ours, CPU us/token | stock vLLM |"
+    )
+    print_rank_0("|---|---|---|---|---|---|")
     for log_probs in (False, True):
         sampling = Sampling(args.max_completion_length, log_probs=log_probs)
-        speeds = []
+        rounds = []
         for _ in range(own.rounds + 1):
-            speeds.append([speed(partial(make, sampling)) for make in (benchmark.ours, benchmark.stock)])
-        ours, stock = (median(column) for column in zip(*speeds[1:], strict=True))
-        ratio = median(a / b for a, b in speeds[1:])
-        print_rank_0(f"| {'yes' if log_probs else 'no'} | {ours:,.0f} | {stock:,.0f} | {ratio:.3f} |")
+            rounds.append([measure(partial(make, sampling)) for make in (benchmark.ours, benchmark.stock)])
+        (ours, ours_cpu), (stock, stock_cpu) = np.median(rounds[1:], axis=0)
+        ratio = median(ours[0] / stock[0] for ours, stock in rounds[1:])
+        print_rank_0(
+            f"| {'yes' if log_probs else 'no'} | {ours:,.0f} | {stock:,.0f} | {ratio:.3f} | {ours_cpu:.1f} "
+            f"| {stock_cpu:.1f} |"
+        )
     benchmark.engine.close()
     if benchmark.scorer:
         benchmark.scorer.close()

@@ -75,6 +75,50 @@ def test_an_engine_that_fails_in_a_rollout_is_lost(one_process):
         list(generate(vllm, [Request(0, [3], Sampling(4))]))
 
 
+def collected(scheduler, states: dict) -> None:
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    colocate._collect_log_probs(
+        SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
+    )
+
+
+@pytest.mark.vllm
+def test_log_probs_are_collected_from_the_installed_vllm():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = object.__new__(Scheduler)
+    collected(scheduler, {})
+    assert "update_from_output" in vars(scheduler)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("starts", [None, [0, 2, 3, 4]])
+def test_log_probs_go_to_the_requests_of_their_rows(starts, columns):
+    """The rows of a step are in another order than its outputs; one output has lost its request, one has no token."""
+    new_tokens = {"c": [4], "b": [6], "a": [5, 5] if starts else [5], "aborted": [3], "failed": []}
+    seen = []
+
+    def update_from_output(scheduler_output, model_runner_output):
+        seen.append(model_runner_output.logprobs)
+        outputs = [SimpleNamespace(request_id=name, new_token_ids=ids) for name, ids in new_tokens.items()]
+        return {0: SimpleNamespace(outputs=outputs)}
+
+    flat = {name: SimpleNamespace(logprobs=[-9.0]) for name in ("a", "b", "failed")} | {"c": None}
+    states = {name: SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=f)) for name, f in flat.items()}
+    scheduler = SimpleNamespace(update_from_output=update_from_output)
+    collected(scheduler, states)
+    rows = torch.arange(5 if starts else 4).neg().double()[:, None].expand(-1, columns).numpy()
+    lists = SimpleNamespace(logprobs=rows, cu_num_generated_tokens=starts)
+    index = {"a": 0, "aborted": 1, "b": 2, "c": 3}
+    scheduler.update_from_output(None, SimpleNamespace(logprobs=lists, req_id_to_index=index))
+    if columns > 1:  # vLLM records them
+        assert seen == [lists] and flat["a"].logprobs == flat["b"].logprobs == [-9]
+        return
+    assert seen == [None]
+    assert flat["a"].logprobs == ([-9, 0, -1] if starts else [-9, 0])
+    assert flat["b"].logprobs == ([-9, -3] if starts else [-9, -2])
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_stream_of_weights_is_gone_through_after_a_failure_if_the_device_answers(one_process, monkeypatch, answers):
     monkeypatch.setattr(colocate, "device_answers", lambda: answers)

@@ -45,11 +45,11 @@ def test_they_are_read_from_vllms_log_probabilities():
     flat = FlatLogprobs()
     for ids, log_probs in zip(IDS, LOG_PROBS, strict=True):
         flat.append_fast(ids, log_probs, range(4), [None] * 4)
-    log_probs, kept = _log_probs(flat)
+    log_probs, kept = _log_probs(flat, 4)
     assert log_probs == [-0.7, -1, 0, -1.5] and kept.tolist() == KEPT
     flat = FlatLogprobs()
     flat.append_fast([7], [-0.7], [1], [None])
-    assert _log_probs(flat) == ([-0.7], None) and _log_probs(None) == (None, None)
+    assert _log_probs(flat, 1) == ([-0.7], None) and _log_probs(None, 1) == (None, None)
 
 
 def test_they_are_read_from_a_servers_answer():
