@@ -77,6 +77,7 @@ class VllmColocate(TakesTurns):
         with _preserve_random_state(), _rank_of_role(), _private_shared_memory():
             self._llm = _build(args, directory)
         self._engine = self._llm.llm_engine
+        _collect_log_probs(self._engine)
         self._speculates = args.vllm_speculative_config is not None
         if self._speculates:
             self.drafts = no_drafts()
@@ -419,11 +420,11 @@ def _build(args, directory: str):
     # So that CUDA does not start in its own process, vLLM starts another one, which imports torch and vLLM, to ask the
     # model's class for its abilities: on every rank, unless the home directory remembers it. Here CUDA has started.
     registry._run_in_subprocess = lambda function: function()
-    if args.model_family == "llava_onevision" and args.engine_sees_videos:
-        _flatten_videos()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
+    if args.model_family == "llava_onevision" and args.engine_sees_videos:
+        _flatten_videos()
     try:
         options = dict(
             model=directory,
@@ -455,9 +456,7 @@ def _build(args, directory: str):
             speculative_config=args.vllm_speculative_config,
             **on_a_cpu,
         )
-        llm = LLM(**{**options, **(args.vllm_engine_kwargs or {})})
-        _collect_log_probs(llm.llm_engine)
-        return llm
+        return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
