@@ -122,7 +122,7 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
     """
     known = ~torch.isnan(rollout_log_probs)
     trainer = log_probs.detach().double()
-    # A selection of the known tokens would wait for the device, whose launches would then begin anew.
+    # Not indexed with the mask: the host would wait for the device to count the known tokens.
     engine = rollout_log_probs.double().where(known, trainer)
     difference = trainer - engine
     ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().where(known, 0.0)

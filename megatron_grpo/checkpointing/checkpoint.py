@@ -341,7 +341,7 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
 
 
 def _merged(whole: torch.Tensor, merge: Callable, parts):
-    """Return ``whole``, whose ``parts`` have been loaded, if they are views of it; else the merged parts.
+    """Return ``whole`` if the loaded ``parts`` are views of it, else the merged parts.
 
     megatron-core would merge copies, of all such tensors of the model at once.
     """

@@ -271,7 +271,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"at most {', '.join(f'{plan.in_flight(stage):g}' for stage in range(len(plan.stages)))} at a time, by stage",
         "generating: the trainer's tensors on the GPU while the engine generates; host: those in host memory",
     ]
-    if copies := max(plan.copies(stage) for stage in range(len(plan.stages))):
+    if copies := max(plan.fp8_copies(stage) for stage in range(len(plan.stages))):
         lines.append(f"params: {copies / GIB:.2f} are 8-bit copies for --fp8-format, freed while the engine generates")
     lines += _offload_lines(plan, max(memory.total for memory in memories) / GIB)
     if note := recompute_note(args):

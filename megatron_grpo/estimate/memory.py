@@ -69,7 +69,8 @@ class Count(NamedTuple):
 class Memory:
     """Bytes on one rank.
 
-    ``parameters``: with `Plan.copies`. ``host``: in host memory. ``stays``: on the device while the engine generates.
+    ``parameters``: with `Plan.fp8_copies`. ``host``: in host memory. ``stays``: on the device while the engine
+    generates.
     """
 
     parameters: float
@@ -190,7 +191,7 @@ class Plan:
         leaves += share * on_device * args.offload_optimizer
         activations = (self._activations(stage) + dequantized) * size
         return Memory(
-            weights + self.copies(stage),
+            weights + self.fp8_copies(stage),
             gradients,
             share * on_device,
             activations,
@@ -202,7 +203,7 @@ class Plan:
             weights + gradients + share * on_device - leaves + activations * args.cuda_graphs,
         )
 
-    def copies(self, stage: int) -> int:
+    def fp8_copies(self, stage: int) -> int:
         """Return the bytes that Transformer Engine's 8-bit copies of weights take between micro-batches (--fp8-format).
 
         They are a copy of each weight and one of its transpose, freed while the engine generates.

@@ -137,7 +137,7 @@ class PackedAttention(MegatronModule):
 
 
 class FlashPackedAttention(PackedAttention):
-    """`PackedAttention` by FlashAttention 4, for Hopper and Blackwell GPUs."""
+    """`PackedAttention` with the kernels of FlashAttention 4, for Hopper and Blackwell GPUs."""
 
     gpu_kernel = FlashAttention4
 

@@ -104,7 +104,7 @@ def flash_attention_4() -> ModuleType:
 
 @dataclass(frozen=True)
 class FlashAttention4(Varlen):
-    """`Varlen` by FlashAttention 4, whose kernels use the asynchronous matrix products of Hopper and Blackwell GPUs.
+    """`Varlen` with the kernels of FlashAttention 4, which are made for Hopper and Blackwell GPUs.
 
     The two passes are called, because the package's function with gradients does not pass the lse to the backward pass.
     """

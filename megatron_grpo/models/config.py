@@ -39,7 +39,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "moe_enable_routing_replay": args.router_replay_mode != "disabled",
     }
-    if has_packed_attention(args):  # not Transformer Engine's, whose environment megatron-core checks otherwise
+    if has_packed_attention(args):
+        # Other backends are Transformer Engine's: megatron-core would check its environment variables.
         derived["attention_backend"] = AttnBackend.auto
     if not args.multi_latent_attention:
         return core_config(TransformerConfig, args, **derived)

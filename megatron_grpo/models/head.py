@@ -31,7 +31,7 @@ from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.weight_gradients import add_product, placeholder
 
 CHUNK = 4096  # tokens; with a vocabulary of 152k the logits of a chunk take 2.3 GiB
-KEPT = 4  # chunks whose d log p / d z is kept, in the weight's dtype: 4.6 GiB in 16 bits with a vocabulary of 152k
+KEPT = 4  # chunks that keep d log p / d z, in the weight's dtype: 4.6 GiB in 16 bits with a vocabulary of 152k
 # Logit of a token outside the kept set. Its probability is exactly 0, and so is p log p, which would be NaN with -inf.
 OUTSIDE = -1e30
 

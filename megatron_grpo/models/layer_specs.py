@@ -27,7 +27,7 @@ from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.two_ropes import with_two_ropes
-from megatron_grpo.parallel.arguments import has_packed_attention
+from megatron_grpo.parallel.arguments import has_packed_attention, uses_flash_attention_4
 
 # Names in a layer of the local spec -> Transformer Engine's names. Transformer Engine fuses a norm into the next linear
 # layer. Checkpoints always have Transformer Engine's names, so that either implementation can load them.
@@ -137,7 +137,7 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
         if not use_te:
             _use_local_modules(config, layer)
         if has_packed_attention(args):  # Transformer Engine has no sinks in packs before version 2.12, and no soft caps
-            core = FlashPackedAttention if args.attention_backend == "flash" else PackedAttention
+            core = FlashPackedAttention if uses_flash_attention_4(args) else PackedAttention
             layer.submodules.self_attention.submodules.core_attention = core
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = bias_dropout_add
         _add_family_modules(args, layer)

@@ -67,8 +67,13 @@ def has_packed_attention(args: Namespace) -> bool:
     return args.transformer_impl == "local" or special
 
 
+def uses_flash_attention_4(args: Namespace) -> bool:
+    """Return whether models/attention.py computes with the kernels of FlashAttention 4."""
+    return args.attention_backend == "flash" and has_packed_attention(args)
+
+
 def _check_flash_attention(args: Namespace) -> None:
-    """Refuse --attention-backend flash with what the kernels of the package flash-attn-4 do not compute."""
+    """Refuse --attention-backend flash with what the kernels of FlashAttention 4 do not compute here."""
     given, instead = "--attention-backend flash", "give --attention-backend local"
     if not (args.bf16 or args.fp16):
         raise GrpoError(f"{given} needs --bf16 or --fp16: its kernels take no float32; {instead}")
@@ -131,7 +136,7 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
             f"--attention-backend is {args.attention_backend}, but {_attention_name(args)} supports only "
             f"{', '.join(backends)}"
         )
-    if args.attention_backend == "flash" and has_packed_attention(args):
+    if uses_flash_attention_4(args):
         _check_flash_attention(args)
     _check_experts(args)
     _check_pipeline(args, costs)

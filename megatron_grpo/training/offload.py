@@ -63,8 +63,8 @@ class Offloader:
         self._copied: Storages = []
         self._dropped: Storages = []
         self._blocks: list[torch.Tensor] = []
-        self._stream = torch.cuda.Stream()  # of copies to the device, in the thread
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._stream = torch.cuda.Stream()  # of copies to the device
+        self._thread = ThreadPoolExecutor(max_workers=1)  # of those in the background
         self._copies: Future | None = None  # those that run
         for inner in torch_optimizers(optimizer) if optimizer_state else ():
             inner.register_step_pre_hook(lambda *_: self.complete())
@@ -129,11 +129,13 @@ class Offloader:
         for storage, _ in self._dropped:
             _bytes_of(storage).zero_()
         self._stream.wait_stream(torch.cuda.current_stream())  # whose kernels may have used the memory before
-        self._copies = self._thread.submit(_fill, list(self._slices(self._copied, 0)), self._stream)
-        self.is_out = False
-        if not background:
-            self.complete()
+        slices = list(self._slices(self._copied, 0))
+        if background:
+            self._copies = self._thread.submit(_fill, slices, self._stream)
+        else:
+            _fill(slices, self._stream)
             torch.cuda.synchronize()
+        self.is_out = False
         return self._transfer(start)
 
     def complete(self) -> None:
@@ -191,9 +193,9 @@ def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
 
     Infinite without --offload-as-needed, and on a CPU.
     """
-    share = engine_share(args)
     if not args.offload_as_needed or not torch.cuda.is_available():
         return math.inf
+    share = engine_share(args)
     awake = 0 if engine is None else engine.device_bytes()[0]
     return (share + margins * MARGIN) * torch.cuda.mem_get_info()[1] - awake
 

@@ -19,7 +19,7 @@ from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.fp8_training import check_fp8
 from megatron_grpo.models.rope import check_rope
 from megatron_grpo.observability.arguments import check_logging
-from megatron_grpo.parallel.arguments import check_parallelism, has_packed_attention
+from megatron_grpo.parallel.arguments import check_parallelism, uses_flash_attention_4
 from megatron_grpo.reference.arguments import check_reference_models
 from megatron_grpo.rollout.arguments import (
     check_dynamic_sampling,
@@ -117,7 +117,7 @@ def _check_libraries(args: Namespace) -> None:
         )
     if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
-    if args.attention_backend == "flash" and has_packed_attention(args) and not args.dry_run:
+    if uses_flash_attention_4(args) and not args.dry_run:
         _check_flash_attention_4()
     if args.cuda_graphs and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--cuda-graphs needs a GPU: leave it out")
