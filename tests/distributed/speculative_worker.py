@@ -28,6 +28,7 @@ from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.vllm.compare import _loading_shapes, compare_model
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import hf
 from tools import made_up
 
@@ -142,7 +143,7 @@ def main() -> None:
     def load(version: int) -> None:
         engine.update_weights(iter(tensors(model).items()), version)
         if args.lora_rank:
-            adapter = tensors(f"{model}/adapter")
+            adapter = {name: tensor.to(device()) for name, tensor in tensors(f"{model}/adapter").items()}
             engine.update_adapter(adapter, version)
             found["differences"] += engine.compare_adapter(adapter)
 

@@ -19,7 +19,7 @@ def measured(tmp_path, part: str) -> dict:
     return json.loads(next(line[4:] for line in output.splitlines() if line.startswith("FP8 {")))
 
 
-def is_near(result: dict, mean: float = 0.05, cosine: float = 0.97) -> None:
+def is_near(result: dict, mean: float = 0.08, cosine: float = 0.97) -> None:
     """FP8 rounds to 3 (e4m3) or 2 (e5m2) bits of mantissa: log-probabilities and gradient stay near those in bf16."""
     assert max(result["mean"]) < mean and result["cosine"] > cosine, result
     assert result["fresh"], "the products used copies of earlier weights"
@@ -32,10 +32,11 @@ def test_recipes_and_checkpoints(tmp_path):
     products = 3 * LINEAR * LAYERS * PACKS  # forward, gradient of the input, gradient of the weight
     assert results["bf16"]["products"] == {"0": products} and results["bf16"]["freed"] == 0
     linear = LAYERS * (512 * (8 + 2 * 2) * 64 + 8 * 64 * 512 + 3 * 512 * 1024)  # weights
-    for name in ("blockwise", "blockwise hybrid", "tensorwise"):
+    # The last forward pass needed no gradients: the blockwise recipe then keeps no transposes.
+    for name, copies in ("blockwise", 1), ("blockwise hybrid", 1), ("tensorwise", 2):
         is_near(results[name])
         assert results[name]["mean"][0] > 0 and results[name]["products"] == {"2": products}, name
-        assert 2 * linear <= results[name]["freed"] < 2.2 * linear, "a copy of each weight and its transpose"
+        assert copies * linear <= results[name]["freed"] < 1.1 * copies * linear, "copies of each weight"
     assert results["resumed"] and results["to bf16"] and results["from bf16"]
     (of_e4m3,), (of_hybrid,) = results["formats"]
     assert of_e4m3 != of_hybrid, "a resumed run had the format of its checkpoint, not that of its flags"
@@ -46,8 +47,11 @@ def test_recipes_and_checkpoints(tmp_path):
 @needs_hopper
 def test_recomputation_adapters_and_experts(tmp_path):
     results = measured(tmp_path, "more")
-    for name in ("recompute full", "recompute mlp", "no transpose cache", "fused gradients"):
-        is_near(results[name], 1e-3, 0.9999)
+    for name in ("recompute full", "recompute mlp", "no transpose cache"):
+        assert results[name]["mean"] == [0, 0] and results[name]["fresh"], name
+    is_near(
+        results["fused gradients"], 0.02, 0.9999
+    )  # sums of micro-batches in float32: Adam's first step has other signs
     for name in ("edges in bf16", "adapter", "experts"):
         is_near(results[name])
     assert results["experts loaded"]
