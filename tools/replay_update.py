@@ -26,10 +26,14 @@ from megatron.core import parallel_state
 import pretrain_grpo  # first of ours: it prepares for machines without a GPU
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
 from megatron_grpo.parallel.zigzag import padded_lengths
+from megatron_grpo.rollout.collect import shown_images
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
@@ -37,6 +41,8 @@ from megatron_grpo.training.setup import build_model_and_optimizer, set_architec
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.vision.images import ImageReader
+from megatron_grpo.vision.images import attach as attach_images
 
 
 class WithoutStep(BadUpdates):
@@ -44,6 +50,17 @@ class WithoutStep(BadUpdates):
 
     def _judge(self, loss: float, norm: float) -> str:
         return "it is repeated without a step"
+
+
+def give_images(args: argparse.Namespace, model, batch: RolloutBatch) -> None:
+    """Give the vision tower the images of the rows, and those that episodes of the batch showed."""
+    tokenizer = build_tokenizer(args)
+    reader = ImageReader(args, tokenizer.special_tokens)
+    tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
+    dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=reader)
+    store = attach_images(model, reader, dataset.images_of, with_rows=not args.agent)
+    if batch.image_bytes is not None:
+        store.take_episodes(shown_images(batch))
 
 
 def main() -> None:
@@ -59,10 +76,13 @@ def main() -> None:
     args = parse_args(flags)
     set_architecture(args, resume=True)
     validate_args(args, int(os.environ.get("WORLD_SIZE", "1")))
+    args.rollout_ranks = 0  # every rank trains
     args.train_iters = args.train_iters or record["iteration"]
     initialize_distributed(args)
     set_random_seed(args.seed)
     model, optimizer, scheduler, _ = build_model_and_optimizer(args, model_provider, resume=True, ref_args=None)
+    if args.vision_config:
+        give_images(args, model, batch)
     iteration, _ = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
     print_rank_0(f"update {record['iteration']}: {record['problem']}; weights of iteration {iteration}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -203,7 +203,7 @@ def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
     if dist.get_rank() == 0:
         try:
             write_files(directory, tensors, config_of(args), base_of(args))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             failure = [f"{directory}: the adapter cannot be written: {error}"]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:

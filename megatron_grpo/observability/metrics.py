@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
@@ -206,8 +206,7 @@ class MetricsLogger:
             for sample in samples:
                 self._append("completions.jsonl", {"iteration": iteration} | sample)
         if self.args.log_completions and samples:
-            for tracker in self.trackers:
-                tracker.log_table(iteration, *completion_table(samples))
+            self._to_trackers("log_table", iteration, *completion_table(samples))
 
     def flush(self) -> None:
         """Write everything to the disk (fsync); call this before a checkpoint is saved.
@@ -219,8 +218,7 @@ class MetricsLogger:
         for name, file in self.files.items():
             with self._file_errors(name):
                 os.fsync(file.fileno())
-        for tracker in self.trackers:
-            tracker.flush()
+        self._to_trackers("flush")
 
     def close(self) -> None:
         """Flush and close; further calls are errors."""
@@ -228,8 +226,7 @@ class MetricsLogger:
         for name, file in self.files.items():
             with self._file_errors(name):
                 file.close()
-        for tracker in self.trackers:
-            tracker.close()
+        self._to_trackers("close")
         if self.bar is not None:
             self.bar.close()
 
@@ -250,8 +247,7 @@ class MetricsLogger:
         remaining, with_kl = self._remaining_seconds(row), self.args.beta > 0
         for line in console_lines(self.iteration, self.total, row, remaining, terminal_width(), with_kl):
             self.print(line)
-        for tracker in self.trackers:
-            tracker.log_row(self.iteration, row)
+        self._to_trackers("log_row", self.iteration, row)
 
     def _remaining_seconds(self, row: dict) -> float | None:
         """Return the seconds that the remaining updates take at the speed of the last rows; None without a speed."""
@@ -266,6 +262,22 @@ class MetricsLogger:
         with self._file_errors(name):
             self.files[name].write(json.dumps(_without_nan(row), ensure_ascii=False) + "\n")
             self.files[name].flush()
+
+    def _to_trackers(self, method: str, *arguments: Any) -> None:
+        """Call a method of all trackers.
+
+        An error of a tracker's files, such as a full disk, ends the run only with --on-save-error stop: the run goes on
+        without this tracker.
+        """
+        for tracker in list(self.trackers):
+            try:
+                getattr(tracker, method)(*arguments)
+            except OSError as error:
+                message = f"{type(tracker).__name__} cannot be written: {error}"
+                if self.args.on_save_error == "stop":
+                    raise GrpoError(message) from error
+                self.trackers.remove(tracker)
+                self.print(f"{message}; the run goes on without it")
 
     @contextlib.contextmanager
     def _file_errors(self, name: str) -> Iterator[None]:

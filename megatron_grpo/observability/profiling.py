@@ -47,7 +47,11 @@ class Profiler:
         """End the current recording, if any, and write it."""
         if isinstance(self.recording, torch.profiler.profile):
             self.recording.stop()
-            self._write(self.recording)
+            try:
+                self._write(self.recording)
+            except (OSError, ValueError) as error:  # a full disk; a trace that it cut off is not JSON
+                directory = Path(self.args.save, "profile")
+                print(f"the profile of rank {self.rank} cannot be written to {directory}: {error}", flush=True)
         elif self.recording:
             torch.cuda.profiler.stop()
         self.recording = False

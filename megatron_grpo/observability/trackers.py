@@ -42,7 +42,12 @@ class TensorBoard:
     def __init__(self, args: Namespace, start_iteration: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(args.tensorboard_dir, purge_step=start_iteration + 1)
+        try:
+            self.writer = SummaryWriter(args.tensorboard_dir, purge_step=start_iteration + 1)
+        except OSError as error:
+            raise GrpoError(
+                f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}; make room there"
+            ) from error
 
     def log_row(self, iteration: int, row: dict[str, float]) -> None:
         """Add a scalar for each metric."""

@@ -139,18 +139,21 @@ class BadUpdates:
     def _write(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> str:
         """Write rollout, completions of the update and metrics; return the end of a sentence about the files.
 
-        Each rank writes the completions of which it is the first holder.
+        Each rank writes the completions of which it is the first holder. A full disk ends no run.
         """
         if not self.save or self.restore_due:
             return ""
         directory = Path(self.save, DIRECTORY, f"iteration_{iteration:07d}")
         mine = np.flatnonzero(first_holders(batch) == dist.get_rank())
-        directory.mkdir(parents=True, exist_ok=True)
-        if len(mine):
-            part = replace(batch.select(mine), all_lengths=None, all_response_lengths=None)
-            part.save(directory / f"{dist.get_rank():05d}.npz")
-        if dist.get_rank() == 0:
-            values = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
-            record = {"iteration": iteration, "problem": self.problem, "completions": completions.tolist()}
-            directory.with_suffix(".json").write_text(json.dumps(record | {"metrics": values}, indent=1) + "\n")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if len(mine):
+                part = replace(batch.select(mine), all_lengths=None, all_response_lengths=None)
+                part.save(directory / f"{dist.get_rank():05d}.npz")
+            if dist.get_rank() == 0:
+                values = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
+                record = {"iteration": iteration, "problem": self.problem, "completions": completions.tolist()}
+                directory.with_suffix(".json").write_text(json.dumps(record | {"metrics": values}, indent=1) + "\n")
+        except OSError as error:
+            return f" (its batch cannot be written to {directory}: {error})"
         return f" (its batch: {directory})"

@@ -1,5 +1,6 @@
 """Early end of a run: after a time limit, or on SIGTERM and SIGUSR1, with which schedulers announce a preemption."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -132,7 +133,8 @@ class EarlyExit:
     def mark(self, reason: str) -> None:
         """Write the file that tells a launch script to start the run again; on rank 0 only."""
         if self.save and int(os.environ.get("RANK", "0")) == 0:
-            Path(self.save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
+            with contextlib.suppress(OSError):  # a full disk: the file exists, which is enough
+                Path(self.save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
 
     def save_fits(self) -> bool:
         """Return whether this rank expects a save to end within the grace: the last one is the measure."""

@@ -232,10 +232,13 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         scorer = build_scorer(args, models)
     valid_prompts = valid.first(args.eval_max_prompts) if valid else []
     progress.step("logs")
-    logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
-    if args.save and dist.get_rank() == 0:
-        write_run_record(args, iteration)
-        unmark(args.save)
+    try:
+        if args.save and dist.get_rank() == 0:
+            write_run_record(args, iteration)
+            unmark(args.save)
+        logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    except OSError as error:
+        raise GrpoError(f"the files of the run cannot be written to {args.save}: {error}; make room there") from error
     return Trainer(
         args=args,
         model=model,

@@ -1,12 +1,19 @@
 """Runs of a vision-language model on real vLLM: engine and trainer agree after updates of the tower, in all layouts."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from ranks import run_torchrun
 from safetensors.torch import load_file
 from vision_models import check_equal, make, picture
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()
+
+from megatron_grpo.data.batch import RolloutBatch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
@@ -16,6 +23,13 @@ from megatron_grpo.rewards.registry import register_reward
 @register_reward("even")
 def even(sample):
     return sum(token % 2 == 0 for token in sample.token_ids) / len(sample.token_ids)
+"""
+VAST = """
+from megatron_grpo.rewards.registry import register_reward
+
+@register_reward("vast")
+def vast(sample):
+    return 8e37 * (1 - 2 * (sample.token_ids[0] % 2))
 """
 COMMON = """--transformer-impl local --vllm-max-num-seqs 16 --num-generations 4 --global-batch-size 16 --lr 1e-3
     --max-prompt-length 200 --max-completion-length 8 --ignore-eos --train-iters 3 --reward-funcs even
@@ -269,6 +283,30 @@ def test_engines_on_ranks_of_their_own(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_bad_update_is_repeated(data, tmp_path):
+    """Gradients of vast rewards overflow; the flags are those of the run, also of its engines. Two layouts agree."""
+    (data / "vast.py").write_text(VAST)
+    flags = ["--external-plugins", data / "vast.py", "--reward-funcs", "vast", "--scale-rewards", "none"]
+    flags += ["--on-bad-update", "skip", "--train-iters", 1, "--rollout-ranks", 1]
+    run(data, 2, tmp_path, *flags)
+    folder = tmp_path / "bad_updates" / "iteration_0000001"
+    batch = RolloutBatch.load(folder)
+    batch.advantages[:] = 1 - 2.0 * (np.arange(16) % 2)
+    for part in folder.iterdir():
+        part.unlink()
+    batch.save(folder / "00000.npz")
+    words = f"--load-hf {data}/model --train-data-path {data}/train.jsonl".split() + COMMON.split() + flags
+    words += ["--load", tmp_path, "--save", tmp_path]
+    found = []
+    for layout in ([], ["--tensor-model-parallel-size", 2]):
+        output = run_torchrun(1 + bool(layout), "tools/replay_update.py", folder, *words, *layout).stdout
+        found += re.findall(r"the update: loss (\S+), gradient norm (\S+); 0 of 16 completions", output)
+    (loss, norm), other = found
+    assert float(loss) == pytest.approx(float(other[0]), rel=1e-5, abs=1e-6)
+    assert 0 < float(norm) == pytest.approx(float(other[1]), rel=1e-4)
+
+
 def test_no_embedding_of_an_earlier_tower(data, tmp_path):
     """Requests go on over a sync beside the embeddings of their images; the probe of the new weights, which has these
     images too, must not use them.

@@ -5,6 +5,7 @@ regular expression: the cause, then the remedy unless it is obvious.
 """
 
 import json
+import os
 from collections.abc import Callable
 
 import torch
@@ -426,6 +427,7 @@ CHECKPOINTS: list[Case] = [
     ("save to a file", lambda b: ["--save", str(b.train)], r"--save .*train\.jsonl .*; choose another directory"),
     ("save below a file", lambda b: ["--save", f"{b.train}/run"], r"--save .*jsonl/run .*; choose another directory"),
     ("save in /proc", flags("--save /proc/run"), r"--save /proc/run .*; choose another directory"),
+    ("full disk", lambda b: os.symlink("/dev/full", b.save / "args.json.tmp") or [], r"No space left.*make room there"),
     (
         "curves to a file",
         lambda b: ["--tensorboard-dir", str(b.train)],

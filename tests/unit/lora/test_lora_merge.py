@@ -69,6 +69,9 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, ba
         tool.convert(tool.build_parser().parse_args(list(map(str, wrong))))
     with pytest.raises(GrpoError, match="holds an adapter only, not the weights below it"):
         checkpoint.load_weights(tmp_path / "run", build(toy_args(tmp_path / "base")))
+    run = ["--megatron-to-hf", "--load", tmp_path / "run", "--save", tmp_path / "out"]
+    with pytest.raises(GrpoError, match=r"holds an adapter only.*--merge-lora .*run, with --hf-to-hf"):
+        tool.convert(tool.build_parser().parse_args(list(map(str, run))))
 
 
 class Products(TorchDispatchMode):

@@ -9,6 +9,7 @@ from toy_checkpoints import build, make, toy_args
 # isort: split
 import torch
 from good_args import validated
+from safetensors import SafetensorError
 
 from megatron_grpo.lora import base, files
 from megatron_grpo.lora.attach import adapters, attach, trained
@@ -160,6 +161,17 @@ def test_the_base_is_known_by_its_weights(world, dense, experts):
     ):
         with pytest.raises(GrpoError, match=message):
             base.check(args, stored | change)
+
+
+def test_an_adapter_that_cannot_be_written(world, dense, tmp_path, monkeypatch):
+    args, chunks = adapted(dense, "v_proj")
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(GrpoError, match=r"the adapter cannot be written: .*No space left"):
+        files.save_adapter(args, chunks, tmp_path)
 
 
 def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, experts, tmp_path):

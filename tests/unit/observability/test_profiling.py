@@ -50,6 +50,13 @@ def test_the_updates_between_the_steps_are_recorded(tmp_path):
     assert content["phases"][0]["calls"] == 2 and content["phases"][0]["busy"] is None  # no device
 
 
+def test_a_full_disk_ends_no_run(tmp_path, capsys):
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "rank0.txt").symlink_to("/dev/full")
+    run(parse_args(["--save", str(tmp_path), *RECORD.split()]), 0, 5)
+    assert re.search(r"the profile of rank 0 cannot be written to .*No space left", capsys.readouterr().out)
+
+
 def event(category, name, begin, seconds, thread=1, launch=None):
     args = {} if launch is None else {"args": {"correlation": launch}}
     return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": seconds * 1e6, "tid": thread} | args

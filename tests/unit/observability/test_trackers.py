@@ -9,8 +9,10 @@ import inspect
 import json
 import math
 import re
+import shutil
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -57,6 +59,34 @@ def test_a_table_has_a_column_for_each_reward():
     assert columns == COLUMNS
     assert rows[1][:-1] == ["x", "<think>a|b</think>\n2", 0.5, 3, "stop", "first", 7, 1.0]
     assert math.isnan(rows[1][-1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard prints the error, too
+@pytest.mark.parametrize("action", ["continue", "stop"])
+def test_a_run_goes_on_without_a_tracker_that_cannot_write(tmp_path, action, capsys):
+    curves, save = tmp_path / "curves", tmp_path / "run"
+    args = parsed("--tensorboard-dir", curves, "--save", save, "--on-save-error", action)
+    logger = MetricsLogger(args, 0, 10, 0)
+    shutil.rmtree(curves)
+    with pytest.raises(GrpoError, match="TensorBoard cannot be written") if action == "stop" else nullcontext():
+        for iteration in (1, 2):
+            logger.log(iteration, {"lr": 0.1})
+            logger.flush()
+        logger.close()
+    if action == "continue":
+        assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
+        assert capsys.readouterr().out.count("TensorBoard cannot be written") == 1
+
+
+def test_a_run_does_not_start_without_room_for_tensorboard(tmp_path, monkeypatch):
+    from torch.utils import tensorboard
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", full)
+    with pytest.raises(GrpoError, match=r"--tensorboard-dir .* cannot be written: No space left on device"):
+        MetricsLogger(parsed("--tensorboard-dir", tmp_path), 0, 10, 0)
 
 
 def test_tensorboard_events_can_be_read_back(tmp_path):

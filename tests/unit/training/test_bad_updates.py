@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_the_batch_is_written_and_the_run_ends(tmp_path):
     assert RolloutBatch.load(written).tokens.tolist() == [1, 2, 3, 4]
     record = json.loads(written.with_suffix(".json").read_text())
     assert record["completions"] == [0] and record["metrics"] == {"loss": 0.5, "grad_norm": "nan"}
+
+
+def test_a_full_disk_ends_no_run_that_skips(tmp_path, capsys):
+    full = tmp_path / "bad_updates" / "iteration_0000007" / "00000.npz"
+    full.parent.mkdir(parents=True)
+    full.symlink_to("/dev/full")
+    bad = BadUpdates("skip", None, tmp_path)
+    run(bad, Optimizer(True), [(0.5, math.nan)])
+    bad.react(7, batch(), np.array([0]), {})
+    assert re.search(r"update 7 is bad: .*batch cannot be written .*No space left.*skipped", capsys.readouterr().out)
 
 
 def test_skip_goes_on_until_too_many_follow_each_other(tmp_path, capsys):

@@ -48,6 +48,13 @@ def test_a_signal_is_noted_and_told_at_the_next_question(votes, number, tmp_path
     assert (tmp_path / "preempted").read_text() == f"{number.name}\n"  # whatever happens next
 
 
+def test_a_signal_is_told_on_a_full_disk(votes, tmp_path):
+    (tmp_path / "preempted").symlink_to("/dev/full")
+    leaving = EarlyExit(None, on_signal=True, grace=1e6, save=tmp_path)
+    leaving._note(signal.SIGTERM)
+    assert "SIGTERM" in leaving.reason()
+
+
 def test_a_save_that_takes_longer_than_the_grace_is_not_begun(votes):
     leaving = EarlyExit(None, on_signal=True, grace=100.0)
     leaving.save_seconds = 1000.0
