@@ -10,7 +10,7 @@ of the run: live blocks (MiB, what the process has allocated and not freed), ano
 that glibc keeps), open descriptors and threads. At the end it prints the growth of each over the second half of the
 run, by a straight line. The exit code is 1 if the live blocks of a process grow by more than --limit KiB an update, or
 by a descriptor or a thread in 100 updates. Anonymous memory grows longer: glibc's free blocks lie between live ones
-(docs/performance.md).
+(docs/performance/memory.md).
 
 Live blocks are glibc's own counters (mallinfo2), which a thread in every process writes into a file once a second. With
 PYTHONMALLOC=malloc, which the tool sets, they include Python's objects. It also sets ONEDNN_PRIMITIVE_CACHE_CAPACITY=0:

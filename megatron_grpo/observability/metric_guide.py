@@ -224,7 +224,7 @@ REMEDIES = {
     "time/ledger": "Large: put --ledger on a local disk, if all ranks can read it.",
     "time/logprobs": "Avoidable: with one update per rollout and --beta 0 there is no forward-only pass.",
     "time/update": "Most of the step: raise --max-tokens-per-microbatch, recompute less, enable fused kernels; see "
-    "docs/performance.md.",
+    "docs/performance/updates.md.",
     "time/sync": "Large with servers: use another --weight-sync-method.",
     "lora/sync_bytes": "A count: with merged weights, the whole model is sent instead.",
     "lora/base_seconds": "Large: --sleep-level 1 keeps the base in host memory, 0 on the device.",
@@ -235,7 +235,7 @@ REMEDIES = {
     "time/eval": "Large: raise --eval-interval, or lower --eval-max-prompts.",
     "time/step": "More than the sum of its phases: other work keeps the host busy.",
     "perf/mfu": "Below about 0.3: raise --max-tokens-per-microbatch, recompute less, enable fused kernels, "
-    "lower tensor parallelism; docs/performance.md has a measured step.",
+    "lower tensor parallelism; docs/performance/steps.md has a measured step.",
     "perf/tokens_per_second_per_device": "Falling with more devices: find the time/* metric that does not shrink.",
     "perf/update_tokens_per_second": "As time/update.",
     "perf/rollout_tokens_per_second": "As time/rollout.",

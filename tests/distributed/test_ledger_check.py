@@ -1,4 +1,4 @@
-"""Kills of whole runs with a ledger, by the tool that makes the figures of docs/performance.md."""
+"""Kills of whole runs with a ledger, by the tool that makes the figures of docs/performance/robustness.md."""
 
 import subprocess
 import sys

@@ -15,7 +15,7 @@ import pytest
 from megatron_grpo.training.arguments import build_parser
 
 REPO = Path(__file__).resolve().parents[3]
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md")))]
 PROGRAM = re.compile(r"pretrain_grpo\.py|(?:tools|examples|tests)/[\w/.]+\.(?:py|sh)")
 # A script that hands its words to the trainer, a tool that reads the trainer's flags.
 TRAINS = re.compile(r'pretrain_grpo\.py\b(?:.*\\\n)*.*"\$@"|^import pretrain_grpo|training\.arguments import', re.M)

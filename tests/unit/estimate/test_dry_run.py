@@ -368,7 +368,7 @@ def test_fp8_of_experts_and_latent_attention():
     [("", 102.5), ("--fp8-format e4m3", 105.4), ("--fp8-format hybrid --fp8-recipe tensorwise", 105.2)],
 )
 def test_the_peak_of_a_measured_update(flags, measured):
-    """Qwen3-4B's shape on one H200: docs/performance.md, "Training in FP8"."""
+    """Qwen3-4B's shape on one H200: docs/performance/updates.md, "Training in FP8"."""
     shape = f"""
         --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --group-query-attention
         --num-query-groups 8 --kv-channels 128 --qk-layernorm --vocab-size 151936 --max-position-embeddings 40960
