@@ -88,5 +88,5 @@ ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$inputs/data/train.js
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     WORLD_SIZE=$NPROC python3 "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" --dry-run "$@"
 else
-    torchrun --nproc-per-node "$NPROC" "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" "$@"
+    torchrun --standalone --nproc-per-node "$NPROC" "${SCRIPT:-pretrain_grpo.py}" "${ARGS[@]}" "$@"
 fi

@@ -9,7 +9,7 @@ run=${1:?folder for the results}; shift
 cd "$(dirname "$0")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 python3 tools/benchmark/vision_inputs.py "$run"
-torchrun --nproc-per-node "${NPROC:-1}" pretrain_grpo.py --bf16 --transformer-impl local --load-hf "$run/model" \
+torchrun --standalone --nproc-per-node "${NPROC:-1}" pretrain_grpo.py --bf16 --transformer-impl local --load-hf "$run/model" \
     --train-data-path "$run/data/train.jsonl" --save "$run" --no-save-hf --external-plugins tools/benchmark/even_tokens.py \
     --reward-funcs even_tokens --beta 0 --lr 1e-6 --clip-grad 1.0 --train-iters 4 --num-generations 8 --generation-batch-size 256 \
     --max-prompt-length 1400 --max-completion-length 512 --ignore-eos --max-tokens-per-microbatch 8192 \

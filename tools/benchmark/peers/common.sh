@@ -49,4 +49,4 @@ fi
 rm -rf "$out"; mkdir -p "$out"
 export PYTHONPATH=$here/vllm_plugin${PYTHONPATH:+:$PYTHONPATH}
 if [[ $peer != trl ]]; then export CUDA_DEVICE_MAX_CONNECTIONS=1; fi  # as Megatron-Core's launch scripts
-torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS")
+torchrun=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
