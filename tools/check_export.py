@@ -106,6 +106,17 @@ def check(args: argparse.Namespace) -> bool:
     """Complete the prompts, print the comparison, and return whether all completions are equal."""
     if not (args.hf / "config.json").is_file():
         raise GrpoError(f"--hf {args.hf}: no config.json; give a Hugging Face model directory")
+    if "vision_config" in json.loads((args.hf / "config.json").read_text()):
+        raise GrpoError(f"--hf {args.hf} is a vision-language model; this tool compares models of text only")
+    if args.adapter is not None:
+        config = args.adapter / "adapter_config.json"
+        if not config.is_file():
+            raise GrpoError(f"--adapter {args.adapter}: no adapter_config.json; give a folder of --save-adapter")
+        if json.loads(config.read_text()).get("use_dora"):
+            raise GrpoError(
+                f"--adapter {args.adapter} has DoRA, which vLLM lacks: check merged weights, which "
+                "tools/checkpoint/convert.py --merge-lora writes"
+            )
     tokenizer = AutoTokenizer.from_pretrained(args.hf)
     rows = [row for path in args.data for _, row in read_rows(path)][: args.max_prompts]
     if not rows:
