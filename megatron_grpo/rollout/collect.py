@@ -18,6 +18,7 @@ from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import divided, joined
 from megatron_grpo.vision.images import RowImages
 
@@ -130,6 +131,19 @@ def missing_rewards(scorer: RewardPool | None) -> int:
     failures = torch.tensor(len(scorer.failures) if scorer is not None else 0)
     dist.all_reduce(failures, group=host_group())
     return int(failures)
+
+
+def check_episodes(batch: RolloutBatch) -> None:
+    """Raise GrpoError if every episode of a rollout failed, as of a reward function that fails on all samples.
+
+    Collective, with the batch of all ranks.
+    """
+    if (batch.finish_reasons == FinishReason.FAILED).all():
+        dist.barrier(host_group())  # the lines with the reasons come before the error, also those of other ranks
+        raise GrpoError(
+            "every episode of the rollout failed, for the reasons in the lines above, and nothing can be learned from "
+            "it: mend the environment or the agent, and resume with --load"
+        )
 
 
 def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer) -> Sample:

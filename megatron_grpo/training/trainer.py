@@ -41,7 +41,7 @@ from megatron_grpo.reference.reference_model import BaseReference, ReferenceMode
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import has_servers
-from megatron_grpo.rollout.collect import Needs, collect_rollout, everything, shown_images, with_images
+from megatron_grpo.rollout.collect import Needs, check_episodes, collect_rollout, everything, shown_images, with_images
 from megatron_grpo.rollout.draft_counts import metrics_of_all_ranks
 from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
@@ -223,6 +223,7 @@ class Trainer:
             print(f"[rank {dist.get_rank()}] {line}", flush=True)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
+        check_episodes(batch)
         if plan.recording is not None:
             with self.timers("ledger"):
                 metrics = self.sampling_metrics | self.sync_metrics
@@ -272,6 +273,7 @@ class Trainer:
             batch, self.reward_failures = self.engine.generate(plan, needs)
             return batch
         batch, self.reward_failures, metrics = self.engine.take(needs)
+        check_episodes(batch)
         staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
         self.sampling_metrics = metrics | staleness
         if self.ledger is not None:

@@ -27,6 +27,13 @@ class Echo(Environment):
         return Reply([{"role": "user", "content": f"{len(turn.text)}"}], reward=reward)
 
 
+@register_environment("down")
+class Down(Echo):
+    def reset(self, row):
+        if "ECHO_WORKS" not in os.environ:
+            raise OSError("nobody answers")
+
+
 @register_environment("saved")
 class Saved(Echo):
     def snapshot(self):

@@ -40,7 +40,7 @@ FLAGS = """--tokenizer-type HuggingFaceTokenizer --transformer-impl local --max-
     --no-shuffle --num-completions-to-log 64""".split()
 
 
-def run_echo(ranks, model, tmp_path, *flags, env=None, name="run"):
+def run_echo(ranks, model, tmp_path, *flags, env=None, name="run", check=True):
     """Return (output, rows of metrics) of a run with the environment echo."""
     data = tmp_path / "train.jsonl"
     rows = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(16)]
@@ -51,7 +51,7 @@ def run_echo(ranks, model, tmp_path, *flags, env=None, name="run"):
     env = (env or {}) | {"ECHO_CALLS": str(tmp_path / "calls")}
     run = run_torchrun(
         ranks, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data, *FLAGS,
-        "--external-plugins", PLUGIN, *ends, "--save", save, *flags, env=env,
+        "--external-plugins", PLUGIN, *ends, "--save", save, *flags, env=env, check=check,
     )  # fmt: skip
     return run.stdout, [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
@@ -71,6 +71,22 @@ def test_a_run(engine, tiny_models, tmp_path):
     layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"] if engine == "megatron" else []
     layout += ["--vllm-max-num-seqs", 16, "--advantage-estimator", "turn_returns"] if engine == "vllm" else []
     check_echo(*run_echo(2, tiny_models["qwen3"], tmp_path, "--rollout-engine", engine, *layout), 32)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    slow_except(
+        ["--rollout-engine megatron"], ["--rollout-engine megatron", "--rollout-ranks 1 --vllm-max-num-seqs 16"]
+    ),
+)
+def test_a_rollout_without_an_episode_ends_the_run(engine, tiny_models, tmp_path):
+    """Started again, the run generates the episodes anew: it uses no failed ones of the ledger."""
+    flags = f"{engine} --environment down --ledger".split() + [tmp_path / "ledger"]
+    output, rows = run_echo(2, tiny_models["qwen3"], tmp_path, *flags, check=False)
+    assert " episodes: raised OSError: nobody answers" in output and not rows
+    assert "error: every episode of the rollout failed" in output.strip().splitlines()[-1]
+    _, rows = run_echo(2, tiny_models["qwen3"], tmp_path, *flags, env={"ECHO_WORKS": "1"})
+    assert [row["environment/failed"] for row in rows] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", slow_except(["vllm"], ["vllm", "sglang"]))

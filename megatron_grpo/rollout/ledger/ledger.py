@@ -137,14 +137,19 @@ class Ledger:
         return not self._lost.isdisjoint(keys)
 
     def known(self, groups: Mapping[int, Group]) -> dict[int, Group]:
-        """Return those of ``groups``, by number, that an earlier attempt has finished and scored."""
+        """Return those of ``groups``, by number, that an earlier attempt has finished and scored.
+
+        A group of which every episode failed is left out: its environment may work by now.
+        """
         numbers = [n for n, group in groups.items() if GroupKey(group.birth, n) in self.content.groups]
         keys = [GroupKey(groups[number].birth, number) for number in numbers]
         found = load(self.content, keys, recorded_prompt)
         known = {}
         for number, key in zip(numbers, keys, strict=True):
-            prompt = groups[number].prompt
-            if found[key].prompt.ids == prompt.ids and len(found[key].completions) == len(groups[number].completions):
+            prompt, completions = groups[number].prompt, found[key].completions
+            failed = all(completion is not None and completion.finish_reason == "failed" for completion in completions)
+            same = found[key].prompt.ids == prompt.ids and len(completions) == len(groups[number].completions)
+            if same and not failed:
                 known[number] = replace(found[key], prompt=prompt)
         return known
 
