@@ -9,7 +9,6 @@ completion differs. With `--adapter` PEFT (requirements-test.txt) and vLLM load 
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -35,6 +34,7 @@ from megatron_grpo.data.answer_column import find_answers
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.data.row_prompt import parse_prompt
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 
 # vLLM's CPU kernel rotates the wrong rows of latent attention's three-dimensional queries; torch's is correct.
 ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
@@ -98,7 +98,7 @@ def vllm_completions(
 
 def _slot_rank(adapter: Path) -> int:
     """Return the rank of vLLM's slot for an adapter: one of the ranks that vLLM has."""
-    rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
+    rank = read_json_object(adapter / "adapter_config.json")["r"]
     return next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
 
 
@@ -106,13 +106,13 @@ def check(args: argparse.Namespace) -> bool:
     """Complete the prompts, print the comparison, and return whether all completions are equal."""
     if not (args.hf / "config.json").is_file():
         raise GrpoError(f"--hf {args.hf}: no config.json; give a Hugging Face model directory")
-    if "vision_config" in json.loads((args.hf / "config.json").read_text()):
+    if "vision_config" in read_json_object(args.hf / "config.json"):
         raise GrpoError(f"--hf {args.hf} is a vision-language model; this tool compares models of text only")
     if args.adapter is not None:
         config = args.adapter / "adapter_config.json"
         if not config.is_file():
             raise GrpoError(f"--adapter {args.adapter}: no adapter_config.json; give a folder of --save-adapter")
-        if json.loads(config.read_text()).get("use_dora"):
+        if read_json_object(config).get("use_dora"):
             raise GrpoError(
                 f"--adapter {args.adapter} has DoRA, which vLLM lacks: check merged weights, which "
                 "tools/checkpoint/convert.py --merge-lora writes"

@@ -56,7 +56,7 @@ def give_images(args: argparse.Namespace, model, batch: RolloutBatch) -> None:
     """Give the vision tower the images of the rows, and those that episodes of the batch showed."""
     tokenizer = build_tokenizer(args)
     reader = ImageReader(args, tokenizer.special_tokens)
-    tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
+    tools = partial(tools_of, default=args.environment)
     dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=reader)
     store = attach_images(model, reader, dataset.images_of, with_rows=not args.agent)
     if batch.image_bytes is not None:

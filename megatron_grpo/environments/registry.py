@@ -121,9 +121,12 @@ def videos_are_shown() -> bool:
     return any(spec.videos for spec in _registry.values())
 
 
-def tools_of(row: Mapping[str, Any], default: str) -> list[Any] | None:
-    """Return the schemas of the tools of a row's environment, for the chat template; None without tools."""
-    return list(environment_of(row, default).tools) or None
+def tools_of(row: Mapping[str, Any], default: str | None) -> list[Any] | None:
+    """Return the schemas of the tools of a row's environment, for the chat template; None without tools.
+
+    ``default``: --environment; without it rows have no environment.
+    """
+    return list(environment_of(row, default).tools) or None if default else None
 
 
 def tool_schema(tool: Callable | Mapping[str, Any]) -> Mapping[str, Any]:

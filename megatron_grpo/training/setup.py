@@ -114,7 +114,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
     check_draft_tokenizer(args, tokenizer)
-    tools = partial(tools_of, default=args.environment) if args.environment else lambda row: None
+    tools = partial(tools_of, default=args.environment)
     dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)
     valid = None
     if args.valid_data_path:

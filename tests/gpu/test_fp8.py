@@ -19,9 +19,13 @@ def measured(tmp_path, part: str) -> dict:
     return json.loads(next(line[4:] for line in output.splitlines() if line.startswith("FP8 {")))
 
 
-def is_near(result: dict, mean: float = 0.08, cosine: float = 0.97) -> None:
-    """FP8 rounds to 3 (e4m3) or 2 (e5m2) bits of mantissa: log-probabilities and gradient stay near those in bf16."""
-    assert max(result["mean"]) < mean and result["cosine"] > cosine, result
+def is_near(result: dict, before: float = 0.05, after: float = 0.05, cosine: float = 0.97) -> None:
+    """FP8 rounds to 3 (e4m3) or 2 (e5m2) bits of mantissa: log-probabilities and gradient stay near those in bf16.
+
+    ``before`` and ``after`` the update. Adam's first step has the gradient's sign, not its size.
+    """
+    found = result["mean"]
+    assert found[0] < before and found[1] < after and result["cosine"] > cosine, result
     assert result["fresh"], "the products used copies of earlier weights"
 
 
@@ -48,12 +52,13 @@ def test_recipes_and_checkpoints(tmp_path):
 def test_recomputation_adapters_and_experts(tmp_path):
     results = measured(tmp_path, "more")
     for name in ("recompute full", "recompute mlp", "no transpose cache"):
-        assert results[name]["mean"] == [0, 0] and results[name]["fresh"], name
-    is_near(
-        results["fused gradients"], 0.02, 0.9999
-    )  # sums of micro-batches in float32: Adam's first step has other signs
-    for name in ("edges in bf16", "adapter", "experts"):
-        is_near(results[name])
+        is_near(results[name], cosine=0.9999)
+        assert results[name]["mean"] == [0, 0], name
+    # The fused product adds micro-batches in float32.
+    is_near(results["fused gradients"], before=1e-3, after=0.02, cosine=0.9999)
+    is_near(results["edges in bf16"])
+    for name in ("adapter", "experts"):
+        is_near(results[name], after=0.08)
     assert results["experts loaded"]
     half = 3 * LINEAR * LAYERS * PACKS // 2
     assert results["edges in bf16"]["products"] == {"0": half, "2": half}

@@ -25,9 +25,8 @@ def test_refusals(config, adapter, message, tmp_path, monkeypatch, capsys):
         for name, content in adapter.items():
             (tmp_path / name).write_text(json.dumps(content))
         words += ["--adapter", str(tmp_path)]
-    monkeypatch.setattr(
-        os, "environ", dict(os.environ)
-    )  # the tool sets variables for vLLM, which no other test may see
+    # The tool sets variables for vLLM, which no other test may see.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "argv", ["check_export.py", *words])
     assert importlib.import_module("tools.check_export").main() == 1
     assert message in capsys.readouterr().err
