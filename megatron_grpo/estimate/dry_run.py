@@ -220,7 +220,7 @@ def _offload_lines(plan: Plan, peak: float) -> list[str]:
     names = ", ".join(map(flag, given))
     lines = [f"{names}: only while the engine generates; the peak of training stays {peak:.2f}"]
     share = engine_share(args)
-    if args.offload_as_needed and share is not None and share + 2 * MARGIN < 1:
+    if share is not None and share + 2 * MARGIN < 1 and args.offload_model | args.offload_optimizer:
         nothing = Plan(Namespace(**vars(args) | {"offload_model": False, "offload_optimizer": False}))
         stays = max(nothing.memory(stage).stays for stage in range(len(plan.stages))) / GIB
         lines.append(

@@ -82,7 +82,7 @@ METRICS = {
     "memory/offloaded": "GiB that the trainer copied to host memory (for example --offload-model)",
     "time/rollout": "seconds of generation",
     "time/offload": "seconds of moving the trainer's tensors to host memory and back (for example --offload-model), "
-    "with --offload-as-needed without the return of the optimizer state, which runs beside the next passes",
+    "without the return of the optimizer state, which runs beside the next passes",
     "time/scoring": "seconds of the reward functions after generation has ended",
     "time/ledger": "seconds until a rollout's last groups and its batch are on the disk (--ledger)",
     "time/logprobs": "seconds of the forward-only passes: old policy and reference model",
@@ -214,11 +214,11 @@ REMEDIES = {
     "consumed/left_out": "Large: filters remove most rows, and reading them takes time. Filter the files once.",
     "memory/": "Near the device's size: use --offload-optimizer, --offload-model, --sleep-level 2, a smaller "
     "--vllm-gpu-memory-utilization or --max-tokens-per-microbatch. --dry-run estimates the effect.",
-    "memory/offloaded": "Large: --offload-as-needed moves less; 0 with it: all fits beside the engine.",
+    "memory/offloaded": "Large: a smaller --vllm-gpu-memory-utilization leaves more on the GPU. 0: all fits beside it.",
     "time/rollout": "Most of the step: raise --vllm-max-num-seqs or --vllm-gpu-memory-utilization, set "
     "--rollout-balancing dynamic, leave out --vllm-enforce-eager. The longest completion determines the end.",
-    "time/offload": "Large compared with time/update: add --offload-as-needed, or offload less (--offload-gradients is "
-    "nearly free).",
+    "time/offload": "Large compared with time/update: offload less (--offload-gradients is nearly free), or lower "
+    "--vllm-gpu-memory-utilization.",
     "time/scoring": "Large: raise --reward-workers, or use a faster function. Scoring overlaps generation; this is the "
     "rest.",
     "time/ledger": "Large: put --ledger on a local disk, if all ranks can read it.",

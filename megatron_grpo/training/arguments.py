@@ -102,14 +102,18 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
 )
 
 OFFLOAD: tuple[FlagRow, ...] = (
-    ("--offload-model", bool, False, "move the trainer's weights to host memory"),
-    ("--offload-gradients", bool, False, "free the gradient buffers"),
-    ("--offload-optimizer", bool, False, "move the optimizer's state to host memory"),
     (
-        "--offload-as-needed",
+        "--offload-model",
         bool,
         False,
-        "move only what a colocated vLLM needs the memory of; the optimizer's state returns beside the next passes",
+        "move the trainer's weights to host memory; beside a colocated vLLM, only what it needs",
+    ),
+    ("--offload-gradients", bool, False, "free the gradient buffers"),
+    (
+        "--offload-optimizer",
+        bool,
+        False,
+        "move the optimizer's state to host memory; beside a colocated vLLM, only what it needs",
     ),
 )
 

@@ -191,11 +191,11 @@ class Offloader:
 def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
     """Return the bytes of the device that must be free for the engine to wake (None: to start), with so many margins.
 
-    Infinite without --offload-as-needed, and on a CPU.
+    Infinite if only the engine knows its memory, and on a CPU.
     """
-    if not args.offload_as_needed or not torch.cuda.is_available():
-        return math.inf
     share = engine_share(args)
+    if share is None or not torch.cuda.is_available():
+        return math.inf
     awake = 0 if engine is None else engine.device_bytes()[0]
     return (share + margins * MARGIN) * torch.cuda.mem_get_info()[1] - awake
 

@@ -311,9 +311,9 @@ class Trainer:
         10. `_check_probe`: the probe's log-probabilities are compared with the trainer's
 
         Optimizer state and KV cache are thus never on the device together; the trainer's weights and the KV cache are
-        only without --offload-model. With --offload-as-needed, steps 1 and 4 move only what the engine needs the memory
-        of (`needed_by_engine`), and the optimizer state returns beside the next passes: the optimizer's first step
-        waits for it. Step 1 has nothing to run beside it, because steps 2 and 3 are short and need its memory. If the
+        only without --offload-model. Steps 1 and 4 move only what a colocated vLLM needs the memory of
+        (`needed_by_engine`), and the optimizer state returns beside the next passes: the optimizer's first step waits
+        for it. Step 1 has nothing to run beside it, because steps 2 and 3 are short and need its memory. If the
         engine is lost in steps 2 to 8, `_raise_engine_lost` ends the run.
         """
         memory = {"train": self._memory()}
@@ -381,7 +381,7 @@ class Trainer:
     def _reload(self) -> None:
         with self.timers("offload"):
             self.weight_offloader.to_device()
-            self.state_offloader.to_device(background=self.args.offload_as_needed)
+            self.state_offloader.to_device(background=True)
 
     def _probe_engine(self) -> RolloutBatch:
         """Return completions of the first prompts of the data by every replica."""

@@ -10,7 +10,6 @@ import torch
 
 from megatron_grpo.algorithm.arguments import check_advantages, check_importance_sampling, check_loss
 from megatron_grpo.data.arguments import check_data, check_pass_rates
-from megatron_grpo.estimate.memory import engine_share
 from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_cuda_graphs, check_model
@@ -50,7 +49,6 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_family(args)
     check_parallelism(args, stage_costs)
     check_cuda_graphs(args)
-    _check_offload_as_needed(args)
     check_fp8(args)
     families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)
@@ -87,17 +85,6 @@ def _check_flash_attention_4() -> None:
             f"{given} needs FlashAttention 4 of vLLM's wheel, which cannot be imported ({error}): install "
             f"requirements-gpu.txt, or {instead}"
         ) from error
-
-
-def _check_offload_as_needed(args: Namespace) -> None:
-    """Refuse --offload-as-needed where nothing is offloaded, or where the engine's need of memory is unknown."""
-    if args.offload_as_needed and engine_share(args) is None:
-        raise GrpoError(
-            "--offload-as-needed needs a colocated vLLM with --sleep-level 1 or 2 and without kv_cache_memory_bytes in "
-            "--vllm-engine-kwargs: how much memory another engine needs is unknown; leave it out"
-        )
-    if args.offload_as_needed and not (args.offload_model or args.offload_optimizer):
-        raise GrpoError("--offload-as-needed needs --offload-optimizer or --offload-model, of which it moves a part")
 
 
 def _check_libraries(args: Namespace) -> None:

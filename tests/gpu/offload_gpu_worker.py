@@ -65,7 +65,8 @@ def run(args, kind: type[Offloader] | None) -> list[torch.Tensor]:
 
 
 def check_part(trainer) -> None:
-    """Offload so much that half of the optimizer state's bytes become free."""
+    """Offload so much that half of the optimizer state's bytes become free; the last tensor frees too much."""
+    largest = max(tensor.nbytes for tensor in optimizer_tensors(trainer.optimizer))
     state = Offloader(trainer.model, trainer.optimizer, False, False, True)
     whole = state.to_host().copied
     state.to_device()
@@ -73,7 +74,8 @@ def check_part(trainer) -> None:
     wanted = free_bytes() + whole // 2
     part = state.to_host(wanted).copied
     if device().type == "cuda":
-        assert whole // 2 <= part < 0.8 * whole and free_bytes() >= wanted, (part, whole, free_bytes(), wanted)
+        enough = whole // 2 <= part < 0.6 * whole + largest < whole and free_bytes() >= wanted
+        assert enough, (part, whole, largest, free_bytes(), wanted)
     state.to_device()
 
 

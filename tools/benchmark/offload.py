@@ -1,8 +1,7 @@
 """Measure the offload of the trainer's tensors to host memory: device memory, seconds, copy rate, and overlap.
 
 The copy rate is compared with that of one large copy in the same run. The last table has what an update takes alone,
-and together with the return of the optimizer state: before it, or in the background of it as with
---offload-as-needed.
+and together with the return of the optimizer state: before it, or in the background of it as in a run.
 
     torchrun --nproc-per-node GPUS tools/benchmark/offload.py [--large-copy-gib 4] [FLAGS OF pretrain_grpo.py]
 

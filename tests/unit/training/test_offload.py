@@ -104,13 +104,13 @@ def test_a_copy_that_fails_ends_the_step_that_waits_for_it():
 def test_what_the_engine_needs():
     """0.3 of a GPU of 1,000 bytes; 0.03 are left beside the awake engine, and twice as much before it wakes."""
     gpu = mock.patch.multiple("torch.cuda", is_available=lambda: True, mem_get_info=lambda: (1, 1000))
-    asleep = parse_args("--offload-as-needed --sleep-level 2 --vllm-gpu-memory-utilization 0.3".split())
+    asleep = parse_args("--sleep-level 2 --vllm-gpu-memory-utilization 0.3".split())
     with_weights = SimpleNamespace(device_bytes=lambda: (100, 200))
     assert needed_by_engine(asleep, None, margins=2) == math.inf  # a CPU
     with gpu:
         assert needed_by_engine(asleep, None, margins=2) == pytest.approx(360)
         assert needed_by_engine(asleep, with_weights, margins=1) == pytest.approx(230)
-        assert needed_by_engine(parse_args(["--sleep-level", "2"]), None, margins=1) == math.inf
+        assert needed_by_engine(parse_args(["--sleep-level", "0"]), None, margins=1) == math.inf
 
 
 def test_memory_that_somebody_has_taken():

@@ -160,8 +160,6 @@ REFUSED = {
     "--rollout-engine megatron --vllm-max-num-seqs 64": (
         "--vllm-max-num-seqs is vLLM's, and --rollout-engine megatron runs without vLLM"
     ),
-    "--offload-as-needed --sleep-level 2": "--offload-as-needed needs --offload-optimizer or --offload-model",
-    "--offload-as-needed --offload-model": "--offload-as-needed needs a colocated vLLM with --sleep-level 1 or 2",
     "--rollout-engine megatron --offload-model": "--offload-model cannot be used with --rollout-engine megatron",
     "--rollout-engine megatron --sleep-level 1": "--sleep-level cannot be used with --rollout-engine megatron",
     "--rollout-engine megatron --inference-max-requests 0": "--inference-max-requests (0) must be greater than 0",
