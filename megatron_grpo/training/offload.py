@@ -7,6 +7,7 @@ an optimizer) stay the same objects, so this module does not depend on the class
 
 import math
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from megatron_grpo.utils.errors import GrpoError
 # Size of the host's memory blocks in bytes; storages fill the blocks without gaps. torch rounds a request for
 # page-locked memory up to a power of two (64 GiB for 33), so only the end of the last block is unused.
 BLOCK_BYTES = 1 << 28
+# The host clears new memory at about 2 GiB a second and thread: several blocks are allocated at a time.
+ALLOCATING_THREADS = 8
 
 Storages = list[tuple[torch.UntypedStorage, int]]  # with their bytes on the device
 Slices = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (bytes on the device, bytes on the host)
@@ -98,6 +101,7 @@ class Offloader:
             while candidates and missing > 0:
                 moving.append(candidates.pop(0))
                 missing -= moving[-1][1]
+            self._allocate(_size(self._copied) + _size(moving))
             for data, host in self._slices(moving, _size(self._copied)):
                 host.copy_(data, non_blocking=True)
             torch.cuda.synchronize()
@@ -171,14 +175,24 @@ class Offloader:
                     moving.append((storage, storage.nbytes()))
         return copied, dropped
 
+    def _allocate(self, size: int) -> None:
+        """Allocate host memory until there are ``size`` bytes."""
+        missing = -(-size // BLOCK_BYTES) - len(self._blocks)
+        try:
+            with ThreadPoolExecutor(ALLOCATING_THREADS) as threads:
+                self._blocks += threads.map(_host_block, [device()] * missing)
+        except RuntimeError as error:
+            raise GrpoError(
+                f"--offload-*: this process can allocate less than {size / 2**30:.2f} GiB of page-locked host memory: "
+                "offload less, or use a host with more memory or a higher limit of locked memory (ulimit -l)"
+            ) from error
+
     def _slices(self, storages: Storages, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the slices of ``storages``, from byte ``position`` of the host's blocks on, split at ends of blocks."""
         for storage, size in storages:
             data, begin = _bytes_of(storage), 0
             while begin < size:
                 block, offset = divmod(position, BLOCK_BYTES)
-                if block == len(self._blocks):
-                    self._blocks.append(_host_block(self.host_bytes))
                 count = min(size - begin, BLOCK_BYTES - offset)
                 yield data[begin : begin + count], self._blocks[block][offset : offset + count]
                 begin, position = begin + count, position + count
@@ -270,11 +284,16 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _host_block(held: int) -> torch.Tensor:
-    try:
-        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device().type == "cuda")
-    except RuntimeError as error:
-        raise GrpoError(
-            f"--offload-*: this process can allocate only {held / 2**30:.2f} GiB of page-locked host memory: "
-            "offload less, or use a host with more memory or a higher limit of locked memory (ulimit -l)"
-        ) from error
+def _host_block(where: torch.device) -> torch.Tensor:
+    """Return a new block of host memory, page-locked if ``where`` is a GPU.
+
+    The pages are touched first: cudaHostAlloc would clear them in one thread, under a lock of the driver.
+    """
+    block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # a new thread has the first GPU
+        block.zero_()
+        runtime, address = torch.cuda.cudart(), block.data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, BLOCK_BYTES, 0)))
+        weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False
+    return block
